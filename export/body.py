@@ -1,0 +1,115 @@
+"""A run of transformer layers as one graph that serves both phases: encoding clean tokens and denoising a canvas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from canvasrt.export.layers import (
+    Attention,
+    GatedMLP,
+    RMSNorm,
+    attention_mask,
+    inverse_frequencies,
+    placeholder,
+    rotation,
+)
+from canvasrt.export.moe import Experts, Router
+from canvasrt.model import Layer, ModelConfig
+
+
+class BodyLayer(nn.Module):
+    """Attention, then a shared MLP beside the experts, each between norms, then the layer's scalar."""
+
+    def __init__(self, config: ModelConfig, layer: Layer) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attention = Attention(config, layer)
+        self.mlp = GatedMLP(size, config.intermediate_size)
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.input_norm = RMSNorm(size, eps)
+        self.post_attention_norm = RMSNorm(size, eps)
+        self.pre_mlp_norm = RMSNorm(size, eps)
+        self.post_mlp_norm = RMSNorm(size, eps)
+        self.pre_experts_norm = RMSNorm(size, eps)
+        self.post_experts_norm = RMSNorm(size, eps)
+        self.post_norm = RMSNorm(size, eps)
+        # The only weights that the phases do not share.
+        self.encoder_scalar = placeholder(1)
+        self.decoder_scalar = placeholder(1)
+
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor,
+        past: tuple[Tensor, Tensor],
+        causal: Tensor,
+        valid: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`x` `[B, L, D]` → the same shape, this call's key and value, and the largest expert load."""
+        attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
+        x = x + self.post_attention_norm(attended)
+        flat = x.reshape(-1, x.shape[-1])
+        index, weights = self.router(flat)
+        mixed, load = self.experts(
+            self.pre_experts_norm(flat), index, weights, valid.reshape(-1), slots
+        )
+        dense = self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
+        x = x + self.post_norm(dense + self.post_experts_norm(mixed.view_as(x)))
+        scalar = torch.where(causal, self.encoder_scalar, self.decoder_scalar)
+        return x * scalar[:, None, None].to(x.dtype), key, value, load
+
+
+class BodySegment(nn.Module):
+    """Layers `first … first + count − 1` of the model; the graph's inputs and outputs are `forward`'s, by name."""
+
+    def __init__(self, config: ModelConfig, first: int, count: int) -> None:
+        super().__init__()
+        self.window = config.sliding_window
+        self.kinds = [layer.kind for layer in config.layers[first : first + count]]
+        self.layers = nn.ModuleList(
+            BodyLayer(config, layer) for layer in config.layers[first : first + count]
+        )
+        for layer in config.layers[first : first + count]:
+            self.register_buffer(f"{layer.kind}_frequencies", inverse_frequencies(layer))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        groups: Tensor,
+        causal: Tensor,
+        slots: Tensor,
+        past_positions: dict[str, Tensor],
+        past: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run the layers over one call's tokens.
+
+        Args:
+            hidden: `[B, L, D]`, the embeddings or the previous segment's output.
+            positions: `[B, L]` int64; −1 marks padding, whose outputs mean nothing.
+            groups: `[B, L]` int64; tokens of one image share a number ≥ 0 and see each other, −1 elsewhere.
+            causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
+            slots: `[C]` int64; its length is the expert capacity of this call.
+            past_positions: by layer kind, `[B, P]` int64 positions of the cached tokens, −1 for none.
+            past: a layer, cached key and value `[B, kv_heads, P, head_dim]`.
+        Returns:
+            hidden `[B, L, D]`, each layer's largest expert load `[layers]` int64, a layer this call's key and value.
+        """
+        masks, turns = {}, {}
+        for kind, known in past_positions.items():
+            window = self.window if kind == "sliding" else None
+            masks[kind] = attention_mask(positions, groups, causal, known, window, hidden.dtype)
+            turns[kind] = rotation(positions, self.get_buffer(f"{kind}_frequencies"))
+        valid = positions >= 0
+        loads, new = [], []
+        for kind, layer, cached in zip(self.kinds, self.layers, past, strict=True):
+            hidden, key, value, load = layer(
+                hidden, turns[kind], masks[kind], cached, causal, valid, slots
+            )
+            loads.append(load)
+            new.append((key, value))
+        return hidden, torch.stack(loads), new

@@ -1,0 +1,89 @@
+"""Joins graphs of single layers into the graph of a segment.
+
+Tracing takes seconds a layer and all layers of a kind trace alike: each kind is traced once and copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+
+from canvasrt.export.onnx import OPSET
+
+
+def chain(layers: Sequence[ir.Model]) -> ir.Model:
+    """One graph of single-layer graphs, run one after the other.
+
+    Inputs of the same name are one input; `hidden` of a layer is `hidden_out` of the one before it; the loads are put
+    end to end. Weights of layer k, `layers.0.…` in its own graph, become `layers.k.…`; buffers of the same name are
+    one. Keys and values keep their order, layer by layer.
+    """
+    joined = layers[0].clone()
+    graph = joined.graph
+    pasts, news = _keys_and_values(graph.inputs), _keys_and_values(graph.outputs)
+    inputs = {value.name: value for value in graph.inputs if value not in pasts}
+    hidden, loads = graph.outputs[0], [graph.outputs[1]]
+    _rename(graph, 0, kept=graph.inputs)
+    for number, model in enumerate(layers[1:], 1):
+        part = model.clone().graph
+        pasts += _keys_and_values(part.inputs)
+        news += _keys_and_values(part.outputs)
+        for value in list(part.inputs):
+            if value.name == "hidden":
+                ir.convenience.replace_all_uses_with(value, hidden)
+            elif value not in pasts:
+                shared = inputs.setdefault(value.name, value)
+                if shared is not value:
+                    ir.convenience.replace_all_uses_with(value, shared)
+        hidden, load = part.outputs[0], part.outputs[1]
+        loads.append(load)
+        _rename(part, number, kept=part.inputs)
+        _move(part, graph)
+    stacked = ir.node("Concat", loads, {"axis": 0}, name="node_load")
+    graph.append(stacked)
+    stacked.outputs[0].type = loads[0].type
+    stacked.outputs[0].shape = ir.Shape([len(loads)])
+    for index, load in enumerate(loads):
+        load.name = f"load_{index}"
+    hidden.name, stacked.outputs[0].name = "hidden_out", "load"
+    graph.inputs[:] = [*inputs.values(), *pasts]
+    graph.outputs[:] = [hidden, stacked.outputs[0], *news]
+    joined.opset_imports[""] = OPSET
+    # Masks and rotations are the same in every layer of a kind.
+    CommonSubexpressionEliminationPass()(joined)
+    RemoveUnusedNodesPass()(joined)
+    return joined
+
+
+def _keys_and_values(values: Sequence[ir.Value]) -> list[ir.Value]:
+    return [value for value in values if str(value.name).startswith(("past_key", "past_value", "new_"))]
+
+
+def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
+    """Give what `graph` computes, and its weights, names of its own among the other layers'."""
+    names = {id(value) for value in kept}
+    for node in graph:
+        node.name = f"layer_{number}/{node.name}"
+        for value in node.outputs:
+            if id(value) not in names:
+                value.name = f"layer_{number}/{value.name}"
+    for value in list(graph.initializers.values()):
+        if str(value.name).startswith("layers.0."):
+            value.name = f"layers.{number}.{str(value.name).removeprefix('layers.0.')}"
+
+
+def _move(part: ir.Graph, graph: ir.Graph) -> None:
+    """Move all nodes and weights of `part` into `graph`."""
+    for name, value in list(part.initializers.items()):
+        del part.initializers[name]
+        if name in graph.initializers:
+            ir.convenience.replace_all_uses_with(value, graph.initializers[name])
+        else:
+            graph.initializers.add(value)
+    part.outputs.clear()
+    part.inputs.clear()
+    nodes = list(part)
+    part.remove(nodes)
+    graph.extend(nodes)

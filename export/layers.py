@@ -1,0 +1,187 @@
+"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE, attention, MLP.
+
+Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, which is the oracle for its
+numbers. Weights keep the checkpoint's `[out, in]` layout; projections that read the same input are stacked into one.
+A module is built with placeholders in place of its weights, so that a network of any size can be traced.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from canvasrt.model import Layer, ModelConfig
+
+# ONNX `Attention` has no TensorRT kernel above this head size; larger heads are written out in primitives.
+MAX_FUSED_HEAD_DIM = 256
+
+
+def placeholder(*shape: int) -> nn.Parameter:
+    """A weight of this shape that takes no memory until `weights.load` puts the real one in its place."""
+    return nn.Parameter(torch.zeros(1).expand(*shape), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """`x @ weightᵀ`, no bias."""
+
+    def __init__(self, size: int, out: int) -> None:
+        super().__init__()
+        self.weight = placeholder(out, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last axis: `x / sqrt(mean(x²) + eps) * weight`, computed in float32."""
+    size = x.shape[-1]
+    return F.rms_norm(x, (size,), torch.ones(size, dtype=x.dtype) if weight is None else weight, eps)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves of the last axis. (`chunk` becomes a sequence in ONNX, which TensorRT does not take.)"""
+    middle = x.shape[-1] // 2
+    return x[..., :middle], x[..., middle:]
+
+
+def gelu_gate(gate_up: Tensor) -> Tensor:
+    """`gelu_tanh(gate) * up` of a stacked `[..., 2·inner]` projection."""
+    gate, up = halves(gate_up)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class RMSNorm(nn.Module):
+    """Learned RMS norm over the last axis."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = placeholder(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.eps, self.weight)
+
+
+class GatedMLP(nn.Module):
+    """`down(gelu_tanh(gate(x)) * up(x))`, gate and up stacked in one `[2·inner, size]` weight."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = Linear(size, 2 * inner)
+        self.down = Linear(inner, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gelu_gate(self.gate_up(x)))
+
+
+def inverse_frequencies(layer: Layer) -> Tensor:
+    """RoPE frequencies `[head_dim / 2]` in float32.
+
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first `rope_partial` of the pairs turn,
+    at frequencies spaced over the whole head, and the others stand still
+    (`modeling_rope_utils._compute_proportional_rope_parameters`).
+    """
+    half = layer.head_dim // 2
+    turning = int(layer.rope_partial * layer.head_dim // 2)
+    exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / layer.head_dim
+    return torch.cat([layer.rope_theta**-exponents, torch.zeros(half - turning)])
+
+
+def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[B, L, 1, head_dim]` in float32 of the rotation at `positions` `[B, L]`."""
+    angles = positions[:, :, None].to(torch.float32) * frequencies
+    angles = torch.cat([angles, angles], dim=-1)[:, :, None, :]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` `[B, L, heads, head_dim]` turned by the rotation, halves paired as in GPT-NeoX."""
+    first, second = halves(x)
+    return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
+
+
+def attention_mask(
+    positions: Tensor,
+    groups: Tensor,
+    causal: Tensor,
+    past_positions: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Additive mask `[B, 1, L, past + L]`: 0 where a query sees a key, a large negative number elsewhere.
+
+    A clean token (`causal[b]`) sees keys up to its own position, in a sliding layer only the last `window` of them, and
+    every key of its own group (the tokens of one image). A canvas token sees every key, with no window. Keys at
+    position −1 are empty. The reference is `create_masks_for_generate` and `create_diffusion_decoder_attention_mask`
+    with the dynamic cache.
+    """
+    key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]
+    key_groups = torch.cat([torch.full_like(past_positions, -1), groups], dim=1)[:, None, :]
+    queries = positions[:, :, None]
+    seen = key_positions <= queries
+    if window is not None:
+        seen = seen & (queries - key_positions < window)
+    seen = seen | ((groups[:, :, None] == key_groups) & (key_groups >= 0))
+    seen = (seen | ~causal[:, None, None]) & (key_positions >= 0)
+    # Half the lowest value: adding a score to it cannot overflow in any dtype.
+    hidden = torch.finfo(dtype).min / 2
+    return torch.where(seen, 0.0, hidden).to(dtype)[:, None]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer, for clean tokens and for a canvas alike; the scale is 1."""
+
+    def __init__(self, config: ModelConfig, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.num_attention_heads
+        self.eps = config.rms_norm_eps
+        # A full layer has no value projection: its values are its keys before norm and RoPE.
+        self.shares_kv = layer.kind == "full"
+        kv_projections = 1 if self.shares_kv else 2
+        rows = (self.heads + kv_projections * layer.num_kv_heads) * layer.head_dim
+        self.qkv = Linear(config.hidden_size, rows)
+        self.o = Linear(self.heads * layer.head_dim, config.hidden_size)
+        self.q_norm = RMSNorm(layer.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(layer.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        turn: tuple[Tensor, Tensor],
+        mask: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`x` `[B, L, D]` → attended `[B, L, D]` and this call's key and value `[B, kv_heads, L, head_dim]`."""
+        batch, length, _ = x.shape
+        kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
+        states = self.qkv(x).view(batch, length, -1, size)
+        query = rotate(self.q_norm(states[:, :, : self.heads]), *turn).transpose(1, 2)
+        keys = states[:, :, self.heads : self.heads + kv_heads]
+        values = keys if self.shares_kv else states[:, :, self.heads + kv_heads :]
+        key = rotate(self.k_norm(keys), *turn).transpose(1, 2)
+        value = rms_norm(values, self.eps).transpose(1, 2)
+        attend = fused_attention if size <= MAX_FUSED_HEAD_DIM else folded_attention
+        out = attend(
+            query, torch.cat([past_key, key], 2), torch.cat([past_value, value], 2), mask
+        )
+        return self.o(out.transpose(1, 2).reshape(batch, length, -1)), key, value
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """`[B, heads, L, d]` queries over `[B, kv_heads, K, d]` at scale 1, as one ONNX `Attention` node."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
+
+
+def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """The same in primitives: the queries of a group become rows, so that keys are never expanded to all heads."""
+    batch, heads, length, size = query.shape
+    kv_heads = key.shape[1]
+    rows = query.reshape(batch, kv_heads, heads // kv_heads * length, size)
+    scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, heads // kv_heads, length, -1)
+    weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32).to(query.dtype)
+    out = weights.view(batch, kv_heads, heads // kv_heads * length, -1) @ value
+    return out.view(batch, heads, length, size)

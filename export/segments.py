@@ -1,0 +1,149 @@
+"""The graphs that a model is cut into: body segments, head and vision tower, with their inputs and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from canvasrt.export import onnx, weights
+from canvasrt.export.body import BodySegment
+from canvasrt.export.chain import chain
+from canvasrt.export.head import Head
+from canvasrt.export.vision import Vision
+from canvasrt.export.weights import Sources
+from canvasrt.model import Layer, ModelConfig
+
+# The released model is built in five engines of six layers: one engine of everything needs three times its weights
+# in memory to build.
+LAYERS_PER_SEGMENT = 6
+
+EMBEDDING_FILE = "embedding.bin"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One graph: its module, where its weights come from, and which layers of the model it holds."""
+
+    name: str
+    module: nn.Module
+    sources: Sources
+    layers: tuple[int, ...] = ()
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.onnx"
+
+    def trace(self, config: ModelConfig, traced: dict[Layer, ir.Model]) -> ir.Model:
+        """The ONNX graph, weights still placeholders; `traced` keeps the graphs of single layers."""
+        if isinstance(self.module, BodySegment):
+            for i in self.layers:
+                layer = config.layers[i]
+                if layer not in traced:
+                    traced[layer] = trace_layer(BodySegment(config, i, 1), layer, config)
+            model = chain([traced[config.layers[i]] for i in self.layers])
+            name_layers(model, self.layers)
+            return model
+        if isinstance(self.module, Head):
+            return trace_head(self.module, config)
+        assert isinstance(self.module, Vision)
+        return trace_vision(self.module, config)
+
+
+def segments(config: ModelConfig, layers_per_segment: int = LAYERS_PER_SEGMENT) -> list[Segment]:
+    """Every graph of the model, in the order in which they run."""
+    cut: list[Segment] = []
+    count = len(config.layers)
+    for number, first in enumerate(range(0, count, layers_per_segment)):
+        held = range(first, min(first + layers_per_segment, count))
+        module = BodySegment(config, first, len(held))
+        sources = weights.body_sources(config, first, len(held))
+        cut.append(Segment(f"body_{number}", module, sources, tuple(held)))
+    cut.append(Segment("head", Head(config), weights.head_sources()))
+    if config.vision is not None:
+        cut.append(Segment("vision", Vision(config), weights.vision_sources(config)))
+    return cut
+
+
+def trace_layer(module: BodySegment, layer: Layer, config: ModelConfig) -> ir.Model:
+    """Graph of a body segment of one layer.
+
+    The names and shapes of all inputs and outputs are in `docs/design.md`.
+    """
+    batch, length, slots, past = 2, 3, 4, 5
+    # Two tensors: the tracer takes one given twice for one input.
+    key, value = (torch.zeros(batch, layer.num_kv_heads, past, layer.head_dim) for _ in range(2))
+    inputs: dict[str, Any] = {
+        "hidden": torch.zeros(batch, length, config.hidden_size),
+        "positions": torch.zeros(batch, length, dtype=torch.int64),
+        "groups": torch.zeros(batch, length, dtype=torch.int64),
+        "causal": torch.ones(batch, dtype=torch.bool),
+        "slots": torch.arange(slots),
+        "past_positions": {layer.kind: torch.zeros(batch, past, dtype=torch.int64)},
+        "past": [(key, value)],
+    }
+    b, n = torch.export.Dim("batch"), torch.export.Dim("length")
+    p = torch.export.Dim(f"past_{layer.kind}")
+    dynamic: dict[str, Any] = {
+        "hidden": {0: b, 1: n},
+        "positions": {0: b, 1: n},
+        "groups": {0: b, 1: n},
+        "causal": {0: b},
+        "slots": {0: torch.export.Dim("capacity")},
+        "past_positions": {layer.kind: {0: b, 1: p}},
+        "past": [({0: b, 2: p}, {0: b, 2: p})],
+    }
+    names = [name for name in inputs if not name.startswith("past")]
+    names += [f"past_positions_{layer.kind}", *_per_layer("past", [0])]
+    return onnx.trace(module, inputs, dynamic, names, ["hidden_out", "load", *_per_layer("new", [0])])
+
+
+def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
+    """Name a body graph's cached and new keys and values by the model's layers that it holds."""
+    for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
+        names = _per_layer(stem, layers)
+        for value, name in zip(values[len(values) - len(names) :], names, strict=True):
+            value.name = name
+
+
+def _per_layer(stem: str, layers: Sequence[int]) -> list[str]:
+    return [f"{stem}_{part}_{i}" for i in layers for part in ("key", "value")]
+
+
+def trace_head(module: Head, config: ModelConfig) -> ir.Model:
+    """Graph of the head."""
+    batch, length = 2, 3
+    inputs: dict[str, Any] = {
+        "hidden": torch.zeros(batch, length, config.hidden_size),
+        "temperature": torch.ones(batch),
+        "entropy_bound": torch.ones(batch),
+        "uniforms": torch.zeros(batch, length),
+        "noise": torch.zeros(batch, length, dtype=torch.int64),
+    }
+    b, n = torch.export.Dim("batch"), torch.export.Dim("length")
+    dynamic = {
+        name: {0: b} if name in ("temperature", "entropy_bound") else {0: b, 1: n}
+        for name in inputs
+    }
+    outputs = ["canvas", "argmax", "entropy", "accepted", "next_hidden"]
+    return onnx.trace(module, inputs, dynamic, list(inputs), outputs)
+
+
+def trace_vision(module: Vision, config: ModelConfig) -> ir.Model:
+    """Graph of the vision tower."""
+    assert config.vision is not None
+    square = config.vision["pooling_kernel_size"] ** 2
+    images, patches = 2, 4 * square
+    inputs = {
+        "pixel_values": torch.zeros(images, patches, 3 * config.vision["patch_size"] ** 2),
+        "pixel_positions": torch.zeros(images, patches, 2, dtype=torch.int64),
+    }
+    n = torch.export.Dim("images")
+    # The soft tokens are whole squares of patches.
+    p = square * torch.export.Dim("soft_tokens")
+    dynamic = {name: {0: n, 1: p} for name in inputs}
+    return onnx.trace(module, inputs, dynamic, list(inputs), ["features", "valid"])

@@ -1,0 +1,152 @@
+"""The vision tower and its projection into the language model, as one graph: patches in, soft tokens out.
+
+Follows `transformers.models.gemma4.modeling_gemma4.Gemma4VisionModel` and `DiffusionGemmaMultimodalEmbedder`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from canvasrt.export.layers import Linear, RMSNorm, fused_attention, halves, placeholder, rms_norm, rotate
+from canvasrt.model import ModelConfig
+
+
+class ClippedLinear(nn.Module):
+    """A projection whose input and output are clamped to ranges that the checkpoint may carry."""
+
+    def __init__(self, size: int, out: int, clipped: bool) -> None:
+        super().__init__()
+        self.linear = Linear(size, out)
+        self.clipped = clipped
+        if clipped:
+            for name in ("input_min", "input_max", "output_min", "output_max"):
+                self.register_parameter(name, placeholder(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.clipped:
+            return self.linear(x)
+        x = torch.clamp(x, self.input_min, self.input_max)
+        out = self.linear(x)
+        return torch.clamp(out, self.output_min, self.output_max)
+
+
+class VisionLayer(nn.Module):
+    """Bidirectional attention with two-dimensional RoPE, then a gated MLP, each between norms."""
+
+    def __init__(self, vision: dict[str, Any]) -> None:
+        super().__init__()
+        size, inner, eps = vision["hidden_size"], vision["intermediate_size"], vision["rms_norm_eps"]
+        self.heads, self.kv_heads = vision["num_attention_heads"], vision["num_key_value_heads"]
+        self.head_dim, self.eps = vision["head_dim"], eps
+        clipped = bool(vision.get("use_clipped_linears"))
+        self.q_proj = ClippedLinear(size, self.heads * self.head_dim, clipped)
+        self.k_proj = ClippedLinear(size, self.kv_heads * self.head_dim, clipped)
+        self.v_proj = ClippedLinear(size, self.kv_heads * self.head_dim, clipped)
+        self.o_proj = ClippedLinear(self.heads * self.head_dim, size, clipped)
+        self.q_norm, self.k_norm = RMSNorm(self.head_dim, eps), RMSNorm(self.head_dim, eps)
+        self.gate_proj = ClippedLinear(size, inner, clipped)
+        self.up_proj = ClippedLinear(size, inner, clipped)
+        self.down_proj = ClippedLinear(inner, size, clipped)
+        self.input_norm, self.post_attention_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.pre_mlp_norm, self.post_mlp_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """`x` `[N, P, size]` → the same shape; `mask` `[N, 1, 1, P]` is additive."""
+        batch, patches, _ = x.shape
+        normed = self.input_norm(x)
+        shape = (batch, patches, -1, self.head_dim)
+        query = rotate_plane(self.q_norm(self.q_proj(normed).view(shape)), *turn).transpose(1, 2)
+        key = rotate_plane(self.k_norm(self.k_proj(normed).view(shape)), *turn).transpose(1, 2)
+        value = rms_norm(self.v_proj(normed).view(shape), self.eps).transpose(1, 2)
+        out = fused_attention(query, key, value, mask.expand(-1, -1, patches, -1))
+        x = x + self.post_attention_norm(self.o_proj(out.transpose(1, 2).reshape(batch, patches, -1)))
+        normed = self.pre_mlp_norm(x)
+        gated = F.gelu(self.gate_proj(normed), approximate="tanh") * self.up_proj(normed)
+        return x + self.post_mlp_norm(self.down_proj(gated))
+
+
+class Vision(nn.Module):
+    """Vision tower, pooling of neighbouring patches, and projection to the language model's width."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.vision is not None
+        vision = config.vision
+        size = vision["hidden_size"]
+        self.eps = vision["rms_norm_eps"]
+        self.pool = vision["pooling_kernel_size"]
+        self.root = size**0.5
+        self.input_proj = Linear(3 * vision["patch_size"] ** 2, size)
+        self.positions = placeholder(2, vision["position_embedding_size"], size)
+        self.layers = nn.ModuleList(VisionLayer(vision) for _ in range(vision["num_hidden_layers"]))
+        self.standardize = bool(vision.get("standardize"))
+        if self.standardize:
+            self.std_bias, self.std_scale = placeholder(size), placeholder(size)
+        self.projection = Linear(size, config.hidden_size)
+        half = vision["head_dim"] // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+        theta = vision["rope_parameters"]["rope_theta"]
+        self.register_buffer("frequencies", theta**-exponents)
+
+    def forward(self, pixel_values: Tensor, pixel_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Soft tokens of images that are cut into patches.
+
+        Args: `pixel_values` `[N, P, 3 · patch²]` in [0, 1]; `pixel_positions` `[N, P, 2]` int64, (x, y) of each patch,
+        (−1, −1) for padding. P is a multiple of pool².
+        Returns: features `[N, T, D]` with T = P / pool², and `[N, T]` bool, false where a soft token is padding.
+        """
+        empty = (pixel_positions == -1).all(dim=-1)
+        places = pixel_positions.clamp(min=0)
+        across, down = (F.embedding(places[..., axis], self.positions[axis]) for axis in (0, 1))
+        x = self.input_proj(2 * (pixel_values - 0.5))
+        x = x + torch.where(empty[..., None], 0.0, across + down)
+        turn = plane_rotation(pixel_positions, self.frequencies)
+        mask = torch.where(empty, torch.finfo(x.dtype).min / 2, 0.0).to(x.dtype)[:, None, None]
+        for layer in self.layers:
+            x = layer(x, turn, mask)
+        x = torch.where(empty[..., None], 0.0, x)
+        pooled, valid = average_pool(x, places, empty, self.pool)
+        pooled = pooled * self.root
+        if self.standardize:
+            pooled = (pooled - self.std_bias) * self.std_scale
+        return self.projection(rms_norm(pooled.to(x.dtype), self.eps)), valid
+
+
+def plane_rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[N, P, 1, 2, head_dim / 2]` of the x and the y rotation at `positions` `[N, P, 2]`."""
+    angles = positions[..., None].to(torch.float32) * frequencies
+    angles = torch.cat([angles, angles], dim=-1)[:, :, None]
+    return angles.cos(), angles.sin()
+
+
+def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` `[N, P, heads, head_dim]`: its first half turned by x, its second half by y."""
+    across, down = halves(x)
+    return torch.cat(
+        [
+            rotate(across, cos[..., 0, :], sin[..., 0, :]),
+            rotate(down, cos[..., 1, :], sin[..., 1, :]),
+        ],
+        dim=-1,
+    )
+
+
+def average_pool(
+    x: Tensor, places: Tensor, empty: Tensor, pool: int
+) -> tuple[Tensor, Tensor]:
+    """Mean over squares of `pool` × `pool` patches: `[N, P, size]` → `[N, P / pool², size]` and which are not empty.
+
+    The reference marks a square as filled when any patch, padding included, falls into it, and padding falls into the
+    first one; that one always holds patches.
+    """
+    patches = x.shape[1]
+    count = patches // (pool * pool)
+    width = (places[..., 0].amax(dim=-1, keepdim=True) + 1) // pool
+    square = places[..., 0] // pool + width * (places[..., 1] // pool)
+    inside = (square[..., None] == torch.arange(count)).to(torch.float32)
+    pooled = (inside / (pool * pool)).transpose(1, 2) @ x.to(torch.float32)
+    return pooled, inside.amax(dim=1) > 0

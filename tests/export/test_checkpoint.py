@@ -1,0 +1,129 @@
+"""Reading checkpoints: shards, aliases, and what is said about a checkpoint that is not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from canvasrt.errors import CanvasError
+from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.graphs import export, is_export_of
+from canvasrt.export.segments import segments
+from canvasrt.export.weights import load, weights
+from canvasrt.model import ModelConfig
+
+from .conftest import random_model
+
+SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint in one file."""
+    folder = tmp_path_factory.mktemp("saved")
+    random_model(SMALL).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_shards_read_like_one_file(saved: Path, tmp_path: Path) -> None:
+    whole = Checkpoint(saved)
+    random_model(SMALL).save_pretrained(tmp_path, max_shard_size="200KB")
+    sharded = Checkpoint(tmp_path)
+    assert len(sharded.files) > 3
+    config, _ = ModelConfig.from_checkpoint(saved)
+    for segment in segments(config):
+        for weight in weights(segment.module, segment.sources, whole):
+            for part in weight.parts:
+                assert torch.equal(whole.read(part), sharded.read(part))
+
+
+def test_weights_are_placeholders_until_loaded(saved: Path) -> None:
+    config, _ = ModelConfig.from_checkpoint(saved)
+    head = segments(config)[-2]
+    table = head.module.get_parameter("table")
+    assert table.untyped_storage().nbytes() == table.element_size()
+    load(head.module, head.sources, Checkpoint(saved))
+    expected = load_file(saved / "model.safetensors")["model.decoder.embed_tokens.weight"]
+    assert torch.equal(head.module.get_parameter("table"), expected)
+
+
+def test_tied_weights_under_the_encoders_name(saved: Path, copy: Path) -> None:
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            if name.startswith("model.decoder.layers.") and not name.endswith("layer_scalar"):
+                alias = name.replace("model.decoder.", "model.encoder.language_model.")
+                tensors[alias] = tensors.pop(name)
+
+    edit(copy, move)
+    name = "model.decoder.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(Checkpoint(copy).read(name), Checkpoint(saved).read(name))
+
+
+def test_layer_scalars_are_not_tied(copy: Path) -> None:
+    edit(copy, lambda tensors: tensors.pop("model.decoder.layers.0.layer_scalar") and None)
+    with pytest.raises(CanvasError, match=r"no tensor model\.decoder\.layers\.0\.layer_scalar"):
+        Checkpoint(copy).read("model.decoder.layers.0.layer_scalar")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.decoder.norm.weight"), "no tensor model.decoder.norm.weight"),
+        (
+            lambda t: t.update({"model.decoder.norm.weight": torch.ones(7)}),
+            r"norm.weight .* has shape \(7,\), but config.json asks for \(128,\)",
+        ),
+        (
+            lambda t: t.update(
+                {"model.decoder.layers.0.mlp.up_proj.weight": torch.ones(9, 128)}
+            ),
+            "has 265 rows, but config.json asks for 512 rows",
+        ),
+    ],
+)
+def test_weights_that_disagree_leave_nothing(
+    copy: Path, tmp_path: Path, change: Callable[[dict], None], message: str
+) -> None:
+    edit(copy, change)
+    with pytest.raises(CanvasError, match=message):
+        export(copy, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+
+
+def test_a_shard_is_missing(saved: Path, copy: Path) -> None:
+    names = dict.fromkeys(load_file(saved / "model.safetensors"), "model-00001-of-00001.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CanvasError, match="model-00001-of-00001.safetensors is missing"):
+        Checkpoint(copy)
+
+
+def test_a_file_is_truncated(copy: Path) -> None:
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CanvasError, match="not a whole safetensors file"):
+        Checkpoint(copy)
+
+
+def test_exports_are_reproducible(saved: Path, tmp_path: Path) -> None:
+    """Two exports agree to the byte, and know what they were made from."""
+    first, second = export(saved, tmp_path / "a"), export(saved, tmp_path / "b")
+    assert first.manifest.data == second.manifest.data
+    assert is_export_of(first.manifest, saved)

@@ -1,0 +1,236 @@
+"""Every graph against transformers: keys, values, logits and the sampler, on several shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    EntropyBoundSampler,
+    EntropyBoundSamplerConfig,
+)
+
+from .conftest import SHAPES, Graphs
+
+TOLERANCE = 1e-4
+CASES = [
+    (shape, length)
+    for shape in SHAPES
+    for window in [SHAPES[shape].get("sliding_window", 64)]
+    for length in ([window - 1, window, window + 1, 2 * window + 5] if window < 100 else [7, 40])
+]
+
+
+def past_feeds(graphs: Graphs, body: dict[str, Any], cache: list[tuple], position: int) -> dict:
+    """The cache as the caller keeps it: the last window − 1 tokens in sliding layers, all in full ones."""
+    feeds = {}
+    for index in body["layers"]:
+        layer = graphs.config.layers[index]
+        key, value = cache[index]
+        kept = min(position, graphs.config.sliding_window - 1) if layer.kind == "sliding" else position
+        feeds[f"past_key_{index}"] = key[:, :, position - kept : position]
+        feeds[f"past_value_{index}"] = value[:, :, position - kept : position]
+        positions = np.arange(position - kept, position)
+        feeds[f"past_positions_{layer.kind}"] = np.tile(positions, (key.shape[0], 1))
+    return feeds
+
+
+def run_body(
+    graphs: Graphs,
+    hidden: np.ndarray,
+    cache: list[tuple],
+    position: int,
+    causal: bool,
+    groups: np.ndarray | None = None,
+    capacity: int | None = None,
+) -> tuple[np.ndarray, list[tuple], list[int]]:
+    """All body segments over one call; returns hidden, the new keys and values, and the loads."""
+    batch, length, _ = hidden.shape
+    new, loads = [], []
+    for body in graphs.bodies:
+        out = graphs.run(
+            body["name"],
+            {
+                "hidden": hidden,
+                "positions": np.tile(np.arange(position, position + length), (batch, 1)),
+                "groups": np.full((batch, length), -1) if groups is None else groups,
+                "causal": np.full(batch, causal),
+                "slots": np.arange(capacity or batch * length),
+                **past_feeds(graphs, body, cache, position),
+            },
+        )
+        hidden = out["hidden_out"]
+        loads += out["load"].tolist()
+        new += [(out[f"new_key_{i}"], out[f"new_value_{i}"]) for i in body["layers"]]
+    return hidden, new, loads
+
+
+def empty_cache(graphs: Graphs, batch: int) -> list[tuple]:
+    zeros = [
+        np.zeros((batch, layer.num_kv_heads, 0, layer.head_dim), np.float32)
+        for layer in graphs.config.layers
+    ]
+    return [(each, each) for each in zeros]
+
+
+def encode(graphs: Graphs, tokens: np.ndarray, cache: list[tuple], position: int) -> list[tuple]:
+    """The cache after `tokens` have been encoded behind the first `position`."""
+    embedded = graphs.table[tokens] * np.float32(graphs.config.hidden_size**0.5)
+    _, new, _ = run_body(graphs, embedded, cache, position, causal=True)
+    return [
+        tuple(np.concatenate([old, fresh], 2) for old, fresh in zip(*pair, strict=True))
+        for pair in zip(cache, new, strict=True)
+    ]
+
+
+def first_hidden(graphs: Graphs, canvas: np.ndarray) -> np.ndarray:
+    embedded = graphs.table[canvas] * np.float32(graphs.config.hidden_size**0.5)
+    scale = np.sqrt(np.square(embedded).mean(-1, keepdims=True) + graphs.config.rms_norm_eps)
+    return embedded / scale
+
+
+def assert_close(ours: np.ndarray, theirs: torch.Tensor | np.ndarray) -> None:
+    np.testing.assert_allclose(ours, np.asarray(theirs), rtol=0, atol=TOLERANCE)
+
+
+def assert_cache(graphs: Graphs, cache: list[tuple], reference: DynamicCache) -> None:
+    for (key, value), layer in zip(cache, reference.layers, strict=True):
+        held = layer.keys.shape[2]
+        assert_close(key[:, :, key.shape[2] - held :], layer.keys)
+        assert_close(value[:, :, value.shape[2] - held :], layer.values)
+
+
+@pytest.mark.parametrize(("shape", "length"), CASES)
+@torch.no_grad()
+def test_several_blocks(exported: Any, shape: str, length: int) -> None:
+    """Prompt, then blocks of denoising steps with self-conditioning, each committed before the next."""
+    model, graphs = exported(shape)
+    config = graphs.config
+    random = np.random.default_rng(length)
+    batch, canvas_length = 2, config.canvas_length
+    tokens = random.integers(6, config.vocab_size, (batch, length))
+    reference_cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache, position = empty_cache(graphs, batch), 0
+    argmaxes, kept = set(), set()
+    for _block in range(3):
+        model.model.encoder(
+            input_ids=torch.from_numpy(tokens),
+            past_key_values=reference_cache,
+            position_ids=torch.arange(position, position + tokens.shape[1])[None],
+            attention_mask=torch.ones(batch, position + tokens.shape[1], dtype=torch.bool),
+        )
+        cache = encode(graphs, tokens, cache, position)
+        position += tokens.shape[1]
+        assert_cache(graphs, cache, reference_cache)
+
+        canvas = random.integers(0, config.vocab_size, (batch, canvas_length))
+        hidden, signal = first_hidden(graphs, canvas), None
+        for temperature in (0.8, 0.6):
+            expected = model(
+                decoder_input_ids=torch.from_numpy(canvas),
+                past_key_values=reference_cache,
+                self_conditioning_logits=signal,
+                decoder_position_ids=torch.arange(position, position + canvas_length)[None],
+                decoder_attention_mask=torch.ones(
+                    batch, position + canvas_length, dtype=torch.bool
+                ),
+            ).logits
+            body, _, _ = run_body(graphs, hidden, cache, position, causal=False)
+            uniforms = random.random((batch, canvas_length), np.float32)
+            noise = random.integers(0, config.vocab_size, (batch, canvas_length))
+            out = graphs.run(
+                "head",
+                {
+                    "hidden": body,
+                    "temperature": np.full(batch, temperature, np.float32),
+                    "entropy_bound": np.array([0.5, 8.0], np.float32),
+                    "uniforms": uniforms,
+                    "noise": noise,
+                },
+            )
+            assert_close(out["logits"] * temperature, expected)
+            signal = expected / temperature
+            check_sampler(out, signal, noise)
+            canvas, hidden = out["canvas"], out["next_hidden"]
+            argmaxes.update(out["argmax"].ravel().tolist())
+            kept.update(out["accepted"].sum(-1).tolist())
+        tokens = out["argmax"]
+    assert len(argmaxes) > 10, "the model is too sure of one token to tell right from wrong"
+    assert len(kept) > 2, "acceptance does not vary"
+
+
+def check_sampler(out: dict[str, np.ndarray], logits: torch.Tensor, noise: np.ndarray) -> None:
+    """Argmax, entropy, acceptance and renoising as the reference computes them from its own logits."""
+    assert (out["argmax"] == logits.argmax(-1).numpy()).all()
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    assert_close(out["entropy"], entropy)
+    for row, bound in enumerate((0.5, 8.0)):
+        sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), 0, 0, 1)
+        one = slice(row, row + 1)
+        canvas = torch.from_numpy(out["canvas"][one])
+        sampler.accept_canvas(canvas, canvas, logits[one], 1)
+        accepted = sampler.accepted_token_mask.numpy()
+        assert (out["accepted"][one] == accepted).all()
+        assert (out["canvas"][one][~accepted] == noise[one][~accepted]).all()
+
+
+@pytest.mark.parametrize("shape", ["tiny", "wide_heads"])
+def test_capacity(exported: Any, shape: str) -> None:
+    """Any capacity that holds the load gives the same numbers; a smaller one reports what it needs."""
+    _, graphs = exported(shape)
+    config = graphs.config
+    tokens = np.random.default_rng(0).integers(6, config.vocab_size, (2, 20))
+    embedded = graphs.table[tokens] * np.float32(config.hidden_size**0.5)
+    cache = empty_cache(graphs, 2)
+    whole, _, loads = run_body(graphs, embedded, cache, 0, causal=True)
+    need = max(loads)
+    assert need < 40, "some expert is left alone by some token"
+    exact, _, same = run_body(graphs, embedded, cache, 0, causal=True, capacity=need)
+    assert_close(exact, whole)
+    assert same == loads
+    _, _, short = run_body(graphs, embedded, cache, 0, causal=True, capacity=1)
+    # Later layers routed on wrong states, so only the first load is to be trusted.
+    assert short[0] == loads[0] > 1
+
+
+def test_padding_changes_nothing(exported: Any) -> None:
+    """Padding behind a row's tokens and empty cache slots leave the row's numbers as they are."""
+    _, graphs = exported("tiny")
+    config = graphs.config
+    random = np.random.default_rng(3)
+    tokens = random.integers(6, config.vocab_size, (1, 30))
+    embedded = graphs.table[tokens] * np.float32(config.hidden_size**0.5)
+    alone, new, loads = run_body(graphs, embedded, empty_cache(graphs, 1), 0, causal=True)
+    body = graphs.bodies[0]
+    padded = np.concatenate([embedded, random.standard_normal((1, 9, config.hidden_size))], 1)
+    positions = np.concatenate([np.arange(30), np.full(9, -1)])[None]
+    feeds = {
+        "hidden": padded.astype(np.float32),
+        "positions": positions,
+        "groups": np.full((1, 39), -1),
+        "causal": np.array([True]),
+        "slots": np.arange(30),
+    }
+    for index in body["layers"]:
+        layer = config.layers[index]
+        junk = random.standard_normal((1, layer.num_kv_heads, 4, layer.head_dim))
+        feeds[f"past_positions_{layer.kind}"] = np.full((1, 4), -1)
+        feeds[f"past_key_{index}"] = feeds[f"past_value_{index}"] = junk.astype(np.float32)
+    out = graphs.run(body["name"], feeds)
+    for index in body["layers"]:
+        assert_close(out[f"new_key_{index}"][:, :, :30], new[index][0])
+        assert_close(out[f"new_value_{index}"][:, :, :30], new[index][1])
+    assert out["load"].tolist() == loads[: len(body["layers"])]
+    assert np.isfinite(out["hidden_out"]).all()
+
+
+def test_empty_cache_of_zero_length(exported: Any) -> None:
+    """A cache without slots is the same as one whose slots are all empty."""
+    _, graphs = exported("odd")
+    assert graphs.bodies[0]["layers"] == [0, 1, 2]
+    tokens = np.random.default_rng(4).integers(6, graphs.config.vocab_size, (1, 1))
+    (key, _), *_ = encode(graphs, tokens, empty_cache(graphs, 1), 0)
+    assert key.shape == (1, 3, 1, 24)
