@@ -58,7 +58,9 @@ def chain(layers: Sequence[ir.Model]) -> ir.Model:
 
 
 def _keys_and_values(values: Sequence[ir.Value]) -> list[ir.Value]:
-    return [value for value in values if str(value.name).startswith(("past_key", "past_value", "new_"))]
+    return [
+        value for value in values if str(value.name).startswith(("past_key", "past_value", "new_"))
+    ]
 
 
 def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:

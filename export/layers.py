@@ -36,7 +36,9 @@ class Linear(nn.Module):
 def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last axis: `x / sqrt(mean(x²) + eps) * weight`, computed in float32."""
     size = x.shape[-1]
-    return F.rms_norm(x, (size,), torch.ones(size, dtype=x.dtype) if weight is None else weight, eps)
+    return F.rms_norm(
+        x, (size,), torch.ones(size, dtype=x.dtype) if weight is None else weight, eps
+    )
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,9 +166,7 @@ class Attention(nn.Module):
         key = rotate(self.k_norm(keys), *turn).transpose(1, 2)
         value = rms_norm(values, self.eps).transpose(1, 2)
         attend = fused_attention if size <= MAX_FUSED_HEAD_DIM else folded_attention
-        out = attend(
-            query, torch.cat([past_key, key], 2), torch.cat([past_value, value], 2), mask
-        )
+        out = attend(query, torch.cat([past_key, key], 2), torch.cat([past_value, value], 2), mask)
         return self.o(out.transpose(1, 2).reshape(batch, length, -1)), key, value
 
 

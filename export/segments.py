@@ -99,7 +99,9 @@ def trace_layer(module: BodySegment, layer: Layer, config: ModelConfig) -> ir.Mo
     }
     names = [name for name in inputs if not name.startswith("past")]
     names += [f"past_positions_{layer.kind}", *_per_layer("past", [0])]
-    return onnx.trace(module, inputs, dynamic, names, ["hidden_out", "load", *_per_layer("new", [0])])
+    return onnx.trace(
+        module, inputs, dynamic, names, ["hidden_out", "load", *_per_layer("new", [0])]
+    )
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:

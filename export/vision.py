@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from canvasrt.export.layers import Linear, RMSNorm, fused_attention, halves, placeholder, rms_norm, rotate
+from canvasrt.export.layers import (
+    Linear,
+    RMSNorm,
+    fused_attention,
+    halves,
+    placeholder,
+    rms_norm,
+    rotate,
+)
 from canvasrt.model import ModelConfig
 
 
@@ -39,7 +47,11 @@ class VisionLayer(nn.Module):
 
     def __init__(self, vision: dict[str, Any]) -> None:
         super().__init__()
-        size, inner, eps = vision["hidden_size"], vision["intermediate_size"], vision["rms_norm_eps"]
+        size, inner, eps = (
+            vision["hidden_size"],
+            vision["intermediate_size"],
+            vision["rms_norm_eps"],
+        )
         self.heads, self.kv_heads = vision["num_attention_heads"], vision["num_key_value_heads"]
         self.head_dim, self.eps = vision["head_dim"], eps
         clipped = bool(vision.get("use_clipped_linears"))
@@ -63,7 +75,9 @@ class VisionLayer(nn.Module):
         key = rotate_plane(self.k_norm(self.k_proj(normed).view(shape)), *turn).transpose(1, 2)
         value = rms_norm(self.v_proj(normed).view(shape), self.eps).transpose(1, 2)
         out = fused_attention(query, key, value, mask.expand(-1, -1, patches, -1))
-        x = x + self.post_attention_norm(self.o_proj(out.transpose(1, 2).reshape(batch, patches, -1)))
+        x = x + self.post_attention_norm(
+            self.o_proj(out.transpose(1, 2).reshape(batch, patches, -1))
+        )
         normed = self.pre_mlp_norm(x)
         gated = F.gelu(self.gate_proj(normed), approximate="tanh") * self.up_proj(normed)
         return x + self.post_mlp_norm(self.down_proj(gated))
@@ -135,9 +149,7 @@ def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     )
 
 
-def average_pool(
-    x: Tensor, places: Tensor, empty: Tensor, pool: int
-) -> tuple[Tensor, Tensor]:
+def average_pool(x: Tensor, places: Tensor, empty: Tensor, pool: int) -> tuple[Tensor, Tensor]:
     """Mean over squares of `pool` × `pool` patches: `[N, P, size]` → `[N, P / pool², size]` and which are not empty.
 
     The reference marks a square as filled when any patch, padding included, falls into it, and padding falls into the

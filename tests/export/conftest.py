@@ -111,7 +111,9 @@ def random_model(
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
-                parameter.copy_(values * (1.5 if "embed_tokens" in name else 1.0) * parameter.shape[-1] ** -0.5)
+                parameter.copy_(
+                    values * (1.5 if "embed_tokens" in name else 1.0) * parameter.shape[-1] ** -0.5
+                )
             else:
                 # No two norms alike: a swapped weight must show.
                 parameter.copy_((1 + 0.2 * values) * (0.4 if "_norm" in name else 1.0))

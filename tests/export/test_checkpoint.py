@@ -92,9 +92,7 @@ def test_layer_scalars_are_not_tied(copy: Path) -> None:
             r"norm.weight .* has shape \(7,\), but config.json asks for \(128,\)",
         ),
         (
-            lambda t: t.update(
-                {"model.decoder.layers.0.mlp.up_proj.weight": torch.ones(9, 128)}
-            ),
+            lambda t: t.update({"model.decoder.layers.0.mlp.up_proj.weight": torch.ones(9, 128)}),
             "has 265 rows, but config.json asks for 512 rows",
         ),
     ],
@@ -109,9 +107,11 @@ def test_weights_that_disagree_leave_nothing(
 
 
 def test_a_shard_is_missing(saved: Path, copy: Path) -> None:
-    names = dict.fromkeys(load_file(saved / "model.safetensors"), "model-00001-of-00001.safetensors")
+    names = dict.fromkeys(
+        load_file(saved / "model.safetensors"), "model-00001-of-00001.safetensors"
+    )
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CanvasError, match="model-00001-of-00001.safetensors is missing"):
+    with pytest.raises(CanvasError, match=r"model-00001-of-00001\.safetensors is missing"):
         Checkpoint(copy)
 
 

@@ -30,7 +30,9 @@ def past_feeds(graphs: Graphs, body: dict[str, Any], cache: list[tuple], positio
     for index in body["layers"]:
         layer = graphs.config.layers[index]
         key, value = cache[index]
-        kept = min(position, graphs.config.sliding_window - 1) if layer.kind == "sliding" else position
+        kept = (
+            min(position, graphs.config.sliding_window - 1) if layer.kind == "sliding" else position
+        )
         feeds[f"past_key_{index}"] = key[:, :, position - kept : position]
         feeds[f"past_value_{index}"] = value[:, :, position - kept : position]
         positions = np.arange(position - kept, position)
@@ -203,7 +205,7 @@ def test_padding_changes_nothing(exported: Any) -> None:
     random = np.random.default_rng(3)
     tokens = random.integers(6, config.vocab_size, (1, 30))
     embedded = graphs.table[tokens] * np.float32(config.hidden_size**0.5)
-    alone, new, loads = run_body(graphs, embedded, empty_cache(graphs, 1), 0, causal=True)
+    _, new, loads = run_body(graphs, embedded, empty_cache(graphs, 1), 0, causal=True)
     body = graphs.bodies[0]
     padded = np.concatenate([embedded, random.standard_normal((1, 9, config.hidden_size))], 1)
     positions = np.concatenate([np.arange(30), np.full(9, -1)])[None]
