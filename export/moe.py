@@ -77,8 +77,9 @@ def expert_slots(index: Tensor, valid: Tensor, experts: int) -> tuple[Tensor, Te
     Tokens queue in order, so the places are a running count of the routing mask. Padding gets a place that no
     capacity reaches.
     """
-    chosen = (index[:, :, None] == torch.arange(experts)).any(dim=1) & valid[:, None]
-    queue = torch.cumsum(chosen.to(torch.int32), dim=0)
+    # A token's experts are distinct, so the sum over its choices is 0 or 1. (`any` has no form that TensorRT takes.)
+    chosen = (index[:, :, None] == torch.arange(experts)).to(torch.int32).sum(dim=1)
+    queue = torch.cumsum(chosen * valid[:, None].to(torch.int32), dim=0)
     place = torch.gather(queue, 1, index).to(torch.int64) - 1
     beyond = torch.iinfo(torch.int32).max
     load = queue[-1].amax(dim=0).to(torch.int64)

@@ -113,7 +113,7 @@ class Vision(nn.Module):
         (−1, −1) for padding. P is a multiple of pool².
         Returns: features `[N, T, D]` with T = P / pool², and `[N, T]` bool, false where a soft token is padding.
         """
-        empty = (pixel_positions == -1).all(dim=-1)
+        empty = (pixel_positions[..., 0] == -1) & (pixel_positions[..., 1] == -1)
         places = pixel_positions.clamp(min=0)
         across, down = (F.embedding(places[..., axis], self.positions[axis]) for axis in (0, 1))
         x = self.input_proj(2 * (pixel_values - 0.5))
