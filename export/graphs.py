@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from canvasrt import checkpoints
-from canvasrt.bundle import Bundle, Manifest, hash_files, load_bundle, staging, write_manifest
+from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
 from canvasrt.export import onnx
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.segments import (
@@ -33,38 +33,39 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
-_PRECISION = "fp32"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def export(
     checkpoint: str | Path,
     out: Path | str,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
+    precision: str = "fp32",
     progress: Progress | None = None,
 ) -> Bundle:
     """Write the graph bundle of `checkpoint` to `out`.
 
     Args: `checkpoint` a folder in the Hugging Face layout, a hub name, or `demo`; `layers_per_segment` the layers of
-    one body graph. Raises `CanvasError` for a checkpoint that is missing, damaged, or of another architecture, and
+    one body graph; `precision` a key of `DTYPES`, that of the weights and of what the graphs compute in. Raises `CanvasError` for a checkpoint that is missing, damaged, or of another architecture, and
     when `out` is not empty; then nothing is left behind.
     """
     folder = checkpoints.resolve(checkpoint)
     config, sampler = ModelConfig.from_checkpoint(folder)
     source = Checkpoint(folder)
     with staging(Path(out)) as tmp:
-        parts = segments(config, layers_per_segment)
-        _write_graphs(parts, config, source, tmp, progress)
+        parts = segments(config, layers_per_segment, DTYPES[precision])
+        _write_graphs(parts, config, source, tmp, DTYPES[precision], progress)
         write_manifest(
             tmp,
             kind="graphs",
-            made_from=fingerprint(folder, source),
-            options=export_options(layers_per_segment),
+            made_from={"kind": "checkpoint", "files": checkpoints.fingerprint(folder)},
+            options={"precision": precision, "layers_per_segment": layers_per_segment},
             model=config,
             sampler=sampler,
             segments=[_entry(part) for part in parts],
             embedding={
                 "file": EMBEDDING_FILE,
-                "dtype": "float32",
+                "dtype": str(DTYPES[precision]).removeprefix("torch."),
                 "shape": [config.vocab_size, config.hidden_size],
             },
             tokenizer=_copy_tokenizer(folder, tmp),
@@ -73,37 +74,15 @@ def export(
     return load_bundle(out, kind="graphs", check=False)
 
 
-def export_options(layers_per_segment: int = LAYERS_PER_SEGMENT) -> dict[str, Any]:
-    """What an export's manifest says of how it was made."""
-    return {"precision": _PRECISION, "layers_per_segment": layers_per_segment}
-
-
-def fingerprint(folder: Path, source: Checkpoint | None = None) -> dict[str, Any]:
-    """SHA-256 of every file of the checkpoint that shapes the graphs."""
-    source = source or Checkpoint(folder)
-    names = [file.name for file in source.files]
-    names += [
-        name
-        for name in ("config.json", "generation_config.json", *TOKENIZER_FILES)
-        if (folder / name).is_file()
-    ]
-    return {"checkpoint": dict(sorted(hash_files(folder, names).items()))}
-
-
-def is_export_of(manifest: Manifest, folder: Path) -> bool:
-    """Whether a graph bundle is what exporting the checkpoint in `folder` would write."""
-    return manifest.made_from == fingerprint(folder)
-
-
 def _write_graphs(
     parts: Sequence[Segment],
     config: ModelConfig,
     source: Checkpoint,
     out: Path,
+    dtype: torch.dtype,
     progress: Progress | None,
 ) -> None:
     """Trace and write every segment."""
-    dtype = torch.float32
     total = sum(p.numel() * dtype.itemsize for part in parts for p in part.module.parameters())
     done = 0
 

@@ -87,7 +87,9 @@ def inverse_frequencies(layer: Layer) -> Tensor:
     half = layer.head_dim // 2
     turning = int(layer.rope_partial * layer.head_dim // 2)
     exponents = torch.arange(0, 2 * turning, 2, dtype=torch.float32) / layer.head_dim
-    return torch.cat([layer.rope_theta**-exponents, torch.zeros(half - turning)])
+    return torch.cat(
+        [layer.rope_theta**-exponents, torch.zeros(half - turning, dtype=torch.float32)]
+    )
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

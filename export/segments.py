@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,24 +39,40 @@ class Segment:
     def file(self) -> str:
         return f"{self.name}.onnx"
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its weights."""
+        return next(self.module.parameters()).dtype
+
     def trace(self, config: ModelConfig, traced: dict[Layer, ir.Model]) -> ir.Model:
         """The ONNX graph, weights still placeholders; `traced` keeps the graphs of single layers."""
         if isinstance(self.module, BodySegment):
             for i in self.layers:
                 layer = config.layers[i]
                 if layer not in traced:
-                    traced[layer] = trace_layer(BodySegment(config, i, 1), layer, config)
+                    with _default_dtype(self.dtype):
+                        single = BodySegment(config, i, 1)
+                        traced[layer] = trace_layer(single, layer, config, self.dtype)
             model = chain([traced[config.layers[i]] for i in self.layers])
             name_layers(model, self.layers)
             return model
         if isinstance(self.module, Head):
-            return trace_head(self.module, config)
+            return trace_head(self.module, config, self.dtype)
         assert isinstance(self.module, Vision)
-        return trace_vision(self.module, config)
+        return trace_vision(self.module, config, self.dtype)
 
 
-def segments(config: ModelConfig, layers_per_segment: int = LAYERS_PER_SEGMENT) -> list[Segment]:
-    """Every graph of the model, in the order in which they run."""
+def segments(
+    config: ModelConfig,
+    layers_per_segment: int = LAYERS_PER_SEGMENT,
+    dtype: torch.dtype = torch.float32,
+) -> list[Segment]:
+    """Every graph of the model, in the order in which they run; `dtype` is that of weights and hidden states."""
+    with _default_dtype(dtype):
+        return _cut(config, layers_per_segment)
+
+
+def _cut(config: ModelConfig, layers_per_segment: int) -> list[Segment]:
     cut: list[Segment] = []
     count = len(config.layers)
     for number, first in enumerate(range(0, count, layers_per_segment)):
@@ -69,16 +86,30 @@ def segments(config: ModelConfig, layers_per_segment: int = LAYERS_PER_SEGMENT) 
     return cut
 
 
-def trace_layer(module: BodySegment, layer: Layer, config: ModelConfig) -> ir.Model:
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Placeholders made inside are of `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def trace_layer(
+    module: BodySegment, layer: Layer, config: ModelConfig, dtype: torch.dtype
+) -> ir.Model:
     """Graph of a body segment of one layer.
 
     The names and shapes of all inputs and outputs are in `docs/design.md`.
     """
     batch, length, slots, past = 2, 3, 4, 5
     # Two tensors: the tracer takes one given twice for one input.
-    key, value = (torch.zeros(batch, layer.num_kv_heads, past, layer.head_dim) for _ in range(2))
+    cached = (batch, layer.num_kv_heads, past, layer.head_dim)
+    key, value = (torch.zeros(cached, dtype=dtype) for _ in "kv")
     inputs: dict[str, Any] = {
-        "hidden": torch.zeros(batch, length, config.hidden_size),
+        "hidden": torch.zeros(batch, length, config.hidden_size, dtype=dtype),
         "positions": torch.zeros(batch, length, dtype=torch.int64),
         "groups": torch.zeros(batch, length, dtype=torch.int64),
         "causal": torch.ones(batch, dtype=torch.bool),
@@ -116,14 +147,14 @@ def _per_layer(stem: str, layers: Sequence[int]) -> list[str]:
     return [f"{stem}_{part}_{i}" for i in layers for part in ("key", "value")]
 
 
-def trace_head(module: Head, config: ModelConfig) -> ir.Model:
+def trace_head(module: Head, config: ModelConfig, dtype: torch.dtype) -> ir.Model:
     """Graph of the head."""
     batch, length = 2, 3
     inputs: dict[str, Any] = {
-        "hidden": torch.zeros(batch, length, config.hidden_size),
-        "temperature": torch.ones(batch),
-        "entropy_bound": torch.ones(batch),
-        "uniforms": torch.zeros(batch, length),
+        "hidden": torch.zeros(batch, length, config.hidden_size, dtype=dtype),
+        "temperature": torch.ones(batch, dtype=torch.float32),
+        "entropy_bound": torch.ones(batch, dtype=torch.float32),
+        "uniforms": torch.zeros(batch, length, dtype=torch.float32),
         "noise": torch.zeros(batch, length, dtype=torch.int64),
     }
     b, n = torch.export.Dim("batch"), torch.export.Dim("length")
@@ -135,13 +166,14 @@ def trace_head(module: Head, config: ModelConfig) -> ir.Model:
     return onnx.trace(module, inputs, dynamic, list(inputs), outputs)
 
 
-def trace_vision(module: Vision, config: ModelConfig) -> ir.Model:
+def trace_vision(module: Vision, config: ModelConfig, dtype: torch.dtype) -> ir.Model:
     """Graph of the vision tower."""
     assert config.vision is not None
     square = config.vision["pooling_kernel_size"] ** 2
     images, patches = 2, 4 * square
+    pixels = 3 * config.vision["patch_size"] ** 2
     inputs = {
-        "pixel_values": torch.zeros(images, patches, 3 * config.vision["patch_size"] ** 2),
+        "pixel_values": torch.zeros(images, patches, pixels, dtype=dtype),
         "pixel_positions": torch.zeros(images, patches, 2, dtype=torch.int64),
     }
     n = torch.export.Dim("images")
