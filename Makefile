@@ -1,0 +1,46 @@
+# make install | demo | test | lint | clean. Everything is installed in .venv, by the first target that needs it.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := cpu,export,serve,test
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n || echo 2)
+
+.PHONY: help install demo test lint clean
+
+help:
+	@echo "make install   make $(VENV), with all that a machine without a GPU can use"
+	@echo "make demo      the whole way on the bundled demo checkpoint: export, build, generate, serve"
+	@echo "make test      all tests"
+	@echo "make lint      formatting, ruff and mypy"
+	@echo "make clean     remove $(VENV) and what tools left behind"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python
+	@test -x $(BIN)/python || { python=$$(.ci/find-python) && $$python -m venv $(VENV); }
+	$(BIN)/python -m pip install -qq --upgrade pip
+	@# torch first: whichever build of it the index offers then satisfies all that needs one.
+	$(BIN)/python -m pip install -qq -c constraints.txt torch
+	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+	@echo "installed: try $(BIN)/canvasrt doctor, or make demo"
+
+demo: $(STAMP)
+	$(BIN)/canvasrt demo
+
+# One thread a worker: the workers fill the machine, and more threads would only wait for each other.
+test: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+# mypy cannot follow the folders' other names in an editable install, so it reads a regular one.
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@rm -rf .setuptools
+	$(BIN)/python -m pip install -qq --no-deps --target .setuptools/lint .
+	MYPYPATH=.setuptools/lint $(BIN)/mypy --config-file pyproject.toml -p canvasrt
+
+clean:
+	rm -rf $(VENV) .setuptools .mypy_cache .pytest_cache .ruff_cache *.egg-info dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,302 @@
+"""Bundles: the folders that stages hand to each other, described by a manifest that is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import canvasrt
+from canvasrt.errors import CanvasError
+from canvasrt.model import ModelConfig, SamplerDefaults
+from canvasrt.staging import staging
+
+__all__ = ["MANIFEST", "SCHEMA", "Bundle", "Manifest", "load_bundle", "staging", "write_manifest"]
+
+Json = dict[str, Any]
+# Called with (bytes hashed so far, bytes in all).
+HashProgress = Callable[[int, int], None]
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+KINDS = ("graphs", "engines", "package")
+_CHUNK = 1 << 22
+_AGAIN = "the bundle is damaged or was edited: make it again, or copy it again"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A manifest.json as read. Anything that identifies a machine or a moment stays out of it."""
+
+    data: Json
+
+    @property
+    def kind(self) -> str:
+        """`graphs`, `engines` or `package`."""
+        return self.data["kind"]
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of the canonical JSON without this field: it names the bundle's content."""
+        return self.data["digest"]
+
+    @property
+    def made_by(self) -> Json:
+        """Versions of what wrote the bundle."""
+        return self.data["made_by"]
+
+    @property
+    def made_from(self) -> Json:
+        """What it was made from, by hash."""
+        return self.data["made_from"]
+
+    @property
+    def options(self) -> Json:
+        """The options that it was made with."""
+        return self.data["options"]
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The network's configuration."""
+        return ModelConfig.from_json(self.data["model"])
+
+    @cached_property
+    def sampler(self) -> SamplerDefaults:
+        """The checkpoint's generation settings."""
+        return SamplerDefaults.from_json(self.data["sampler"])
+
+    @property
+    def segments(self) -> list[Json]:
+        """The network's parts: name, file, and for a body segment its layers."""
+        return self.data["segments"]
+
+    @property
+    def embedding(self) -> Json:
+        """File, dtype and shape of the embedding table; empty in a package."""
+        return self.data["embedding"] or {}
+
+    @property
+    def tokenizer(self) -> list[str] | None:
+        """The tokenizer's files."""
+        return self.data["tokenizer"]
+
+    @property
+    def target(self) -> Json | None:
+        """What the engines run on; None for graphs."""
+        return self.data["target"]
+
+    @property
+    def files(self) -> dict[str, Json]:
+        """`sha256` and `bytes` of every file, by its path in the bundle."""
+        return self.data["files"]
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all files."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """The path of a file that the manifest lists."""
+        if name not in self.manifest.files:
+            raise CanvasError(f"{self.path} lists no file {name}", _AGAIN)
+        return self.path / name
+
+    def unlisted(self) -> list[str]:
+        """Files in the folder that the manifest does not know, which nothing reads."""
+        return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
+
+
+def canonical(data: Mapping[str, Any]) -> str:
+    """The one text that a manifest may have."""
+    return json.dumps(data, sort_keys=True, indent=2) + "\n"
+
+
+def made_by(packages: Sequence[str] = ()) -> dict[str, str]:
+    """Versions of canvasrt and of the named distributions that are installed."""
+    found = {"canvasrt": canvasrt.__version__}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    kind: str,
+    made_from: Mapping[str, Any],
+    options: Mapping[str, Any],
+    model: ModelConfig,
+    sampler: SamplerDefaults,
+    segments: Sequence[Mapping[str, Any]],
+    embedding: Mapping[str, Any] | None,
+    tokenizer: Sequence[str] | None,
+    target: Mapping[str, Any] | None = None,
+    packages: Sequence[str] = (),
+    known: Mapping[str, Json] | None = None,
+    progress: HashProgress | None = None,
+) -> Manifest:
+    """Describe every file under `folder` in its manifest.json.
+
+    `packages` are the distributions whose versions shaped the result. `known` gives `files` entries of
+    an already verified bundle for files taken over unchanged, which are not hashed again.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is none of {KINDS}")
+    known = known or {}
+    names = [name for name in _files_under(folder) if name != MANIFEST]
+    hashed = hash_files(folder, [name for name in names if name not in known], progress)
+    files = {
+        name: {"sha256": hashed[name], "bytes": (folder / name).stat().st_size}
+        if name in hashed
+        else dict(known[name])
+        for name in names
+    }
+    data: Json = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "made_by": made_by(packages),
+        "made_from": dict(made_from),
+        "options": dict(options),
+        "model": model.to_json(),
+        "sampler": sampler.to_json(),
+        "segments": [dict(segment) for segment in segments],
+        "embedding": None if embedding is None else dict(embedding),
+        "tokenizer": None if tokenizer is None else list(tokenizer),
+        "target": None if target is None else dict(target),
+        "files": files,
+    }
+    data = json.loads(canonical(data))  # what a reader will see, whatever types came in
+    data["digest"] = _digest(data)
+    (folder / MANIFEST).write_text(canonical(data), encoding="utf-8")
+    return Manifest(data)
+
+
+def load_bundle(
+    path: Path | str,
+    kind: str | tuple[str, ...] | None = None,
+    check: bool = True,
+    progress: HashProgress | None = None,
+) -> Bundle:
+    """Open a bundle; with `check`, compare every file's size and SHA-256 with the manifest.
+
+    Raises CanvasError naming the file that is missing or differs, or the kind that was expected.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path)
+    wanted = (kind,) if isinstance(kind, str) else kind
+    if wanted and manifest.kind not in wanted:
+        raise CanvasError(
+            f"{path} is a bundle of {manifest.kind}, and this needs {' or '.join(wanted)}",
+            _how_to_make(wanted[0]),
+        )
+    bundle = Bundle(path, manifest)
+    _check_sizes(bundle)
+    if check:
+        hashes = hash_files(path, list(manifest.files), progress)
+        for name, entry in manifest.files.items():
+            if hashes[name] != entry["sha256"]:
+                raise CanvasError(f"{path / name} differs from the manifest (SHA-256)", _AGAIN)
+    return bundle
+
+
+def hash_files(
+    root: Path, names: Iterable[str], progress: HashProgress | None = None
+) -> dict[str, str]:
+    """SHA-256 of files under `root`, by name, several at a time."""
+    names = list(names)
+    total = sum((root / name).stat().st_size for name in names)
+    done = 0
+
+    def hash_one(name: str) -> str:
+        nonlocal done
+        digest = hashlib.sha256()
+        with (root / name).open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                done += len(chunk)  # only a progress display reads it
+                if progress is not None:
+                    progress(done, total)
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(hash_one, names), strict=True))
+
+
+def _read_manifest(path: Path) -> Manifest:
+    file = path / MANIFEST
+    try:
+        raw = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CanvasError(
+            f"{path} is no bundle: there is no {MANIFEST} in it"
+            if path.exists()
+            else f"no bundle at {path}",
+            "a bundle is a folder written by `canvasrt export`, `build` or `package`",
+        ) from None
+    try:
+        data = json.loads(raw)
+        schema = data["schema"]
+    except (ValueError, KeyError, TypeError):
+        raise CanvasError(f"{file} is damaged", _AGAIN) from None
+    if schema != SCHEMA:
+        raise CanvasError(
+            f"{file} has schema {schema!r}; this version of canvasrt reads {SCHEMA}",
+            "make the bundle again with this version, or use the version that wrote it",
+        )
+    # The digest covers the values and the canonical form covers the bytes between them.
+    if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
+        raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
+    for name in data["files"]:
+        parts = PurePosixPath(name).parts
+        if not parts or name.startswith("/") or ".." in parts:
+            raise CanvasError(f"{file} lists a file outside of the bundle: {name}", _AGAIN)
+    return Manifest(data)
+
+
+def _check_sizes(bundle: Bundle) -> None:
+    for name, entry in bundle.manifest.files.items():
+        file = bundle.path / name
+        if not file.is_file():
+            raise CanvasError(f"{file} is missing", _AGAIN)
+        size = file.stat().st_size
+        if size != entry["bytes"]:
+            raise CanvasError(
+                f"{file} has {size} bytes where the manifest says {entry['bytes']}", _AGAIN
+            )
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in data.items() if key != "digest"}
+    return hashlib.sha256(canonical(rest).encode()).hexdigest()
+
+
+def _files_under(folder: Path) -> list[str]:
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+
+
+def _how_to_make(kind: str) -> str:
+    return {
+        "graphs": "`canvasrt export CHECKPOINT -o DIR` writes graphs",
+        "engines": "`canvasrt build CHECKPOINT_OR_GRAPHS --target NAME -o DIR` writes engines",
+        "package": "`canvasrt package BUNDLE -o DIR` writes a package",
+    }[kind]

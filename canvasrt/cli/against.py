@@ -1,0 +1,105 @@
+"""The other side of `canvasrt bench --against transformers`: the reference on the same work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.bench import Sample
+from canvasrt.runtime.generator import Request
+
+NO_TOKEN = -1
+
+
+class Transformers:
+    """transformers' own model in fp32, on the CPU."""
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        try:
+            import torch
+            from transformers import DiffusionGemmaForBlockDiffusion
+            from transformers.utils import logging
+        except ImportError as error:
+            raise CanvasError(
+                f"--against transformers needs {error.name}, which is not installed",
+                "pip install 'canvasrt[export,test]'",
+            ) from None
+        logging.disable_progress_bar()
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+            checkpoint, dtype=torch.float32
+        ).eval()
+
+    def measure(self, requests: Sequence[Request]) -> Sample:
+        """Runs `requests`, which share one length and all settings but the seed, as one batch."""
+        from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+            DiffusionGemmaGenerationConfig,
+            EntropyBoundSamplerConfig,
+        )
+
+        params = requests[0].params
+        if params.adaptive_stop:
+            raise ValueError(
+                "the sides take the same steps only when every block takes all of them"
+            )
+        config = DiffusionGemmaGenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            max_denoising_steps=params.max_denoising_steps,
+            sampler_config=EntropyBoundSamplerConfig(entropy_bound=params.entropy_bound),
+            t_min=params.t_min,
+            t_max=params.t_max,
+            # An empty list would fall back to the checkpoint's.
+            eos_token_id=list(params.eos_token_ids) or [NO_TOKEN],
+        )
+        prompts = self._torch.tensor([list(request.prompt_token_ids) for request in requests])
+        clock = _Clock(self._model)
+        self._torch.manual_seed(params.seed)
+        start = time.perf_counter()
+        with clock:
+            output = self._model.generate(prompts, generation_config=config, streamer=clock)
+        seconds = time.perf_counter() - start
+        blocks = (output.sequences.shape[1] - prompts.shape[1]) // self._model.config.canvas_length
+        return Sample(
+            seconds=seconds,
+            tokens=len(requests) * params.max_new_tokens,
+            blocks=len(requests) * blocks,
+            steps=len(requests) * len(clock.steps),
+            step_seconds=clock.steps,
+            first_tokens=[clock.blocks[1] - start] * len(requests),
+        )
+
+
+class _Clock:
+    """Times the denoising steps of a model, and as a streamer its blocks; turns early stop off."""
+
+    def __init__(self, model: Any) -> None:
+        self.steps: list[float] = []
+        self.blocks: list[float] = []
+        self._model = model
+
+    def __enter__(self) -> None:
+        step = type(self._model)._denoising_step
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = step(self._model, *args, **kwargs)
+            self.steps.append(time.perf_counter() - start)
+            return result
+
+        # On the instance: the class stays as it is.
+        self._model._denoising_step = timed
+        self._model._prepare_diffusion_stopping_criteria = lambda *_: None
+
+    def __exit__(self, *_: object) -> None:
+        del self._model._denoising_step, self._model._prepare_diffusion_stopping_criteria
+
+    def put(self, value: Any) -> None:
+        """Called with the prompt, then with each block."""
+        self.blocks.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called after the last block."""

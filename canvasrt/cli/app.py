@@ -1,0 +1,143 @@
+"""The `canvasrt` command: its subcommands, its exit codes, and how failures are shown."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import threading
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from canvasrt import __version__
+from canvasrt.cli.output import print_error
+from canvasrt.errors import CanvasError, UsageError
+
+_MAKE, _USE, _LOOK = "Make", "Use", "Look"
+# Command → the panel of the help page that it is on. Its function is in canvasrt/cli/<command>.py.
+_COMMANDS = {
+    "demo": _MAKE,
+    "export": _MAKE,
+    "build": _MAKE,
+    "package": _MAKE,
+    "generate": _USE,
+    "serve": _USE,
+    "infer": _USE,
+    "bench": _USE,
+    "targets": _LOOK,
+    "doctor": _LOOK,
+    "inspect": _LOOK,
+    "verify": _LOOK,
+}
+_BUG_HINT = "this is a bug in canvasrt: run it again with --debug, and report what that prints"
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"canvasrt {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a failure; any place will do.")
+    ] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Export DiffusionGemma to ONNX and TensorRT, and serve it through Triton.
+
+    The whole way, on the bundled demo checkpoint: canvasrt demo
+    """
+
+
+def make_app() -> typer.Typer:
+    """The application, with every command registered."""
+    app = typer.Typer(
+        name="canvasrt",
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name, panel in _COMMANDS.items():
+        module = importlib.import_module(f"canvasrt.cli.{name}")
+        app.command(name, rich_help_panel=panel)(getattr(module, name))
+    return app
+
+
+def command_names() -> list[str]:
+    """The names of all commands."""
+    return [command.name or "" for command in make_app().registered_commands]
+
+
+def parsed_command(name: str) -> Any:
+    """A command as Typer understands it: `help`, and `params` with `opts` and `help` each."""
+    group: Any = typer.main.get_command(make_app())
+    return group.commands[name]
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return the exit code: 0, 1 for a failure, 2 for wrong usage."""
+    arguments, debug = _take_debug(arguments)
+    if threading.current_thread() is threading.main_thread():
+        from canvasrt.staging import raise_exit
+
+        signal.signal(signal.SIGTERM, raise_exit)
+    try:
+        code = make_app()(arguments or ["--help"], prog_name="canvasrt", standalone_mode=False)
+    except CanvasError as error:
+        _show_traceback(debug)
+        print_error(error.message, error.hint)
+        return 2 if isinstance(error, UsageError) else 1
+    except typer.Abort:
+        return _interrupted()
+    except KeyboardInterrupt:
+        return _interrupted()
+    except Exception as error:
+        return _failed(error, debug)
+    return _interrupted() if code == 130 else code or 0
+
+
+def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+    """Take `--debug` out, wherever it stands before a `--`."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    kept = [argument for argument in arguments[:end] if argument != "--debug"]
+    return kept + arguments[end:], len(kept) < end
+
+
+def _failed(error: Exception, debug: bool) -> int:
+    """Show an exception that is not a CanvasError; return the exit code."""
+    if getattr(error, "exit_code", None) == 2 and hasattr(error, "format_message"):
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "canvasrt"
+        print_error(error.format_message(), f"`{command} --help` shows the usage")
+        return 2
+    _show_traceback(debug)
+    from canvasrt.staging import is_disk_full
+
+    if is_disk_full(error, None):
+        print_error("no space left on the disk", "free some space, or write elsewhere with -o")
+    elif isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
+        print_error(f"{error.filename}: {error.strerror}", "check the path and its permissions")
+    elif isinstance(error, FileNotFoundError) and error.filename:
+        print_error(f"there is no {error.filename}", "check the path")
+    elif isinstance(error, MemoryError):
+        print_error("out of memory", "close other programs, or use a machine with more memory")
+    else:
+        print_error(f"{type(error).__name__}: {error}", "" if debug else _BUG_HINT)
+    return 1
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return 130
+
+
+def _show_traceback(debug: bool) -> None:
+    if debug:
+        traceback.print_exc()

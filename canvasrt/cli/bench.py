@@ -1,0 +1,235 @@
+"""`canvasrt bench`: how fast a bundle generates, and beside the reference if asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from canvasrt.cli.options import AsJson, BundlePath
+from canvasrt.errors import CanvasError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from canvasrt.runtime.bench import Sample, Spread, Summary
+    from canvasrt.runtime.generator import Request
+    from canvasrt.runtime.model import Model
+
+Against = Annotated[
+    str | None,
+    typer.Option(
+        "--against",
+        metavar="transformers",
+        show_default=False,
+        help="Run the reference too, in turns, and print the ratio. Needs --checkpoint.",
+    ),
+]
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="CHECKPOINT",
+        show_default=False,
+        help="What the bundle was made from: a folder, a hub name, or demo.",
+    ),
+]
+PromptTokens = Annotated[
+    int, typer.Option("--prompt-tokens", min=1, help="The length of the random prompts.")
+]
+Blocks = Annotated[int, typer.Option("--blocks", min=1, help="Blocks of answer a request.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps", min=1, show_default=False, help="Denoising steps a block. [the checkpoint's]"
+    ),
+]
+EarlyStop = Annotated[
+    bool,
+    typer.Option(
+        "--early-stop/--all-steps",
+        help="Let blocks finish early; --against always takes all steps.",
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Requests that run together.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after one warm-up.")]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, show_default=False, help="CPU threads. [every core]"),
+]
+
+
+def bench(
+    bundle: BundlePath,
+    against: Against = None,
+    checkpoint: CheckpointOption = None,
+    prompt_tokens: PromptTokens = 64,
+    blocks: Blocks = 2,
+    steps: Steps = None,
+    early_stop: EarlyStop = False,
+    batch: Batch = 1,
+    rounds: Rounds = 5,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a bundle: time a forward pass, steps a block, tokens a second, first-token latency.
+
+    Requests ignore the end of sequence, so that every round does the same work.
+    Example: canvasrt bench build/demo --against transformers --checkpoint demo
+    """
+    _check(against, checkpoint, early_stop)
+    from canvasrt.cli.output import emit, progress
+    from canvasrt.runtime.bench import Summary
+    from canvasrt.runtime.model import Model
+    from canvasrt.runtime.onnxruntime import available_cores
+
+    threads = threads or available_cores()
+    model = Model.load(bundle, threads)
+    work = _requests(model, prompt_tokens, blocks, steps, early_stop, batch, rounds + 1)
+    sides = {"canvasrt": _ours(model)}
+    if against:
+        assert checkpoint is not None
+        sides[against] = _theirs(checkpoint, threads)
+    with progress() as show:
+        samples = _take_turns(sides, work, show)
+    summaries = {name: Summary.of(taken) for name, taken in samples.items()}
+    ratio = _ratio(samples["canvasrt"], samples[against]) if against else None
+    settings = {
+        "bundle": str(bundle),
+        "threads": threads,
+        "batch": batch,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": work[0][0].params.max_new_tokens,
+        "steps": work[0][0].params.max_denoising_steps,
+        "early_stop": early_stop,
+    }
+    data: dict[str, Any] = {"settings": settings, "overflows": model.counters.overflows}
+    data |= {name: summary.to_json() for name, summary in summaries.items()}
+    if ratio is not None:
+        data["ratio"] = ratio.to_json()
+    emit(data, as_json, lambda console: _render(console, settings, summaries, ratio))
+
+
+def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> None:
+    if against not in (None, "transformers"):
+        raise CanvasError(f"--against {against!r} is not known", "give --against transformers")
+    if against and checkpoint is None:
+        raise CanvasError(
+            "--against transformers needs the checkpoint", "add --checkpoint FOLDER_OR_NAME"
+        )
+    if against and early_stop:
+        raise CanvasError(
+            "--early-stop with --against would let the sides take different steps",
+            "leave out one of them",
+        )
+
+
+def _requests(
+    model: Model,
+    prompt_tokens: int,
+    blocks: int,
+    steps: int | None,
+    early_stop: bool,
+    batch: int,
+    rounds: int,
+) -> list[list[Request]]:
+    """The requests of every round; prompts and seeds differ from round to round."""
+    from canvasrt.runtime.bench import random_prompts
+    from canvasrt.runtime.generator import Request
+    from canvasrt.runtime.sampling import SamplingParams
+
+    params = SamplingParams.from_defaults(
+        model.sampler,
+        model.config,
+        max_new_tokens=blocks * model.canvas_length,
+        max_denoising_steps=steps,
+        adaptive_stop=early_stop,
+        eos_token_ids=(),
+    )
+    prompts = random_prompts(model.config, rounds * batch, prompt_tokens)
+    requests = [Request(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
+    requests[0].validate(model.config, model.max_context)
+    return [requests[i : i + batch] for i in range(0, len(requests), batch)]
+
+
+def _ours(model: Model) -> Any:
+    from canvasrt.runtime.bench import measure
+
+    return lambda requests: measure(model, requests)
+
+
+def _theirs(checkpoint: str, threads: int) -> Any:
+    from canvasrt import checkpoints
+    from canvasrt.cli.against import Transformers
+
+    return Transformers(checkpoints.resolve(checkpoint), threads).measure
+
+
+def _take_turns(
+    sides: dict[str, Any], work: list[list[Request]], show: Any
+) -> dict[str, list[Sample]]:
+    """Every round on every side before the next round, so that a busy machine is busy for both."""
+    samples: dict[str, list[Sample]] = {name: [] for name in sides}
+    for index, requests in enumerate(work):
+        show("measuring", index, len(work))
+        # The one that goes second finds warm caches and idle threads: they take turns in that too.
+        names = list(sides) if index % 2 else list(sides)[::-1]
+        for name in names:
+            sample = sides[name](requests)
+            if index:  # the first round warms up
+                samples[name].append(sample)
+    show("measuring", len(work), len(work))
+    return samples
+
+
+def _ratio(ours: list[Sample], theirs: list[Sample]) -> Spread:
+    """Tokens a second, ours over theirs, round by round."""
+    from canvasrt.runtime.bench import Spread
+
+    return Spread.of(
+        [a.tokens_per_second / b.tokens_per_second for a, b in zip(ours, theirs, strict=True)]
+    )
+
+
+def _render(
+    console: Console,
+    settings: dict[str, Any],
+    summaries: dict[str, Summary],
+    ratio: Spread | None,
+) -> None:
+    from canvasrt.cli.output import table
+
+    stop = "early stop" if settings["early_stop"] else f"{settings['steps']} steps a block"
+    console.print(
+        f"{settings['bundle']}: {settings['batch']} at a time, {settings['prompt_tokens']} prompt"
+        f" and {settings['new_tokens']} new tokens, {stop}, {settings['threads']} threads",
+        markup=False,
+    )
+
+    def row(name: str, pick: Any) -> list[str]:
+        return [name, *(pick(summary) for summary in summaries.values())]
+
+    rows = [
+        row("forward pass, ms", lambda s: _spread(s.forward_ms)),
+        row("steps a block", lambda s: f"{s.steps_per_block:.1f}"),
+        row("tokens a second", lambda s: _spread(s.tokens_per_second)),
+        row("first tokens, ms", lambda s: _spread(s.first_tokens_ms)),
+    ]
+    console.print(table(["median (10% – 90%)", *summaries], rows))
+    if ratio is not None:
+        console.print(
+            f"ratio of tokens a second: {ratio.median:.2f}"
+            f" ({ratio.least:.2f} – {ratio.most:.2f} over {_rounds(summaries)} rounds)"
+        )
+
+
+def _rounds(summaries: dict[str, Summary]) -> int:
+    return next(iter(summaries.values())).rounds
+
+
+def _spread(value: Spread) -> str:
+    def short(number: float) -> str:
+        return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
+
+    return f"{short(value.median)} ({short(value.p10)} – {short(value.p90)})"

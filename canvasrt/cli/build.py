@@ -1,0 +1,96 @@
+"""`canvasrt build`: a checkpoint or graphs to engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from canvasrt.cli import options
+from canvasrt.cli.output import emit, progress, size
+
+if TYPE_CHECKING:
+    from canvasrt.build import Plan
+    from canvasrt.bundle import Bundle
+
+DEFAULT_MAX_BATCH = 4
+
+
+def build(
+    source: options.Source,
+    target: options.Targets,
+    out: options.Out,
+    precision: options.Precision = None,
+    max_context: options.MaxContext = None,
+    max_batch: options.MaxBatch = DEFAULT_MAX_BATCH,
+    dry_run: options.DryRun = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Build engines for one or more targets; run again, it reuses what has not changed."""
+    from canvasrt.build.pipeline import build_all, check_buildable, plan_all
+    from canvasrt.targets import check_precision, parse_targets
+
+    targets = parse_targets(target)
+    for each in targets:
+        check_precision(each, precision)
+        if not dry_run:
+            check_buildable(each)
+    with progress() as report:
+        plans = plan_all(source, targets, out, precision, max_context, max_batch, report)
+        if not dry_run:
+            reused = [made.existing() is not None for made in plans]
+            made = build_all(plans, report)
+    if dry_run:
+        _show_plans(plans, as_json)
+    else:
+        _show_bundles(made, reused, as_json)
+
+
+def _show_plans(plans: Sequence[Plan], as_json: bool) -> None:
+    from canvasrt.machine import builds_here
+
+    rows = [{**plan.to_json(), "not_here": builds_here(plan.target) or None} for plan in plans]
+
+    def render(console: Any) -> None:
+        for plan, row in zip(plans, rows, strict=True):
+            _draw_plan(console, plan, row["not_here"])
+
+    emit(rows, as_json, render)
+
+
+def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
+    need = plan.memory
+    console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
+    console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
+    console.print(f"  builder    {plan.target.builder}, {plan.precision} weights")
+    console.print(f"  serves     {plan.max_batch} requests of {plan.max_context} tokens at once")
+    console.print(
+        f"  memory     {size(need.total)}: weights {size(need.weights)},"
+        f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)}"
+    )
+    if plan.target.memory is not None:
+        verdict = "fits" if plan.fits else "does not fit"
+        console.print(f"  GPU        {plan.target.gpu}, {size(plan.target.memory)}: {verdict}")
+    console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
+
+
+def _show_bundles(
+    made: Sequence[tuple[Plan, Bundle]], reused: Sequence[bool], as_json: bool
+) -> None:
+    rows = [
+        {
+            "bundle": str(bundle.path),
+            "target": plan.target.name,
+            "digest": bundle.manifest.digest,
+            "bytes": bundle.manifest.total_bytes,
+            "reused": kept,
+            **plan.options,
+        }
+        for (plan, bundle), kept in zip(made, reused, strict=True)
+    ]
+
+    def render(console: Any) -> None:
+        for row in rows:
+            state = "up to date" if row["reused"] else f"built, {size(row['bytes'])}"
+            console.print(f"{row['bundle']}: {row['target']} engines, {state}")
+
+    emit(rows, as_json, render)

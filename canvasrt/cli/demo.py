@@ -1,0 +1,26 @@
+"""`canvasrt demo`: the whole way on this machine, from the demo checkpoint to served answers."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from canvasrt.cli.options import AsJson
+
+
+def demo(
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="DIR",
+            show_default=False,
+            help="Keep the engines and the package in this folder.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build the demo checkpoint, package it, serve it, ask it questions, and stop."""
+    from canvasrt.containers.demo import run
+
+    run(keep, as_json)

@@ -1,0 +1,77 @@
+"""`canvasrt inspect`: a manifest, readable."""
+
+from typing import Any
+
+from canvasrt.cli import options
+from canvasrt.cli.output import emit, size, table
+
+
+def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None:
+    """Show what a bundle holds and what it was made from; files are not hashed."""
+    from canvasrt.bundle import load_bundle
+
+    manifest = load_bundle(bundle, check=False).manifest
+    target = manifest.target or {}
+
+    def render(console: Any) -> None:
+        facts = [
+            ("kind", manifest.kind),
+            ("digest", manifest.digest),
+            ("size", f"{size(manifest.total_bytes)} in {len(manifest.files)} files"),
+            ("target", ", ".join(str(value) for value in target.values())),
+            ("made by", _pairs(manifest.made_by)),
+            ("made from", _pairs(_short(manifest.made_from))),
+            ("options", _pairs(manifest.options)),
+            *_model_facts(manifest),
+        ]
+        width = max(len(name) for name, _ in facts)
+        for name, value in facts:
+            if value:
+                console.print(f"{name:<{width}}  {value}", markup=False)
+        rows = [
+            (name, size(entry["bytes"]), entry["sha256"][:16])
+            for name, entry in manifest.files.items()
+        ]
+        console.print()
+        console.print(table(("file", "size", "SHA-256"), rows))
+
+    emit(manifest.data, as_json, render)
+
+
+def _model_facts(manifest: Any) -> list[tuple[str, str]]:
+    model, sampler = manifest.model, manifest.sampler
+    kinds = [layer.kind for layer in model.layers]
+    return [
+        (
+            "model",
+            f"{len(kinds)} layers ({kinds.count('sliding')} sliding, {kinds.count('full')} full),"
+            f" hidden {model.hidden_size}, {model.num_experts} experts (top {model.top_k_experts}),"
+            f" vocabulary {model.vocab_size}",
+        ),
+        (
+            "canvas",
+            f"{model.canvas_length} tokens, at most {sampler.max_denoising_steps} steps a block,"
+            f" temperature {sampler.t_max} to {sampler.t_min}, entropy bound {sampler.entropy_bound}",
+        ),
+        ("vision", "yes" if model.vision else "no"),
+        ("tokenizer", "yes" if manifest.tokenizer else "no"),
+        ("segments", ", ".join(segment["name"] for segment in manifest.segments)),
+    ]
+
+
+def _short(made_from: Any) -> dict[str, Any]:
+    """Nested values as one line each, hashes shortened."""
+    flat: dict[str, Any] = {}
+    for name, value in made_from.items():
+        if isinstance(value, dict):
+            for inner, deep in _short(value).items():
+                flat[f"{name}.{inner}" if name not in ("source", "files") else inner] = deep
+        elif isinstance(value, str) and len(value) == 64:
+            flat[name] = value[:16]
+        else:
+            flat[name] = value
+    return flat
+
+
+def _pairs(values: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -1,0 +1,55 @@
+"""`canvasrt targets`: what engines can be built for."""
+
+from typing import Any
+
+from canvasrt.cli import options
+from canvasrt.cli.output import emit, size, table
+
+
+def targets(as_json: options.AsJson = False) -> None:
+    """List the targets, and which of them can be built and run on this machine."""
+    from canvasrt.machine import builds_here, runs_here
+    from canvasrt.targets import TARGETS
+
+    found = [(target, builds_here(target), runs_here(target)) for target in TARGETS]
+    data = [
+        {
+            **target.to_json(),
+            "builds_here": not no_build,
+            "builds_here_not": no_build or None,
+            "runs_here": not no_run,
+            "runs_here_not": no_run or None,
+        }
+        for target, no_build, no_run in found
+    ]
+
+    def render(console: Any) -> None:
+        columns = (
+            "target",
+            "GPU",
+            "memory",
+            "cap.",
+            "builder",
+            "precisions",
+            "built here",
+            "runs here",
+        )
+        rows = [
+            (
+                target.name,
+                target.gpu,
+                "-" if target.memory is None else size(target.memory),
+                target.capability_text,
+                target.builder,
+                ", ".join(target.precisions),
+                no_build or "yes",
+                no_run or "yes",
+            )
+            for target, no_build, no_run in found
+        ]
+        console.print(table(columns, rows))
+        for target, _, _ in found:
+            if target.note:
+                console.print(f"{target.name}: {target.note}")
+
+    emit(data, as_json, render)

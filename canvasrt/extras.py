@@ -1,0 +1,38 @@
+"""Modules that only some commands need, with the command that installs them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from types import ModuleType
+
+from canvasrt.errors import CanvasError
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import a module of an optional extra; CanvasError says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = (error.name or module).partition(".")[0]
+        raise CanvasError(
+            f"{missing} is not installed, or not whole: {error}",
+            f"pip install 'canvasrt[{extra}]'",
+        ) from error
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution, None when it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

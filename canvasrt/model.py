@@ -1,0 +1,337 @@
+"""What a DiffusionGemma checkpoint's configuration says, read and checked without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from canvasrt.errors import CanvasError
+
+Json = dict[str, Any]
+
+MODEL_TYPE = "diffusion_gemma"
+# The reference's defaults for what a config.json may leave out (transformers 5.23).
+_ROPE_DEFAULTS: Json = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
+_DEFAULT_GLOBAL_HEAD_DIM = 512
+_FULL_EVERY = 6
+_UNSUPPORTED_HINT = (
+    "canvasrt handles checkpoints of google/diffusiongemma-26B-A4B-it's architecture"
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention of one layer. `rope_partial` is the share of the head that RoPE turns."""
+
+    kind: Literal["sliding", "full"]
+    head_dim: int
+    num_kv_heads: int
+    rope_theta: float
+    rope_partial: float
+
+
+@dataclass(frozen=True)
+class SamplerDefaults:
+    """The checkpoint's generation settings (generation_config.json)."""
+
+    max_denoising_steps: int = 48
+    entropy_bound: float = 0.1
+    t_min: float = 0.4
+    t_max: float = 0.8
+    stability_threshold: int = 1
+    confidence_threshold: float = 0.005
+    max_new_tokens: int = 256
+
+    def to_json(self) -> Json:
+        """A JSON object with a key a field."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SamplerDefaults:
+        """The inverse of `to_json`."""
+        return cls(**_known_fields(cls, data))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything about the network that the stages need. Sizes are in elements, ids are tokens."""
+
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    top_k_experts: int
+    vocab_size: int
+    num_attention_heads: int
+    layers: tuple[Layer, ...]
+    sliding_window: int
+    rms_norm_eps: float
+    logit_softcap: float
+    canvas_length: int
+    max_position_embeddings: int
+    pad_token_id: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    image_token_id: int | None = None
+    boi_token_id: int | None = None
+    eoi_token_id: int | None = None
+    vision: Json | None = None
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path | str) -> tuple[ModelConfig, SamplerDefaults]:
+        """Read a folder in the Hugging Face layout.
+
+        Raises CanvasError when a file is missing or broken, or when the architecture is another's.
+        """
+        folder = Path(folder)
+        config = _read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return read_config(config, _read_json(generation) if generation.exists() else None)
+
+    def to_json(self) -> Json:
+        """A JSON object with a key a field."""
+        data = asdict(self)
+        data["layers"] = [asdict(layer) for layer in self.layers]
+        data["eos_token_ids"] = list(self.eos_token_ids)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """The inverse of `to_json`."""
+        values = _known_fields(cls, data)
+        values["layers"] = tuple(Layer(**_known_fields(Layer, layer)) for layer in data["layers"])
+        values["eos_token_ids"] = tuple(data["eos_token_ids"])
+        return cls(**values)
+
+
+def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, SamplerDefaults]:
+    """The parsed config.json and generation_config.json (None when the checkpoint has none)."""
+    if config.get("model_type") != MODEL_TYPE:
+        raise CanvasError(
+            f"config.json is of a {config.get('model_type')!r} model, not {MODEL_TYPE!r}",
+            _UNSUPPORTED_HINT,
+        )
+    if not isinstance(config.get("text_config"), dict):
+        raise CanvasError("config.json has no text_config", _UNSUPPORTED_HINT)
+    text = _Fields(config["text_config"], "text_config")
+    top = _Fields(config, "config.json")
+    _refuse_unsupported(text, top)
+
+    vision = config.get("vision_config")
+    model = ModelConfig(
+        hidden_size=text.size("hidden_size"),
+        intermediate_size=text.size("intermediate_size"),
+        moe_intermediate_size=text.size("moe_intermediate_size"),
+        num_experts=text.size("num_experts"),
+        top_k_experts=text.size("top_k_experts"),
+        vocab_size=text.size("vocab_size"),
+        num_attention_heads=text.size("num_attention_heads"),
+        layers=_layers(text),
+        sliding_window=text.size("sliding_window", 512),
+        rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+        logit_softcap=text.number("final_logit_softcapping", 30.0),
+        canvas_length=top.size("canvas_length", 256),
+        max_position_embeddings=text.size("max_position_embeddings", 131_072),
+        pad_token_id=text.token("pad_token_id") or 0,
+        bos_token_id=text.token("bos_token_id"),
+        eos_token_ids=_eos(text, generation),
+        image_token_id=top.token("image_token_id") if vision else None,
+        boi_token_id=top.token("boi_token_id") if vision else None,
+        eoi_token_id=top.token("eoi_token_id") if vision else None,
+        vision=vision or None,
+    )
+    _check(model)
+    return model, _sampler(generation or {})
+
+
+def _refuse_unsupported(text: _Fields, top: _Fields) -> None:
+    """Raise for variants that the reference allows and this project has no graph for."""
+    expected = {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "tie_word_embeddings": (True,),
+        "use_bidirectional_attention": ("vision", None),
+    }
+    for name, allowed in expected.items():
+        value = text.data.get(name, allowed[0])
+        if value not in allowed:
+            raise CanvasError(f"text_config.{name} is {value!r}: not supported", _UNSUPPORTED_HINT)
+    if top.data.get("tie_word_embeddings", True) is not True:
+        raise CanvasError("tie_word_embeddings is false: not supported", _UNSUPPORTED_HINT)
+
+
+def _layers(text: _Fields) -> tuple[Layer, ...]:
+    count = text.size("num_hidden_layers")
+    kinds = text.data.get("layer_types")
+    if kinds is None:
+        kinds = [
+            "sliding_attention" if (i + 1) % _FULL_EVERY else "full_attention" for i in range(count)
+        ]
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise CanvasError(
+            f"text_config.layer_types does not name num_hidden_layers = {count} layers",
+            "the config.json is damaged: fetch it again",
+        )
+    kinds = [*kinds[:-1], "full_attention"]  # as the reference does, whatever the file says
+    return tuple(_layer(text, i, kind) for i, kind in enumerate(kinds))
+
+
+def _layer(text: _Fields, index: int, kind: str) -> Layer:
+    if kind not in _ROPE_DEFAULTS:
+        raise CanvasError(f"layer {index} has unknown attention {kind!r}", _UNSUPPORTED_HINT)
+    head_dim, num_kv_heads = _attention_sizes(text, index, kind)
+    rope = (text.data.get("rope_parameters") or _ROPE_DEFAULTS).get(kind)
+    wanted = _ROPE_DEFAULTS[kind]["rope_type"]
+    if not isinstance(rope, dict) or rope.get("rope_type", wanted) != wanted:
+        raise CanvasError(
+            f"rope_parameters of {kind} are not {wanted!r}: {rope}", _UNSUPPORTED_HINT
+        )
+    where = _Fields(rope, f"rope_parameters.{kind}")
+    return Layer(
+        kind="full" if kind == "full_attention" else "sliding",
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        rope_theta=where.number("rope_theta", _ROPE_DEFAULTS[kind]["rope_theta"]),
+        rope_partial=where.number("partial_rotary_factor", 1.0),
+    )
+
+
+def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
+    """Head size and KV heads of a layer: `per_layer_config` wins over the older global_* fields."""
+    head_dim = text.size("head_dim")
+    num_kv_heads = text.size("num_key_value_heads")
+    per_layer = text.data.get("per_layer_config")
+    if per_layer is None:
+        if kind == "full_attention":
+            head_dim = text.size("global_head_dim", _DEFAULT_GLOBAL_HEAD_DIM)
+            num_kv_heads = text.size("num_global_key_value_heads", num_kv_heads)
+        return head_dim, num_kv_heads
+    override = per_layer.get(str(index)) or {}
+    unknown = sorted(set(override) - {"head_dim", "num_key_value_heads"})
+    if unknown:
+        raise CanvasError(
+            f"text_config.per_layer_config overrides {', '.join(unknown)} in layer {index}",
+            _UNSUPPORTED_HINT,
+        )
+    where = _Fields(override, f"per_layer_config.{index}")
+    return where.size("head_dim", head_dim), where.size("num_key_value_heads", num_kv_heads)
+
+
+def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
+    """The reference stops at generation_config.json's ids alone; without that file, at the model's."""
+    value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(_is_int(item) for item in values):
+        raise CanvasError(f"eos_token_id is not a token id or a list of them: {value!r}")
+    return tuple(values)
+
+
+def _sampler(generation: Json) -> SamplerDefaults:
+    values = {
+        field.name: generation[field.name]
+        for field in fields(SamplerDefaults)
+        if generation.get(field.name) is not None
+    }
+    bound = (generation.get("sampler_config") or {}).get("entropy_bound")
+    if bound is not None:
+        values["entropy_bound"] = bound
+    where = _Fields(values, "generation_config.json")
+    base = SamplerDefaults()
+    return SamplerDefaults(
+        max_denoising_steps=where.size("max_denoising_steps", base.max_denoising_steps),
+        entropy_bound=where.number("entropy_bound", base.entropy_bound),
+        t_min=where.number("t_min", base.t_min),
+        t_max=where.number("t_max", base.t_max),
+        stability_threshold=where.size("stability_threshold", base.stability_threshold, least=0),
+        confidence_threshold=where.number("confidence_threshold", base.confidence_threshold),
+        max_new_tokens=where.size("max_new_tokens", base.max_new_tokens),
+    )
+
+
+def _check(model: ModelConfig) -> None:
+    problems = []
+    if model.top_k_experts > model.num_experts:
+        problems.append(f"top_k_experts {model.top_k_experts} of {model.num_experts} experts")
+    for i, layer in enumerate(model.layers):
+        if model.num_attention_heads % layer.num_kv_heads:
+            problems.append(
+                f"layer {i}: {model.num_attention_heads} query heads do not share"
+                f" {layer.num_kv_heads} KV heads evenly"
+            )
+    if model.vision is not None and model.image_token_id is None:
+        problems.append("vision_config without an image_token_id")
+    if problems:
+        raise CanvasError(
+            "config.json contradicts itself: " + "; ".join(problems),
+            "the config.json is damaged: fetch it again",
+        )
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """A JSON object whose fields are checked as they are read."""
+
+    data: Mapping[str, Any]
+    where: str
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value = self.data.get(name, default)
+        if value is None:
+            value = default
+        if not _is_int(value) or value < least:
+            raise self._wrong(name, f"an integer of at least {least}")
+        return int(value)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.data.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise self._wrong(name, "a number that is not negative")
+        return float(value)
+
+    def token(self, name: str) -> int | None:
+        value = self.data.get(name)
+        if value is not None and (not _is_int(value) or value < 0):
+            raise self._wrong(name, "a token id")
+        return value
+
+    def _wrong(self, name: str, wanted: str) -> CanvasError:
+        found = repr(self.data[name]) if name in self.data else "missing"
+        return CanvasError(
+            f"{self.where}: {name} should be {wanted}, and is {found}",
+            "is this a DiffusionGemma checkpoint in the Hugging Face layout, and complete?",
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _known_fields(kind: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CanvasError(
+            f"{path.parent} has no {path.name}",
+            "a checkpoint is a folder in the Hugging Face layout:"
+            " config.json, *.safetensors and the tokenizer's files",
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CanvasError(f"{path} is not JSON: {error}", "fetch the file again") from None
+    if not isinstance(data, dict):
+        raise CanvasError(f"{path} does not hold a JSON object", "fetch the file again")
+    return data

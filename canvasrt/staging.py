@@ -1,0 +1,208 @@
+"""Write a folder beside its place, then rename: a reader never sees half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from canvasrt.errors import CanvasError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_TEXTS = ("no space left on device", "file too large", "disk quota exceeded")
+_ALMOST_NOTHING = 1 << 16
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def staging(out: Path | str) -> Iterator[Path]:
+    """Yield a folder that becomes `out` when the block ends without an exception.
+
+    On an exception, an interrupt or SIGTERM nothing is left of it. Raises CanvasError when `out` holds
+    something already, and when the disk is full. Leftovers of killed processes are removed.
+    """
+    out = Path(out).expanduser().resolve()
+    check_output(out)
+    with scratch(out) as tmp:
+        yield tmp
+        _move_into_place(tmp, out)
+
+
+@contextlib.contextmanager
+def scratch(out: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `out`, on the same disk, that is gone when the block ends."""
+    with _signals_raise():
+        made = _make_parents(out.parent)
+        _remove_stale(out)
+        tmp = out.parent / f".{out.name}.partial-{os.getpid()}"
+        _make(tmp, exist_ok=False)
+        try:
+            with _locked(tmp):
+                yield tmp
+        except Exception as error:
+            if is_disk_full(error, tmp):
+                raise disk_full_error(out) from error
+            raise
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):  # it holds the result, or another's
+                    folder.rmdir()
+
+
+def check_output(out: Path | str) -> None:
+    """Raise CanvasError when `out` holds something already, or cannot be made."""
+    out = Path(out).expanduser().resolve()
+    if out.is_dir():
+        if next(out.iterdir(), None) is not None:
+            raise CanvasError(
+                f"{out} is not empty", "name another folder with -o, or remove this one first"
+            )
+    elif out.exists():
+        raise CanvasError(f"{out} is a file", "name a folder with -o")
+    else:
+        parent = next(folder for folder in out.parents if folder.exists())
+        if not parent.is_dir():
+            raise CanvasError(f"{parent} is a file, so {out} cannot be made", "name another folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise CanvasError(f"{parent} is not writable", "name a folder elsewhere with -o")
+
+
+def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
+    """Whether an exception, or one behind it, means that the disk (or a quota) was full.
+
+    Some writers (numpy, Rust extensions) report it without an errno: their texts and the space that is
+    left on the disk of `folder`, if one is given, are looked at too.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        if any(text in str(error).lower() for text in _FULL_TEXTS):
+            return True
+        if folder is not None and isinstance(error, OSError) and error.errno is None:
+            with contextlib.suppress(OSError):
+                return shutil.disk_usage(folder).free < _ALMOST_NOTHING
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def disk_full_error(out: Path) -> CanvasError:
+    """What to tell the user."""
+    free = ""
+    with contextlib.suppress(OSError):
+        folder = next(parent for parent in (out, *out.parents) if parent.exists())
+        free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free now)"
+    return CanvasError(
+        f"no space left while writing {out}: nothing was kept",
+        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere with -o",
+    )
+
+
+def _move_into_place(tmp: Path, out: Path) -> None:
+    try:
+        os.rename(tmp, out)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise CanvasError(
+                f"{out} was made by something else in the meantime", "name another folder with -o"
+            ) from error
+        raise
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """Make a folder and what is above it; return those that were not there, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    _make(folder, exist_ok=True)
+    return missing
+
+
+def _make(folder: Path, exist_ok: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if error.errno in _FULL:
+            raise disk_full_error(folder) from error
+        raise CanvasError(
+            f"{folder} cannot be made: {error.strerror}", "name a folder elsewhere with -o"
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(tmp: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which tells others that its writer lives."""
+    handle = os.open(tmp, os.O_RDONLY)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # a filesystem without locks: the pid in the name decides
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove partial folders whose process is gone."""
+    prefix = f".{out.name}.partial-"
+    for found in out.parent.glob(glob.escape(prefix) + "*"):
+        pid = found.name.removeprefix(prefix)
+        if pid.isdigit() and not _is_running(int(pid)) and not _is_locked(found):
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # the number of a dead process, used again: always so in a container
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
+def _is_locked(folder: Path) -> bool:
+    """A process of another container may share the disk and not the process table."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Turn signals that would end the process at once into an exception, where nobody handles them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    replaced = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in replaced:
+        signal.signal(number, raise_exit)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def raise_exit(number: int, frame: FrameType | None) -> None:
+    """A signal handler that unwinds the stack and exits as the shell reports a signal."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,112 @@
+"""The machines that engines are built for, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from canvasrt.errors import UsageError
+
+Builder = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row of the target table. `memory` is the GPU's in bytes; None where the host decides."""
+
+    name: str
+    gpu: str
+    memory: int | None
+    capability: tuple[int, int] | None
+    builder: Builder
+    precisions: tuple[str, ...]
+    host: str = "x86_64"
+    note: str = ""
+
+    @property
+    def builds_anywhere(self) -> bool:
+        """Whether its engines are built without its GPU."""
+        return self.builder != "tensorrt"
+
+    @property
+    def capability_text(self) -> str:
+        """For example `12.0`, or `-` for a CPU."""
+        return ".".join(map(str, self.capability)) if self.capability else "-"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with a key a field."""
+        data = asdict(self)
+        data["capability"] = self.capability_text if self.capability else None
+        data["precisions"] = list(self.precisions)
+        return data
+
+
+_RTX: Builder = "tensorrt-rtx"
+_TRT: Builder = "tensorrt"
+TARGETS: tuple[Target, ...] = (
+    Target("cpu", "none", None, None, "onnxruntime", ("fp32",), host="any"),
+    Target(
+        "rtx-4090",
+        "GeForce RTX 4090",
+        24 * GB,
+        (8, 9),
+        _RTX,
+        ("fp8", "bf16"),
+        note="the 26B model needs 4-bit weights to fit",
+    ),
+    Target("rtx-5090", "GeForce RTX 5090", 32 * GB, (12, 0), _RTX, ("nvfp4", "fp8")),
+    Target(
+        "rtx-pro-6000", "RTX PRO 6000 Blackwell", 96 * GB, (12, 0), _RTX, ("nvfp4", "fp8", "bf16")
+    ),
+    Target(
+        "dgx-spark",
+        "GB10 (unified memory)",
+        128 * GB,
+        (12, 1),
+        _RTX,
+        ("nvfp4", "fp8", "bf16"),
+        host="aarch64",
+    ),
+    Target("h100", "H100", 80 * GB, (9, 0), _TRT, ("fp8", "bf16")),
+    Target("h200", "H200", 141 * GB, (9, 0), _TRT, ("fp8", "bf16")),
+    Target("b200", "B200", 180 * GB, (10, 0), _TRT, ("nvfp4", "fp8", "bf16")),
+    Target(
+        "dgx-station", "GB300", 252 * GB, (10, 3), _TRT, ("nvfp4", "fp8", "bf16"), host="aarch64"
+    ),
+)
+_BY_NAME = {target.name: target for target in TARGETS}
+
+
+def find_target(name: str) -> Target:
+    """The target of that name; UsageError names the valid ones."""
+    target = _BY_NAME.get(name.strip().lower())
+    if target is None:
+        raise UsageError(f"unknown target {name.strip()!r}", f"targets are: {', '.join(_BY_NAME)}")
+    return target
+
+
+def parse_targets(names: str) -> tuple[Target, ...]:
+    """`cpu,rtx-5090` → the two targets, each once, in the order given."""
+    found = [find_target(name) for name in names.split(",") if name.strip()]
+    if not found:
+        raise UsageError("no target was named", f"targets are: {', '.join(_BY_NAME)}")
+    return tuple(dict.fromkeys(found))
+
+
+def check_precision(target: Target, precision: str | None) -> str:
+    """The precision to build at; None takes the target's first. UsageError names the valid ones."""
+    if precision is None:
+        return target.precisions[0]
+    if precision not in target.precisions:
+        raise UsageError(
+            f"{target.name} has no precision {precision!r}",
+            f"precisions of {target.name}: {', '.join(target.precisions)}",
+        )
+    return precision
+
+
+def target_names(targets: Sequence[Target] = TARGETS) -> list[str]:
+    """The names, in the table's order."""
+    return [target.name for target in targets]

@@ -1,0 +1,159 @@
+"""Bundles: what a manifest promises, and that nothing in a bundle can change unnoticed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import MANIFEST, Bundle, load_bundle, staging, write_manifest
+from canvasrt.errors import CanvasError
+from canvasrt.model import read_config
+from tests.conftest import CONFIG, GENERATION_CONFIG
+
+MODEL, SAMPLER = read_config(CONFIG, GENERATION_CONFIG)
+
+
+def make(out: Path, kind: str = "graphs") -> Bundle:
+    with staging(out) as tmp:
+        (tmp / "tokenizer").mkdir()
+        (tmp / "body_0.onnx").write_bytes(b"graph" * 100)
+        (tmp / "embedding.bin").write_bytes(bytes(range(256)) * 8)
+        (tmp / "empty").write_bytes(b"")
+        (tmp / "tokenizer" / "tokenizer.json").write_text("{}")
+        write_manifest(
+            tmp,
+            kind=kind,
+            made_from={"checkpoint": {"config.json": "0" * 64}},
+            options={"precision": "fp32"},
+            model=MODEL,
+            sampler=SAMPLER,
+            segments=[{"name": "body_0", "file": "body_0.onnx", "layers": [0, 1]}],
+            embedding={"file": "embedding.bin", "dtype": "float32", "shape": [96, 32]},
+            tokenizer=["tokenizer/tokenizer.json"],
+            packages=("numpy", "no-such-distribution"),
+        )
+    return load_bundle(out)
+
+
+def test_reads_back_what_was_written(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    manifest = bundle.manifest
+    assert manifest.kind == "graphs"
+    assert manifest.model == MODEL
+    assert manifest.sampler == SAMPLER
+    assert manifest.segments[0]["layers"] == [0, 1]
+    assert set(manifest.files) == {
+        "body_0.onnx",
+        "embedding.bin",
+        "empty",
+        "tokenizer/tokenizer.json",
+    }
+    assert set(manifest.made_by) == {"canvasrt", "numpy"}
+    assert bundle.file("embedding.bin").stat().st_size == 2048
+    assert manifest.total_bytes == 2048 + 500 + 2
+    assert bundle.unlisted() == []
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = make(tmp_path / "a"), make(tmp_path / "b")
+    assert (first.path / MANIFEST).read_bytes() == (second.path / MANIFEST).read_bytes()
+    assert str(tmp_path) not in (first.path / MANIFEST).read_text()
+
+
+def test_one_flipped_bit_in_any_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    file = bundle.path / MANIFEST
+    good = file.read_bytes()
+    for position in range(len(good)):
+        file.write_bytes(
+            good[:position] + bytes([good[position] ^ (1 << position % 8)]) + good[position + 1 :]
+        )
+        with pytest.raises(CanvasError, match=r"manifest\.json"):
+            load_bundle(bundle.path, check=False)
+    file.write_bytes(good)
+    load_bundle(bundle.path)
+
+
+@pytest.mark.parametrize("name", ["body_0.onnx", "embedding.bin", "tokenizer/tokenizer.json"])
+def test_one_flipped_bit_in_a_file_is_found_and_the_file_named(tmp_path: Path, name: str) -> None:
+    bundle = make(tmp_path / "b")
+    content = bytearray((bundle.path / name).read_bytes())
+    for position in {0, len(content) // 2, len(content) - 1}:
+        changed = bytearray(content)
+        changed[position] ^= 1
+        (bundle.path / name).write_bytes(changed)
+        with pytest.raises(CanvasError, match=name):
+            load_bundle(bundle.path)
+
+
+def test_a_missing_longer_or_shorter_file_is_found_without_hashing(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    file = bundle.file("empty")
+    file.write_bytes(b"x")
+    with pytest.raises(CanvasError, match="empty has 1 bytes where the manifest says 0"):
+        load_bundle(bundle.path, check=False)
+    file.unlink()
+    with pytest.raises(CanvasError, match="empty is missing"):
+        load_bundle(bundle.path, check=False)
+
+
+def test_whitespace_and_trailing_bytes_in_the_manifest_are_found(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    file = bundle.path / MANIFEST
+    good = file.read_text()
+    for text in (good + "\n", good.rstrip(), json.dumps(json.loads(good)), "", "[]", good * 2):
+        file.write_text(text)
+        with pytest.raises(CanvasError, match=r"manifest\.json"):
+            load_bundle(bundle.path, check=False)
+
+
+def test_a_manifest_cannot_name_files_outside_of_its_bundle(tmp_path: Path) -> None:
+    from canvasrt.bundle import _digest, canonical
+
+    bundle = make(tmp_path / "b")
+    data = json.loads((bundle.path / MANIFEST).read_text())
+    data["files"]["../secret"] = data["files"]["empty"]
+    data["digest"] = _digest(data)
+    (bundle.path / MANIFEST).write_text(canonical(data))
+    with pytest.raises(CanvasError, match="outside"):
+        load_bundle(bundle.path)
+
+
+def test_a_newer_schema_is_refused_by_number(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    data = json.loads((bundle.path / MANIFEST).read_text())
+    (bundle.path / MANIFEST).write_text(json.dumps({**data, "schema": 99}))
+    with pytest.raises(CanvasError, match="schema 99"):
+        load_bundle(bundle.path)
+
+
+def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "b")
+    load_bundle(tmp_path / "b", kind=("graphs", "engines"))
+    with pytest.raises(
+        CanvasError, match="is a bundle of graphs, and this needs engines"
+    ) as raised:
+        load_bundle(tmp_path / "b", kind="engines")
+    assert "canvasrt build" in raised.value.hint
+
+
+def test_what_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(CanvasError, match="no bundle at"):
+        load_bundle(tmp_path / "nothing")
+    with pytest.raises(CanvasError, match=r"there is no manifest\.json in it"):
+        load_bundle(tmp_path)
+
+
+def test_a_copied_bundle_is_as_good(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    shutil.copytree(bundle.path, tmp_path / "copy")
+    assert load_bundle(tmp_path / "copy").manifest == bundle.manifest
+
+
+def test_unlisted_files_are_reported(tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    (bundle.path / "notes.txt").write_text("mine")
+    assert load_bundle(bundle.path).unlisted() == ["notes.txt"]

@@ -1,0 +1,71 @@
+"""The memory estimate, against what is known of the released model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from canvasrt.memory import dense_parameters, estimate, expert_parameters, vision_parameters
+from canvasrt.model import Layer, ModelConfig
+from canvasrt.targets import find_target
+
+_SLIDING = Layer("sliding", 256, 8, 10_000.0, 1.0)
+_FULL = Layer("full", 512, 2, 1_000_000.0, 0.25)
+RELEASED = ModelConfig(
+    hidden_size=2816,
+    intermediate_size=2112,
+    moe_intermediate_size=704,
+    num_experts=128,
+    top_k_experts=8,
+    vocab_size=262_144,
+    num_attention_heads=16,
+    layers=tuple(_FULL if i % 6 == 5 else _SLIDING for i in range(30)),
+    sliding_window=1024,
+    rms_norm_eps=1e-6,
+    logit_softcap=30.0,
+    canvas_length=256,
+    max_position_embeddings=262_144,
+    pad_token_id=0,
+    bos_token_id=2,
+    eos_token_ids=(1, 106, 50),
+)
+
+
+def test_parameters_of_the_released_model() -> None:
+    experts = 30 * expert_parameters(RELEASED)
+    assert experts == pytest.approx(22.8e9, rel=0.01)
+    whole = experts + dense_parameters(RELEASED) + RELEASED.vocab_size * RELEASED.hidden_size
+    assert whole == pytest.approx(25.2e9, rel=0.01)
+
+
+def test_the_vision_tower_counts() -> None:
+    vision = {
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "head_dim": 72,
+        "intermediate_size": 4304,
+    }
+    model = replace(RELEASED, vision=vision)
+    assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
+    more = estimate(model, "nvfp4", 8192, 1).weights - estimate(RELEASED, "nvfp4", 8192, 1).weights
+    assert more == 2 * vision_parameters(model)
+
+
+def test_the_released_model_needs_four_bits_on_a_24_gb_gpu() -> None:
+    memory = find_target("rtx-4090").memory or 0
+    assert estimate(RELEASED, "fp8", 8192, 1).total > memory
+    assert estimate(RELEASED, "nvfp4", 8192, 1).weights < memory
+
+
+def test_bf16_fits_an_h100_and_not_an_rtx_5090() -> None:
+    need = estimate(RELEASED, "bf16", 32_768, 4).total
+    assert need < (find_target("h100").memory or 0)
+    assert need > (find_target("rtx-5090").memory or 0)
+
+
+def test_only_full_layers_grow_with_the_context() -> None:
+    short, long = (estimate(RELEASED, "fp8", n, 1).kv_cache for n in (4096, 8192))
+    assert long - short == 5 * 2 * 2 * 512 * 4096 * 2
+    assert estimate(RELEASED, "fp8", 8192, 4).kv_cache == 4 * long

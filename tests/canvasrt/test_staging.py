@@ -1,0 +1,187 @@
+"""Staging: whatever happens while a folder is written, half of one is never left behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.staging import scratch, staging
+
+
+def write_some(folder: Path) -> None:
+    (folder / "weights").mkdir()
+    (folder / "weights" / "part").write_bytes(b"1234")
+
+
+def everything_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "er" / "out"
+    with staging(out) as tmp:
+        write_some(tmp)
+        assert not out.exists()
+        assert tmp.parent == out.parent  # the same disk, so that a rename will do
+    assert everything_in(tmp_path) == [
+        "deep",
+        "deep/er",
+        "deep/er/out",
+        "deep/er/out/weights",
+        "deep/er/out/weights/part",
+    ]
+
+
+def test_an_empty_folder_is_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with staging(out) as tmp:
+        write_some(tmp)
+    assert everything_in(tmp_path) == ["out", "out/weights", "out/weights/part"]
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit, CanvasError])
+def test_a_failure_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
+    with pytest.raises(failure), staging(tmp_path / "new" / "out") as tmp:
+        write_some(tmp)
+        raise failure("no")
+    assert everything_in(tmp_path) == []
+
+
+def test_a_folder_with_content_is_refused_and_kept(tmp_path: Path) -> None:
+    write_some(tmp_path)
+    with pytest.raises(CanvasError, match="not empty"), staging(tmp_path):
+        pytest.fail("the block must not run")
+    assert everything_in(tmp_path) == ["weights", "weights/part"]
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CanvasError, match="is a file"), staging(out):
+            pytest.fail("the block must not run")
+
+
+def test_something_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(CanvasError, match="in the meantime"), staging(out) as tmp:
+        write_some(tmp)
+        out.mkdir()
+        (out / "other").write_text("kept")
+    assert everything_in(tmp_path) == ["out", "out/other"]
+
+
+def test_leftovers_of_dead_processes_are_removed_and_of_living_ones_kept(tmp_path: Path) -> None:
+    for pid in (dead_pid(), os.getppid()):
+        (tmp_path / f".out.partial-{pid}").mkdir()
+        write_some(tmp_path / f".out.partial-{pid}")
+    (tmp_path / ".out2.partial-1").mkdir()
+    with staging(tmp_path / "out") as tmp:
+        write_some(tmp)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert sorted(left) == [f".out.partial-{os.getppid()}", ".out2.partial-1", "out"]
+
+
+def test_scratch_space_is_gone_afterwards(tmp_path: Path) -> None:
+    with scratch(tmp_path / "deep" / "work") as tmp:
+        write_some(tmp)
+    assert everything_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    code = """
+        import sys, time
+        from pathlib import Path
+        from canvasrt.staging import staging
+        with staging(Path(sys.argv[1])) as tmp:
+            (tmp / "part").write_bytes(b"1234")
+            print("writing", flush=True)
+            time.sleep(60)
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), tmp_path / "new" / "out"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    assert everything_in(tmp_path) != []
+    process.send_signal(number)
+    assert process.wait(timeout=20) != 0
+    process.stdout.close()
+    assert everything_in(tmp_path) == []
+
+
+def test_a_killed_process_is_tidied_up_after_by_the_next(tmp_path: Path) -> None:
+    code = """
+        import os, signal, sys
+        from pathlib import Path
+        from canvasrt.staging import staging
+        with staging(Path(sys.argv[1])) as tmp:
+            (tmp / "part").write_bytes(b"1234")
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code), tmp_path / "out"])
+    assert everything_in(tmp_path)[0].startswith(".out.partial-")
+    with staging(tmp_path / "out") as tmp:
+        write_some(tmp)
+    assert everything_in(tmp_path) == ["out", "out/weights", "out/weights/part"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("cannot mount a disk here")
+    yield folder
+    for _ in range(50):
+        if subprocess.run(["umount", str(folder)], capture_output=True).returncode == 0:
+            return
+        time.sleep(0.1)
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(small_disk: Path) -> None:
+    with pytest.raises(CanvasError, match="no space left"), staging(small_disk / "out") as tmp:
+        (tmp / "big").write_bytes(bytes(2**21))
+    assert everything_in(small_disk) == []
+
+
+def test_numpy_s_own_report_of_a_full_disk_is_understood(small_disk: Path) -> None:
+    """ndarray.tofile raises an OSError without an errno."""
+    import numpy as np
+
+    with pytest.raises(CanvasError, match="no space left"), staging(small_disk / "out") as tmp:
+        np.zeros(2**21, np.uint8).tofile(tmp / "big")
+    assert everything_in(small_disk) == []
+
+
+def test_a_limit_on_file_sizes_is_one_clear_error(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with pytest.raises(CanvasError, match="no space left"), staging(tmp_path / "out") as tmp:
+            (tmp / "big").write_bytes(bytes(2**20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert everything_in(tmp_path) == []

@@ -1,0 +1,53 @@
+"""The target table, and what is said about names that are not in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from canvasrt.errors import UsageError
+from canvasrt.targets import TARGETS, check_precision, find_target, parse_targets, target_names
+
+
+def test_every_target_is_named_once() -> None:
+    names = target_names()
+    assert len(names) == len(set(names))
+    assert {"cpu", "rtx-4090", "rtx-5090", "rtx-pro-6000", "dgx-spark", "h100", "h200", "b200"} <= {
+        *names
+    }
+
+
+def test_the_builder_follows_from_the_capability() -> None:
+    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, which are TensorRT's."""
+    for target in TARGETS:
+        data_centre = target.capability in ((9, 0), (10, 0), (10, 3))
+        if target.capability is not None:
+            assert target.builder == ("tensorrt" if data_centre else "tensorrt-rtx"), target.name
+        assert target.builds_anywhere == (not data_centre)
+
+
+def test_nvfp4_needs_blackwell_and_fp8_ada() -> None:
+    for target in TARGETS:
+        if target.capability is not None:
+            assert ("nvfp4" not in target.precisions) or target.capability >= (10, 0)
+            assert target.capability >= (8, 9)
+
+
+def test_several_names() -> None:
+    assert target_names(parse_targets("cpu, RTX-5090,cpu")) == ["cpu", "rtx-5090"]
+
+
+@pytest.mark.parametrize("names", ["rtx-9090", "cpu,gpu", "", ","])
+def test_an_unknown_name_is_answered_with_the_valid_ones(names: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        parse_targets(names)
+    assert "rtx-5090" in raised.value.hint
+    assert "dgx-station" in raised.value.hint
+
+
+def test_precisions() -> None:
+    target = find_target("rtx-5090")
+    assert check_precision(target, None) == "nvfp4"
+    assert check_precision(target, "fp8") == "fp8"
+    with pytest.raises(UsageError) as raised:
+        check_precision(target, "int4")
+    assert "nvfp4, fp8" in raised.value.hint

@@ -1,0 +1,113 @@
+"""What tests of several folders share: a small checkpoint's files, and the command as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TEXT_CONFIG: dict[str, Any] = {
+    "model_type": "diffusion_gemma_text",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "per_layer_config": {"1": {"head_dim": 32}},
+    "sliding_window": 16,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+    "use_bidirectional_attention": "vision",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "diffusion_gemma",
+    "architectures": ["DiffusionGemmaForBlockDiffusion"],
+    "canvas_length": 16,
+    "text_config": TEXT_CONFIG,
+    "tie_word_embeddings": True,
+}
+GENERATION_CONFIG: dict[str, Any] = {
+    "max_denoising_steps": 12,
+    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.25},
+    "t_min": 0.3,
+    "t_max": 0.9,
+    "stability_threshold": 2,
+    "confidence_threshold": 0.01,
+    "eos_token_id": [1, 7],
+}
+
+
+# Folders whose files share what takes long to make: exported graphs, a running server.
+TOGETHER = ("tests/containers/", "tests/runtime/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file, and of the folders above, on one worker of pytest-xdist."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFixtures(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+    return ByFixtures(config, log)
+
+
+@pytest.fixture
+def checkpoint_files(tmp_path: Path) -> Path:
+    """A folder with a checkpoint's files; its weights are whole, and not those of any network."""
+    from safetensors.numpy import save_file
+
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
+    save_file({"weight": np.arange(24, dtype=np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def command() -> Command:
+    """Run `canvasrt` with arguments in a process of its own, as a user does."""
+
+    def run(
+        *arguments: object, timeout: float = 300, **kwargs: Any
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "120",
+            **kwargs.pop("env", {}),
+        }
+        return subprocess.run(
+            [sys.executable, "-m", "canvasrt", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=environment,
+            **kwargs,
+        )
+
+    return run

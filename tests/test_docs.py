@@ -1,0 +1,75 @@
+"""The documentation names only files and commands that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from canvasrt.cli.app import command_names, parsed_command
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.strip().replace(" ", "-") for title in plain}
+
+
+def commands(page: Path) -> list[str]:
+    """Everything on a page that starts with `canvasrt`, in code."""
+    text = page.read_text()
+    lines: list[str] = []
+    for block in _FENCE.findall(text):
+        lines += block.replace("\\\n", " ").splitlines()
+    lines += _CODE.findall(_FENCE.sub("", text))
+    stripped = (line.strip().removeprefix("$ ").removeprefix(".venv/bin/") for line in lines)
+    return [line for line in stripped if re.match(r"canvasrt [a-z-]", line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in _LINK.findall(page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{link}: no such file"
+        assert target.is_relative_to(ROOT), f"{link} leads out of the repository"
+        if anchor and target.suffix == ".md":
+            assert anchor in headings(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for line in commands(page):
+        words = shlex.split(line.partition(" | ")[0].partition(" > ")[0], comments=True)[1:]
+        words = [word for word in words if word != "--debug"]
+        if not words or words[0] in ("--help", "-h", "--version"):
+            continue
+        assert words[0] in command_names(), line
+        parameters = parsed_command(words[0]).params
+        known = {"--help", "-h"}.union(*(parameter.opts for parameter in parameters))
+        known = known.union(*(parameter.secondary_opts for parameter in parameters))
+        for word in words[1:]:
+            name = word.partition("=")[0]
+            if re.fullmatch(r"--[a-z][\w-]*", name):
+                assert name in known, f"{line}: no option {name}"
+
+
+def test_the_readme_lists_every_tensor() -> None:
+    """The README's two tables are what Triton's configuration says."""
+    from canvasrt.containers.tensors import STREAM_MODEL, inputs_of, outputs_of
+
+    text = (ROOT / "README.md").read_text()
+    for tensor in (*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)):
+        shape = ", ".join(map(str, tensor.shape))
+        assert f"| `{tensor.name}` | {tensor.datatype} | [{shape}] | {tensor.about} |" in text

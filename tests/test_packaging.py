@@ -1,0 +1,117 @@
+"""The wheel holds everything, and nothing under the stages' bare names."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("export", "build", "runtime", "containers")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that the checkout's own leftovers cannot help."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "tests", "docs")
+    shutil.copytree(ROOT, source, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", folder, source]
+    subprocess.run(command, check=True)
+    return next(folder.glob("*.whl"))
+
+
+def names_in(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(wheel: Path) -> None:
+    names = names_in(wheel)
+    for folder in ("canvasrt", *STAGES):
+        for path in (ROOT / folder).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            assert (name if folder == "canvasrt" else f"canvasrt/{name}") in names
+
+
+def test_every_data_file_is_in_the_wheel(wheel: Path) -> None:
+    names = names_in(wheel)
+    assert "canvasrt/py.typed" in names
+    for folder, prefix in (("canvasrt/demo/checkpoint", ""), ("containers/templates", "canvasrt/")):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+        assert files, folder
+        for path in files:
+            assert prefix + path.relative_to(ROOT).as_posix() in names
+
+
+def test_only_canvasrt_is_importable(wheel: Path) -> None:
+    tops = {name.partition("/")[0] for name in names_in(wheel)}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"canvasrt"}
+
+
+def test_the_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = """
+import importlib.util, sys
+sys.path.insert(0, sys.argv[1])
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+import canvasrt, canvasrt.build, canvasrt.runtime
+assert canvasrt.__file__.startswith(sys.argv[1]), canvasrt.__file__
+assert canvasrt.build.__file__.startswith(sys.argv[1]), canvasrt.build.__file__
+for name in ("export", "runtime", "containers"):
+    assert importlib.util.find_spec(name) is None, name
+from canvasrt.checkpoints import resolve
+from canvasrt.cli.app import run
+print(resolve("demo"))
+sys.exit(run(["targets"]))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path / "site"))
+
+
+def test_the_entry_point(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    entry = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert b"canvasrt = canvasrt.__main__:main" in archive.read(entry)
+
+
+def test_requirements_stay_small() -> None:
+    """What every user installs: nothing that takes hundreds of megabytes, or exists for one machine only."""
+    base = " ".join(PROJECT["project"]["dependencies"])
+    for heavy in ("torch", "onnx", "transformers", "tensorrt", "triton", "nvidia"):
+        assert heavy not in base
+    assert {"cpu", "gpu", "export", "rtx", "tensorrt", "serve", "test"} <= set(
+        PROJECT["project"]["optional-dependencies"]
+    )
+
+
+def test_constraints_pin_every_requirement() -> None:
+    import re
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.!]+", pin) for pin in pins)
+    pinned = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"]]
+    for extra in ("cpu", "gpu", "export", "rtx", "serve", "test"):
+        wanted += extras[extra]
+    for requirement in wanted:
+        name = re.match(r"[\w.-]+", requirement)
+        assert name is not None
+        assert name.group().lower().replace("_", "-") in pinned, requirement
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    import canvasrt
+
+    assert PROJECT["project"]["version"] == canvasrt.__version__
