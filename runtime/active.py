@@ -1,0 +1,129 @@
+"""One running request: its blocks and steps, early stop, and the end of the sequence."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+
+from canvasrt.runtime.model import DenoiseInput, DenoiseOutput, Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.request import (
+    Block,
+    Draft,
+    Event,
+    Finished,
+    FinishReason,
+    Request,
+    Result,
+    Timings,
+)
+
+
+class ActiveRequest:
+    """The state of one request between passes.
+
+    Follows transformers' `DiffusionGemmaGenerationMixin.generate` for a batch of one.
+    """
+
+    def __init__(self, id: int, request: Request, model: Model, added: float) -> None:
+        self.id = id
+        self.finished = False
+        self.row = model.new_row()
+        # Tokens that the cache does not hold yet: the prompt, then each block that another follows.
+        self.pending = np.array(request.prompt_token_ids, np.int64)
+        self._prompt = [int(token) for token in request.prompt_token_ids]
+        self._params = request.params
+        self._blocks = request.params.blocks(model.canvas_length)
+        self._model = model
+        self._added = added
+        self._first_block: float | None = None
+        self._tokens: list[int] = []
+        self._steps: list[int] = []
+        self._step = 0
+        self._hidden = np.empty(0, np.float32)
+        self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
+
+    def next_step(self) -> DenoiseInput:
+        """The input of the next denoising step; the first of a block makes its canvas."""
+        if self._step == 0:
+            self._hidden = self._model.first_hidden(self._noise(0)[1])
+            self._history.clear()
+        self._step += 1
+        uniforms, noise = self._noise(self._step)
+        return DenoiseInput(
+            self.row,
+            self._hidden,
+            self._params.temperature(self._step),
+            self._params.entropy_bound,
+            uniforms,
+            noise,
+        )
+
+    def take(self, output: DenoiseOutput) -> list[Event]:
+        """Takes the result of that step in; its draft, and what it finished."""
+        block = len(self._steps)
+        events: list[Event] = [
+            Draft(self.id, block, self._step, output.argmax, output.accepted),
+        ]
+        self._hidden = output.next_hidden
+        last = self._step == self._params.max_denoising_steps
+        if self._stops(output) or last:
+            events += self._finish_block(output.argmax)
+        return events
+
+    def result(self, reason: FinishReason) -> Result:
+        """What the request has come to."""
+        return Result(
+            token_ids=self._tokens,
+            prompt_token_ids=self._prompt,
+            finish_reason=reason,
+            seed=self._params.seed,
+            steps=self._steps,
+            timings=Timings(self._first_block, time.perf_counter() - self._added),
+        )
+
+    def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        config = self._model.config
+        block = len(self._steps)
+        return step_noise(self._params.seed, block, step, config.canvas_length, config.vocab_size)
+
+    def _stops(self, output: DenoiseOutput) -> bool:
+        """Stable and confident (`StableAndConfidentStoppingCriteria`): the argmax equals each of the
+        last `stability_threshold` ones, and the mean entropy is below the threshold."""
+        if not self._params.adaptive_stop:
+            return False
+        wanted = self._params.stability_threshold
+        stable = len(self._history) == wanted and all(
+            np.array_equal(output.argmax, before) for before in self._history
+        )
+        self._history.append(output.argmax)
+        mean = np.mean(output.entropy, dtype=np.float32)
+        return stable and bool(mean < np.float32(self._params.confidence_threshold))
+
+    def _finish_block(self, canvas: np.ndarray) -> list[Event]:
+        index, steps = len(self._steps), self._step
+        self._steps.append(steps)
+        self._step = 0
+        if self._first_block is None:
+            self._first_block = time.perf_counter() - self._added
+        tokens, reason = self._cut(canvas)
+        self._tokens += tokens
+        events: list[Event] = [Block(self.id, index, steps, tokens, reason)]
+        if reason:
+            # The last block is never read again: it is not encoded.
+            self.finished = True
+            events.append(Finished(self.id, self.result(reason)))
+        else:
+            self.pending = canvas
+        return events
+
+    def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:
+        """The block's tokens that count, and why the request ends with them, if it does."""
+        room = self._params.max_new_tokens - len(self._tokens)
+        tokens = canvas[:room].tolist()
+        ends = np.flatnonzero(np.isin(canvas, self._params.eos_token_ids))
+        if ends.size and ends[0] < room:
+            return tokens[: ends[0] + 1], "stop"
+        return tokens, "length" if len(self._steps) == self._blocks else None

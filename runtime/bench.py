@@ -1,0 +1,122 @@
+"""Measures generation: time a pass, steps a block, tokens a second, and time to the first tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from canvasrt.errors import CanvasError
+from canvasrt.model import ModelConfig
+from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.model import Model
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured round: some requests added at once and run to their end. Times in seconds."""
+
+    seconds: float
+    tokens: int
+    blocks: int
+    steps: int  # denoising steps, summed over the requests
+    step_seconds: list[float]  # wall time of each denoising step of the batch
+    first_tokens: list[float]  # a request: from its start to its first final tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Percentiles of a series."""
+
+    median: float
+    p10: float
+    p90: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        p10, median, p90 = (float(v) for v in np.percentile(values, (10, 50, 90)))
+        return cls(median, p10, p90, float(min(values)), float(max(values)))
+
+    def to_json(self) -> dict[str, float]:
+        """Percentiles by name."""
+        return {
+            "median": self.median,
+            "p10": self.p10,
+            "p90": self.p90,
+            "min": self.least,
+            "max": self.most,
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a side achieved over all its rounds."""
+
+    forward_ms: Spread
+    tokens_per_second: Spread
+    first_tokens_ms: Spread
+    steps_per_block: float
+    rounds: int
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Summary:
+        return cls(
+            Spread.of([1e3 * value for sample in samples for value in sample.step_seconds]),
+            Spread.of([sample.tokens_per_second for sample in samples]),
+            Spread.of([1e3 * value for sample in samples for value in sample.first_tokens]),
+            sum(sample.steps for sample in samples) / sum(sample.blocks for sample in samples),
+            len(samples),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Spreads in milliseconds and tokens a second."""
+        return {
+            "forward_ms": self.forward_ms.to_json(),
+            "tokens_per_second": self.tokens_per_second.to_json(),
+            "first_tokens_ms": self.first_tokens_ms.to_json(),
+            "steps_per_block": self.steps_per_block,
+            "rounds": self.rounds,
+        }
+
+
+def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """`count` prompts of `length` ordinary tokens each, the same every time."""
+    if length < 1:
+        raise CanvasError(f"a prompt of {length} tokens", "give at least 1")
+    special = {config.pad_token_id, config.bos_token_id, *config.eos_token_ids}
+    special |= {config.image_token_id, config.boi_token_id, config.eoi_token_id}
+    ordinary = np.array([token for token in range(config.vocab_size) if token not in special])
+    return np.random.default_rng(seed).choice(ordinary, (count, length)).tolist()
+
+
+def measure(model: Model, requests: Sequence[Request]) -> Sample:
+    """Runs `requests` together, on a generator of their number, and times them."""
+    generator = Generator(model, max_batch=len(requests))
+    steps: list[float] = []
+    start = time.perf_counter()
+    before = model.counters.denoise_seconds
+    results = []
+    for request in requests:
+        generator.add(request)
+    while not generator.idle:
+        for event in generator.step():
+            if hasattr(event, "result"):
+                results.append(event.result)
+        steps.append(model.counters.denoise_seconds - before)
+        before = model.counters.denoise_seconds
+    return Sample(
+        seconds=time.perf_counter() - start,
+        tokens=sum(len(result.token_ids) for result in results),
+        blocks=sum(len(result.steps) for result in results),
+        steps=sum(sum(result.steps) for result in results),
+        step_seconds=[value for value in steps if value],
+        first_tokens=[result.timings.first_block or 0.0 for result in results],
+    )

@@ -1,0 +1,115 @@
+"""Continuous batching at the level of a step: requests at different blocks and steps share a pass."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.active import ActiveRequest
+from canvasrt.runtime.model import DenoiseInput, EncodeInput, Model
+from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result
+
+__all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result"]
+
+
+class Generator:
+    """Runs requests over one model, up to `max_batch` at a time; the others wait in order.
+
+    `add` and `cancel` may be called from other threads while one thread calls `step`.
+    """
+
+    def __init__(self, model: Model, max_batch: int = 4) -> None:
+        if max_batch < 1:
+            raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
+        self.model = model
+        self.max_batch = max_batch
+        self._waiting: deque[ActiveRequest] = deque()
+        self._running: list[ActiveRequest] = []
+        self._cancelled: set[int] = set()
+        self._next_id = 0
+
+    @property
+    def idle(self) -> bool:
+        """True when no request is waiting or running."""
+        return not (self._waiting or self._running)
+
+    def add(self, request: Request) -> int:
+        """Queues a request and returns its id. CanvasError when it can never run."""
+        request.validate(self.model.config, self.model.max_context)
+        id = self._next_id
+        self._next_id += 1
+        self._waiting.append(ActiveRequest(id, request, self.model, time.perf_counter()))
+        return id
+
+    def cancel(self, id: int) -> None:
+        """Ends a request at the next `step`, with the blocks that it has finished by then."""
+        self._cancelled.add(id)
+
+    def step(self) -> list[Event]:
+        """At most one encoding and one denoising pass over the running requests; their events.
+
+        A long prompt is encoded a chunk a step, so that it holds up the others for one chunk only.
+        """
+        events = self._drop_cancelled()
+        while self._waiting and len(self._running) < self.max_batch:
+            self._running.append(self._waiting.popleft())
+        self._encode()
+        events += self._denoise()
+        self._running = [each for each in self._running if not each.finished]
+        return events
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Runs requests to their end; results in the order of `requests`."""
+        ids = [self.add(request) for request in requests]
+        results: dict[int, Result] = {}
+        while not self.idle:
+            for event in self.step():
+                if isinstance(event, Finished):
+                    results[event.id] = event.result
+        return [results[id] for id in ids]
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """One request's events as they happen. Leaving the iteration early cancels the request."""
+        id = self.add(request)
+        done = False
+        try:
+            while not done:
+                for event in self.step():
+                    if event.id == id:
+                        done = isinstance(event, Finished)
+                        yield event
+        finally:
+            if not done:
+                self.cancel(id)
+                self._drop_cancelled()
+
+    def _drop_cancelled(self) -> list[Event]:
+        if not self._cancelled:
+            return []
+        gone, self._cancelled = self._cancelled, set()
+        events: list[Event] = []
+        for each in [*self._waiting, *self._running]:
+            if each.id in gone:
+                events.append(Finished(each.id, each.result("cancelled")))
+        self._waiting = deque(each for each in self._waiting if each.id not in gone)
+        self._running = [each for each in self._running if each.id not in gone]
+        return events
+
+    def _encode(self) -> None:
+        """One chunk of every request that has tokens to encode."""
+        chunk = self.model.prefill_chunk
+        ready = [each for each in self._running if each.pending.size]
+        self.model.encode([EncodeInput(each.row, each.pending[:chunk]) for each in ready])
+        for each in ready:
+            each.pending = each.pending[chunk:]
+
+    def _denoise(self) -> list[Event]:
+        """One step of every request whose tokens are all encoded."""
+        ready = [each for each in self._running if not each.pending.size]
+        inputs: list[DenoiseInput] = [each.next_step() for each in ready]
+        events: list[Event] = []
+        for each, output in zip(ready, self.model.denoise(inputs), strict=True):
+            events += each.take(output)
+        return events

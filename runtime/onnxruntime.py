@@ -1,0 +1,75 @@
+"""The ONNX Runtime backend: the embedded default on a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+# From 1.31 on, ONNX Runtime reports its use to its makers unless this is set before it is loaded.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import onnxruntime as ort
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.engine import Arrays
+
+
+def available_cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class OrtBackend:
+    """ONNX Runtime sessions on a CPU.
+
+    threads: of one matrix product; None takes every core that the process may use.
+    profile: a path prefix; each session then writes a trace of its operators there.
+    """
+
+    rows_apart = True
+
+    def __init__(self, threads: int | None = None, profile: str | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise CanvasError(f"threads is {threads}", "give at least one thread")
+        self.threads = threads or available_cores()
+        self.profile = profile
+
+    def open(self, name: str, file: Path) -> OrtSegment:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Segments run one after another: a thread that spins after its own would slow the next.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        if self.profile:
+            options.enable_profiling = True
+            options.profile_file_prefix = f"{self.profile}-{name}"
+        try:
+            session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its exception types share no base of their own
+            raise CanvasError(
+                f"ONNX Runtime cannot load {file}: {str(error).splitlines()[0]}",
+                "check the bundle with `canvasrt verify`, then build it again",
+            ) from error
+        return OrtSegment(name, session)
+
+
+class OrtSegment:
+    """One ONNX Runtime session as a `Segment`."""
+
+    def __init__(self, name: str, session: ort.InferenceSession) -> None:
+        self.name = name
+        self.inputs = frozenset(value.name for value in session.get_inputs())
+        self.outputs = tuple(value.name for value in session.get_outputs())
+        self._session = session
+
+    def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
+        names = list(self.outputs if wanted is None else wanted)
+        return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+
+    def end_profiling(self) -> str:
+        """Writes the operator trace of a session opened with `profile`; returns its path."""
+        return str(self._session.end_profiling())

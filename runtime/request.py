@@ -1,0 +1,98 @@
+"""What a caller hands to the generator, and what it gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from canvasrt.errors import CanvasError
+from canvasrt.model import ModelConfig
+from canvasrt.runtime.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, and how to continue it."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+
+    def validate(self, config: ModelConfig, max_context: int) -> None:
+        """Raises CanvasError for an empty or foreign prompt, or one that does not fit the context."""
+        self.params.validate(config)
+        count = len(self.prompt_token_ids)
+        if not count:
+            raise CanvasError("the prompt is empty", "give at least one token")
+        for token in self.prompt_token_ids:
+            if not 0 <= token < config.vocab_size:
+                raise CanvasError(
+                    f"prompt token {token} is not in the vocabulary",
+                    f"token ids of this model run from 0 to {config.vocab_size - 1}",
+                )
+        room = self.params.blocks(config.canvas_length) * config.canvas_length
+        if count + room > max_context:
+            raise CanvasError(
+                f"the prompt of {count} tokens and {room} new ones (whole blocks of "
+                f"{config.canvas_length}) exceed the context of {max_context} tokens",
+                f"shorten the prompt to {max_context - room} tokens, or ask for fewer new tokens"
+                if max_context > room
+                else f"ask for fewer new tokens than {max_context - count}",
+            )
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the request was added."""
+
+    first_block: float | None  # until the first finished block: the first tokens that are final
+    total: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished request."""
+
+    token_ids: list[int]  # the new ones, up to and with the first end-of-sequence token
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    seed: int
+    steps: list[int]  # denoising steps of each block
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The argmax canvas after one denoising step; `step` counts from 1."""
+
+    id: int
+    block: int
+    step: int
+    tokens: np.ndarray  # int64 [canvas]
+    accepted: np.ndarray = field(repr=False)  # bool [canvas]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A finished block: its final tokens, without what follows the end of sequence or the budget."""
+
+    id: int
+    block: int
+    steps: int
+    tokens: list[int]
+    finish: FinishReason | None  # None when another block follows
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request."""
+
+    id: int
+    result: Result
+
+
+Event = Draft | Block | Finished

@@ -1,0 +1,164 @@
+"""Text to token ids and back, from the tokenizer files of a bundle; no transformers needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+
+Message = Mapping[str, Any]
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(
+        self, core: FastTokenizer, template: str | None, special: Mapping[str, str] | None = None
+    ) -> None:
+        self._core = core
+        self._special = dict(special or {})
+        self._template = _environment().from_string(template) if template else None
+
+    @classmethod
+    def load(cls, bundle: Bundle) -> Tokenizer:
+        """The tokenizer that the bundle carries. CanvasError when it carries none."""
+        files = {Path(rel).name: bundle.file(rel) for rel in bundle.manifest.tokenizer or ()}
+        if "tokenizer.json" not in files:
+            raise CanvasError(
+                f"the bundle {bundle.path} carries no tokenizer",
+                "give token ids with --prompt-ids, or export a checkpoint that has tokenizer.json",
+            )
+        config = {}
+        if "tokenizer_config.json" in files:
+            config = json.loads(files["tokenizer_config.json"].read_text("utf-8"))
+        template = config.get("chat_template")
+        if isinstance(template, list):  # named templates: [{"name": ..., "template": ...}]
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if "chat_template.jinja" in files:
+            template = files["chat_template.jinja"].read_text("utf-8")
+        special = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, (str, dict))
+        }
+        return cls(FastTokenizer.from_file(str(files["tokenizer.json"])), template, special)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether `encode_chat` can be used."""
+        return self._template is not None
+
+    def render_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The chat template's text for `messages`; `variables` (tools, ...) are handed to it.
+
+        CanvasError when there is no template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise CanvasError(
+                "the bundle's tokenizer has no chat template",
+                "use --raw to give the prompt as it is",
+            )
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special, **variables},
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise CanvasError(
+                f"the chat template refused the messages: {error}",
+                "give messages with `role` and `content`, in the order that the model expects",
+            ) from error
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of a chat, up to where the model's answer begins."""
+        # The template writes the beginning of sequence itself.
+        return self._core.encode(
+            self.render_chat(messages, **variables), add_special_tokens=False
+        ).ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text, with what the tokenizer puts around any text (as a rule, bos)."""
+        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """The text of token ids."""
+        return self._core.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its spelling, or None."""
+        return self._core.token_to_id(token)
+
+
+class StreamDecoder:
+    """Turns blocks of token ids into pieces of text that add up to the text of them all."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids: list[int] = []
+        self._given = ""
+
+    def put(self, ids: Sequence[int], final: bool = False) -> str:
+        """The text that `ids` add. A character that they leave incomplete waits for the next call,
+        unless this is the final one."""
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids, self._skip_special)
+        if not final:
+            text = text.rstrip(REPLACEMENT)
+        piece = text[len(self._given) :]
+        self._given += piece
+        return piece
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The environment that transformers renders templates in: they come from anyone, hence the sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """Takes `{% generation %}` blocks, which mark answers for training, as if they were not there."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter escapes HTML characters.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,143 @@
+"""Whole generations equal transformers' `generate`, token by token, when both draw the same noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from canvasrt.runtime.request import Result
+from canvasrt.runtime.sampling import SamplingParams
+
+# Settings under which the tiny model stops early in some blocks and not in others.
+BASE = SamplingParams(
+    max_new_tokens=96,
+    max_denoising_steps=11,
+    entropy_bound=1.0,
+    confidence_threshold=1.0,
+)
+WINDOW = 64
+Prompt = Callable[..., list[int]]
+
+
+def check(tiny, prompts: list[list[int]], params: list[SamplingParams]) -> list[Result]:
+    """Runs both sides and compares tokens and steps; returns canvasrt's results."""
+    expected = tiny.reference.generate(prompts, params)
+    results = tiny.generate(prompts, params)
+    for row, result in enumerate(results):
+        assert result.token_ids == expected.tokens[row], f"row {row}"
+        assert result.steps == expected.trace.steps(row), f"row {row}"
+    return results
+
+
+def seeds(base: SamplingParams, count: int, first: int = 0) -> list[SamplingParams]:
+    return [replace(base, seed=first + i) for i in range(count)]
+
+
+def common_token(results: list[Result]) -> int:
+    """A token inside a block of every result, as far as there is one: a stand-in for the end."""
+    canvas = 32
+    counts: dict[int, int] = {}
+    for result in results:
+        inner = {t for i, t in enumerate(result.token_ids) if 4 < i % canvas < canvas - 4}
+        for token in inner:
+            counts[token] = counts.get(token, 0) + 1
+    return max(counts, key=lambda token: (counts[token], token))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
+@pytest.mark.parametrize("length", [1, 40, WINDOW - 1, WINDOW, WINDOW + 1, 150])
+def test_several_blocks(tiny, prompt: Prompt, length: int, adaptive: bool, batch: int) -> None:
+    base = replace(BASE, adaptive_stop=adaptive, max_new_tokens=96 if length < 100 else 64)
+    prompts = [prompt(length, seed) for seed in range(batch)]
+    results = check(tiny, prompts, seeds(base, batch, first=length))
+    assert {result.finish_reason for result in results} == {"length"}
+    if not adaptive:
+        assert all(steps == 11 for result in results for steps in result.steps)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
+def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt, adaptive: bool, batch: int) -> None:
+    base = replace(BASE, adaptive_stop=adaptive, max_new_tokens=160)
+    prompts = [prompt(20, seed) for seed in range(batch)]
+    params = seeds(base, batch, first=300)
+    # Make tokens that occur the ends of sequence: random weights would hardly ever write token 1.
+    free = tiny.generate(prompts, params)
+    ends = (1, common_token(free), free[0].token_ids[45])
+    results = check(tiny, prompts, [replace(each, eos_token_ids=ends) for each in params])
+    stopped = [result for result in results if result.finish_reason == "stop"]
+    assert stopped
+    for result in stopped:
+        assert result.token_ids[-1] in ends
+        assert not set(result.token_ids[:-1]) & set(ends)
+        assert len(result.steps) == -(-len(result.token_ids) // 32)
+    assert any(len(result.token_ids) % 32 for result in stopped)
+
+
+@pytest.mark.parametrize("stability", [0, 1, 3])
+def test_stability_thresholds(tiny, prompt: Prompt, stability: int) -> None:
+    base = replace(BASE, stability_threshold=stability, max_denoising_steps=20)
+    prompts = [prompt(30, seed) for seed in range(4)]
+    results = check(tiny, prompts, seeds(base, 4, first=50))
+    assert min(steps for result in results for steps in result.steps) > stability
+
+
+def test_confidence_alone_decides_when_no_stability_is_asked_for(tiny, prompt: Prompt) -> None:
+    base = replace(BASE, stability_threshold=0, confidence_threshold=0.5, max_denoising_steps=20)
+    loose = check(tiny, [prompt(30)], [base])[0]
+    strict = check(tiny, [prompt(30)], [replace(base, confidence_threshold=0.05)])[0]
+    assert sum(loose.steps) < sum(strict.steps)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entropy_bound": 0.1},
+        {"entropy_bound": 20.0},
+        {"t_min": 0.05, "t_max": 0.3},
+        {"t_min": 0.0, "t_max": 2.0},
+        {"max_denoising_steps": 1},
+        {"max_denoising_steps": 48},
+    ],
+    ids=str,
+)
+def test_other_settings(tiny, prompt: Prompt, change: dict) -> None:
+    check(tiny, [prompt(25, s) for s in range(2)], seeds(replace(BASE, **change), 2, first=9))
+
+
+@pytest.mark.parametrize("budget", [1, 31, 32, 33, 70])
+def test_a_budget_that_is_not_whole_blocks(tiny, prompt: Prompt, budget: int) -> None:
+    result = check(tiny, [prompt(12)], [replace(BASE, max_new_tokens=budget)])[0]
+    assert len(result.token_ids) == budget
+    assert len(result.steps) == -(-budget // 32)
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 63, 64, 100])
+def test_prefill_in_chunks(tiny, prompt: Prompt, monkeypatch, chunk: int) -> None:
+    whole = check(tiny, [prompt(150)], [replace(BASE, max_new_tokens=64)])[0]
+    monkeypatch.setattr(tiny.model, "prefill_chunk", chunk)
+    passes = tiny.model.counters.encode_passes
+    parts = tiny.generate([prompt(150)], [replace(BASE, max_new_tokens=64)])[0]
+    assert parts.token_ids == whole.token_ids
+    # The prompt's chunks and the first block's; the last block is never encoded.
+    assert tiny.model.counters.encode_passes - passes == -(-150 // chunk) + -(-32 // chunk)
+
+
+def test_these_tests_are_not_vacuous(tiny, prompt: Prompt) -> None:
+    """The tiny model must change its mind, accept in part, and stop early now and then."""
+    out = tiny.reference.generate([prompt(40, s) for s in range(4)], seeds(BASE, 4))
+    steps = [count for row in range(4) for count in out.trace.steps(row)]
+    assert len(set(steps)) >= 3
+    assert min(steps) < BASE.max_denoising_steps == max(steps)
+    accepted = [mask.sum() for row in out.trace.accepted for block in row for mask in block]
+    assert len(set(accepted)) >= 10
+    assert min(accepted) < 16
+    assert max(accepted) == 32
+    for block in out.trace.argmax[0]:
+        assert (block[0] != block[-1]).sum() >= 5, "one step would do"
+    flat = np.concatenate([np.array(row) for row in out.tokens])
+    assert len(set(flat.tolist())) > 50
