@@ -1,0 +1,237 @@
+"""Calls a running server with tritonclient, over HTTP or gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.tensors import (
+    ANSWER_MODEL,
+    HINT,
+    STREAM_MODEL,
+    Tensor,
+    inputs_of,
+    outputs_of,
+)
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
+
+Protocol = Literal["http", "grpc"]
+Replies = queue.SimpleQueue[tuple[Any, Any]]  # a result or an error each, from the client's thread
+_NUMPY = {
+    "BOOL": np.bool_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+    "BYTES": np.object_,
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the server; the fields are the tensors of the same names."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    steps: list[int]
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with a key a field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StreamEvent(Answer):
+    """One event of a stream. `text` and `token_ids` are those of the draft, the block or, at the
+    end, the whole answer."""
+
+    event: str
+    block: int
+    step: int
+
+
+class Client:
+    """A connection to one server. A context manager.
+
+    url: host:port, with or without http://; without one, the protocol's default port on this machine.
+    timeout: seconds that one call may take.
+    """
+
+    def __init__(
+        self, url: str | None = None, protocol: Protocol = "http", timeout: float = 600.0
+    ) -> None:
+        self.protocol = protocol
+        self.url = _host_and_port(url, protocol)
+        self.timeout = timeout
+        self._module: ModuleType = require(f"tritonclient.{protocol}", "serve")
+        extra: dict[str, Any] = {}
+        if protocol == "http":
+            extra = {"network_timeout": timeout, "connection_timeout": 10.0}
+        self._client = self._module.InferenceServerClient(self.url, **extra)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._client.close()
+
+    def infer(self, inputs: Mapping[str, Any]) -> Answer:
+        """One answer. `inputs` are values by tensor name; None leaves one out.
+
+        CanvasError for an unreachable server, a model that is missing or not ready, or an error reply.
+        """
+        timeout = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
+        with self._errors(ANSWER_MODEL):
+            result = self._client.infer(
+                ANSWER_MODEL, self._tensors(ANSWER_MODEL, inputs), **timeout
+            )
+        return Answer(**_read(result, ANSWER_MODEL))
+
+    def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
+        """The events of one request, over gRPC. Leaving the iteration early cancels the request."""
+        if self.protocol != "grpc":
+            raise CanvasError(
+                "tritonclient streams over gRPC alone",
+                "give --protocol grpc, or leave out --stream",
+            )
+        replies: Replies = queue.SimpleQueue()
+        with self._errors(STREAM_MODEL):
+            tensors = self._tensors(STREAM_MODEL, inputs)
+            self._client.start_stream(
+                callback=lambda result, error: replies.put((result, error)),
+                stream_timeout=self.timeout,
+            )
+            finished = False
+            try:
+                self._send(tensors, replies)
+                while not finished:
+                    event = StreamEvent(**_read(_taken(replies), STREAM_MODEL))
+                    finished = event.event == "final"
+                    yield event
+            finally:
+                self._client.stop_stream(cancel_requests=not finished)
+
+    def _send(self, tensors: list[Any], replies: Replies) -> None:
+        try:
+            self._client.async_stream_infer(STREAM_MODEL, tensors)
+        except self._module.InferenceServerException:
+            # When the connection has failed, this says only that; the callback says why.
+            with contextlib.suppress(queue.Empty):
+                _taken(replies, timeout=1.0)
+            raise
+
+    def _tensors(self, model: str, inputs: Mapping[str, Any]) -> list[Any]:
+        known = {tensor.name: tensor for tensor in inputs_of(model)}
+        made = []
+        for name, value in inputs.items():
+            if value is not None:
+                array = _array(known[name], value)
+                tensor = self._module.InferInput(name, list(array.shape), known[name].datatype)
+                tensor.set_data_from_numpy(array)
+                made.append(tensor)
+        return made
+
+    @contextlib.contextmanager
+    def _errors(self, model: str) -> Iterator[None]:
+        """Turns what the client libraries raise into a CanvasError that says what to do."""
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            yield
+        except InferenceServerException as error:
+            raise self._explained(str(error.message()), str(error.status()), model) from error
+        except TimeoutError as error:
+            raise self._late() from error
+        except OSError as error:
+            raise self._unreachable(str(error) or type(error).__name__) from error
+
+    def _explained(self, message: str, status: str, model: str) -> CanvasError:
+        text = message.lower()
+        if "deadline" in text or "deadline_exceeded" in status.lower() or "timed out" in text:
+            return self._late()
+        if "unknown model" in text or "not found" in text:
+            return CanvasError(
+                f"the server at {self.url} has no model {model!r}",
+                "serve a package with `canvasrt serve`, or give another --url",
+            )
+        if "not ready" in text or "no available versions" in text:
+            return CanvasError(
+                f"the model {model!r} at {self.url} is not ready", "wait for it and call again"
+            )
+        if "statuscode.unavailable" in status.lower() and "connect" in text:
+            return self._unreachable(message)
+        wrong, _, hint = message.partition(HINT)
+        return CanvasError(f"the server refused the request: {wrong}", hint)
+
+    def _late(self) -> CanvasError:
+        return CanvasError(
+            f"{self.url} did not answer within {self.timeout:g} s", "allow more with --timeout"
+        )
+
+    def _unreachable(self, why: str) -> CanvasError:
+        return CanvasError(
+            f"no server answers {self.protocol} at {self.url}: {why}",
+            "start one with `canvasrt serve`, or give its address with --url",
+        )
+
+
+def _host_and_port(url: str | None, protocol: Protocol) -> str:
+    port = Ports().http if protocol == "http" else Ports().grpc
+    address = (url or f"127.0.0.1:{port}").rstrip("/")
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        rest = address
+    elif scheme not in ("http", "grpc"):
+        raise CanvasError(
+            f"--url {url} has the scheme {scheme}", "give host:port; TLS is not supported"
+        )
+    return rest if ":" in rest else f"{rest}:{port}"
+
+
+def _taken(replies: Replies, timeout: float | None = None) -> Any:
+    """The next result; raises the error where that came instead."""
+    result, error = replies.get(timeout=timeout)
+    if error is not None:
+        raise error
+    return result
+
+
+def _array(tensor: Tensor, value: Any) -> np.ndarray:
+    if tensor.datatype == "BYTES":
+        return np.array([str(value).encode()], np.object_)
+    values = value if tensor.shape == (-1,) else [value]
+    try:
+        array = np.array(values)
+        made = array.astype(_NUMPY[tensor.datatype])
+        whole = tensor.datatype == "FP32" or array.size == 0 or np.array_equal(array, made)
+    except (OverflowError, ValueError, TypeError):
+        whole = False
+    if not whole:
+        raise CanvasError(
+            f"{tensor.name} {value!r} does not fit its type, {tensor.datatype}",
+            f"give another value for {tensor.name}",
+        )
+    return made
+
+
+def _read(result: Any, model: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for tensor in outputs_of(model):
+        array = result.as_numpy(tensor.name)
+        if tensor.shape == (-1,):
+            values[tensor.name] = [int(item) for item in array]
+        elif tensor.datatype == "BYTES":
+            values[tensor.name] = bytes(array[0]).decode()
+        else:
+            values[tensor.name] = int(array[0])
+    return values

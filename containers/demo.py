@@ -1,0 +1,149 @@
+"""The demo: builds the demo checkpoint for the CPU, packages and serves it, and marks its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.build import build
+from canvasrt.cli.output import emit, progress, table
+from canvasrt.containers.client import Answer, Client, Protocol
+from canvasrt.containers.package import package, repository_of
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.server import Server
+from canvasrt.demo.tasks import is_correct
+from canvasrt.errors import CanvasError
+
+QUESTIONS = (
+    "12+34=",
+    "31-75=",
+    "reverse planet",
+    "upper hello",
+    "sort 40172",
+    "count 7 to 10",
+    "shuffle abdeg",
+    "brackets 8 ([",
+)
+# A tiny model may miss one question; more than that means that something is broken.
+MAY_MISS = 2
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question with its answers over HTTP and gRPC. Times are in milliseconds."""
+
+    question: str
+    http: str
+    grpc: str
+    right: bool
+    steps: list[int]
+    http_ms: float
+    grpc_ms: float
+
+
+def run(keep: Path | None, as_json: bool) -> None:
+    """Runs the demo and prints its table. CanvasError when too much is wrong."""
+    started = time.perf_counter()
+    with _folder(keep) as folder, progress() as show:
+        build("demo", "cpu", folder / "engines", progress=show)
+        built = time.perf_counter()
+        show("packaging", 0, 0)
+        made = package(folder / "engines", folder / "package")
+        show("starting tritonserver", 0, 0)
+        log = folder / "triton.log"
+        with (
+            repository_of(made) as repository,
+            Server(repository, ports=Ports(0, 0, 0), log=log) as server,
+        ):
+            ready = time.perf_counter()
+            show("asking", 0, 0)
+            rows = ask_all(server)
+        stopped = time.perf_counter()
+    seconds = {
+        "build": built - started,
+        "package_and_start": ready - built,
+        "total": stopped - started,
+    }
+    _print(rows, seconds, as_json)
+    judge(rows)
+
+
+def ask_all(server: Server) -> list[Row]:
+    """Every question over both protocols."""
+    ports: tuple[tuple[Protocol, int], ...] = (
+        ("http", server.ports.http),
+        ("grpc", server.ports.grpc),
+    )
+    answers: dict[str, list[tuple[Answer, float]]] = {}
+    for protocol, port in ports:
+        with Client(f"{server.address}:{port}", protocol) as client:
+            client.infer({"prompt": QUESTIONS[0]})  # the first call sets up buffers
+            answers[protocol] = [_timed(client, question) for question in QUESTIONS]
+    return [
+        _row(question, http, grpc)
+        for question, http, grpc in zip(QUESTIONS, answers["http"], answers["grpc"], strict=True)
+    ]
+
+
+def _row(question: str, http: tuple[Answer, float], grpc: tuple[Answer, float]) -> Row:
+    (by_http, http_ms), (by_grpc, grpc_ms) = http, grpc
+    right = is_correct(question, by_http.text)
+    return Row(question, by_http.text, by_grpc.text, right, by_http.steps, http_ms, grpc_ms)
+
+
+def _timed(client: Client, question: str) -> tuple[Answer, float]:
+    before = time.perf_counter()
+    answer = client.infer({"prompt": question, "seed": SEED})
+    return answer, (time.perf_counter() - before) * 1000
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="canvasrt-demo-") as folder:
+        yield Path(folder)
+
+
+def _print(rows: list[Row], seconds: dict[str, float], as_json: bool) -> None:
+    right = sum(row.right for row in rows)
+    data = {"rows": [asdict(row) for row in rows], "right": right, "seconds": seconds}
+
+    def render(shown: Any) -> None:
+        columns = ("question", "HTTP", "gRPC", "right", "steps a block", "ms HTTP", "ms gRPC")
+        shown.print(table(columns, [_cells(row) for row in rows]))
+        shown.print(
+            f"{right} of {len(rows)} right; built in {seconds['build']:.0f} s, serving"
+            f" {seconds['package_and_start']:.0f} s later, {seconds['total']:.0f} s in all"
+        )
+
+    emit(data, as_json, render)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    steps = " ".join(map(str, row.steps))
+    times = (f"{row.http_ms:.0f}", f"{row.grpc_ms:.0f}")
+    return (row.question, row.http, row.grpc, "yes" if row.right else "no", steps, *times)
+
+
+def judge(rows: list[Row]) -> None:
+    """CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
+    for row in rows:
+        if row.http != row.grpc:
+            raise CanvasError(
+                f"{row.question!r} got {row.http!r} over HTTP and {row.grpc!r} over gRPC",
+                "the same seed must give the same answer: this is a bug in canvasrt",
+            )
+    wrong = [row.question for row in rows if not row.right]
+    if len(wrong) > MAY_MISS:
+        raise CanvasError(
+            f"{len(wrong)} of {len(rows)} answers are wrong: {', '.join(wrong)}",
+            "the demo checkpoint answers nearly all of them: run `canvasrt doctor`",
+        )

@@ -1,0 +1,107 @@
+"""Turns one request's events into the output tensors of the stream model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+
+
+class ReplyBuilder:
+    """Keeps what earlier events of a request said, since every reply holds all outputs.
+
+    Without a tokenizer every text is empty. `drafts` asks for the canvas after every step;
+    `only_final` leaves out everything but the result.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        drafts: bool,
+        only_final: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self._seed = params.seed
+        self._ends = params.eos_token_ids
+        self._drafts = drafts
+        self._only_final = only_final
+        self._steps: list[int] = []
+
+    def reply(self, event: Event) -> dict[str, np.ndarray] | None:
+        """The output tensors by name, or None where the event is not wanted."""
+        if isinstance(event, Finished):
+            return None if event.result.finish_reason == "cancelled" else self._final(event.result)
+        if self._only_final:
+            return None
+        if isinstance(event, Block):
+            return self._block(event)
+        return self._draft(event) if self._drafts else None
+
+    def _draft(self, event: Draft) -> dict[str, np.ndarray]:
+        tokens = event.tokens.tolist()
+        return self._tensors("draft", event.block, event.step, self._text(tokens), tokens)
+
+    def _block(self, event: Block) -> dict[str, np.ndarray]:
+        self._steps.append(event.steps)
+        final = event.finish is not None
+        words = self._words(event.tokens)
+        text = self._decoder.put(words, final=final) if self._decoder else ""
+        return self._tensors("block", event.block, event.steps, text, event.tokens)
+
+    def _final(self, result: Result) -> dict[str, np.ndarray]:
+        self._steps = list(result.steps)
+        last = len(result.steps) - 1
+        return self._tensors(
+            "final",
+            last,
+            result.steps[last],
+            self._text(result.token_ids),
+            result.token_ids,
+            result.prompt_token_ids,
+            result.finish_reason,
+        )
+
+    def _words(self, tokens: Sequence[int]) -> Sequence[int]:
+        """What comes before the end of the sequence: the token that ends it may have a spelling."""
+        ends = (index for index, token in enumerate(tokens) if token in self._ends)
+        return tokens[: next(ends, len(tokens))]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(self._words(tokens)) if self._tokenizer else ""
+
+    def _tensors(
+        self,
+        event: str,
+        block: int,
+        step: int,
+        text: str,
+        tokens: Sequence[int],
+        prompt: Sequence[int] = (),
+        finish: str = "",
+    ) -> dict[str, np.ndarray]:
+        return {
+            "event": _bytes(event),
+            "block": _ints([block]),
+            "step": _ints([step]),
+            "text": _bytes(text),
+            "token_ids": _ints(tokens),
+            "prompt_token_ids": _ints(prompt),
+            "finish_reason": _bytes(finish),
+            "steps": _ints(self._steps),
+            "seed": np.array([self._seed], np.uint64),
+        }
+
+
+def _ints(values: Sequence[Any]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.array([text.encode()], object)

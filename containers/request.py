@@ -1,0 +1,51 @@
+"""Reads a request for the runtime out of the tensors that a caller sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from canvasrt.containers.tensors import OPTIONS, chosen_prompt, read_inputs, read_messages
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Request
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+
+
+def read_request(
+    arrays: Mapping[str, np.ndarray], model: Model, tokenizer: Tokenizer | None
+) -> tuple[Request, bool]:
+    """The request, and whether its drafts are wanted. CanvasError says which tensor is wrong."""
+    values = read_inputs(arrays)
+    # The options first: they are cheap to check, and a long prompt is not.
+    options = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
+    params = SamplingParams.from_defaults(
+        model.sampler, model.config, adaptive_stop=values.get("early_stop"), **options
+    )
+    return Request(_prompt(values, tokenizer), params), bool(values.get("drafts"))
+
+
+def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
+    chosen = chosen_prompt(values)
+    if chosen == "prompt_ids":
+        return list(values["prompt_ids"])
+    if tokenizer is None:
+        raise CanvasError(
+            f"the model has no tokenizer, so it cannot read {chosen}", "send prompt_ids"
+        )
+    if chosen == "messages":
+        return tokenizer.encode_chat(read_messages(values["messages"]))
+    text = values["prompt"]
+    if not text.strip():
+        raise CanvasError("the prompt is empty", "send some text")
+    if values.get("raw"):
+        return tokenizer.encode(text)
+    if not tokenizer.has_template:
+        raise CanvasError(
+            "the model's tokenizer has no chat template to put around prompt",
+            "set raw to true to send the prompt as it is, or send prompt_ids",
+        )
+    return tokenizer.encode_chat([{"role": "user", "content": text}])

@@ -1,0 +1,301 @@
+"""Runs a real tritonserver as a child: starts it, waits until it is ready, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from canvasrt.containers.installation import Installation, find_installation
+from canvasrt.containers.leftovers import (
+    die_with_parent,
+    end_group,
+    group_members,
+    is_running,
+    remove_shm,
+    remove_stale,
+    run_name,
+)
+from canvasrt.containers.ports import Ports
+from canvasrt.errors import CanvasError
+
+READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
+EXIT_TIMEOUT = 10  # for requests in flight when the server is told to stop
+UNLOAD_TIMEOUT = 3  # for the models to be unloaded after that
+PROBE_TIMEOUT = 5.0
+POLL = 0.05
+_CAUSES = (
+    # The traceback follows in the same line, with its line breaks escaped.
+    re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
+    re.compile(r"^error: (.*)"),
+    re.compile(r"^E\d{4} [^\"]*\"(.*)\""),
+    re.compile(r"(.*(?:error while loading shared libraries|GLIBC_[\d.]+' not found).*)"),
+)
+
+
+class ServerError(CanvasError):
+    """The server failed; `log_tail` are the last lines that it wrote."""
+
+    def __init__(self, message: str, hint: str, log_tail: list[str]) -> None:
+        super().__init__(message, hint)
+        self.log_tail = log_tail
+
+
+class Server:
+    """One tritonserver over one model repository.
+
+    A context manager: entering starts it and waits until it is ready, leaving stops it and removes
+    its processes, its shared memory and its scratch folder. Start it on a thread that outlives it:
+    the server stops when that thread ends.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        host: str = "127.0.0.1",
+        ports: Ports | None = None,
+        log: Path | None = None,
+        exit_timeout: int = EXIT_TIMEOUT,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        """`log` is the file for the server's output; None passes it on to stderr. `options` are
+        handed to tritonserver as they are."""
+        self.repository = repository
+        self.host = host
+        self.ports = ports or Ports()
+        self.log = log
+        self.exit_timeout = exit_timeout
+        self._options = options
+        self.run_name = run_name()
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._models: set[int] = set()
+
+    @property
+    def address(self) -> str:
+        """The host to call it by: the loopback address where it listens on all."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    def _model_processes(self) -> set[int]:
+        """Triton runs a process for each model, in its own process group."""
+        return group_members(self._process.pid) - {self._process.pid} if self._process else set()
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, None while there is none."""
+        return self._process.pid if self._process else None
+
+    def __enter__(self) -> Server:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts the process. CanvasError for a port in use, or when there is no tritonserver."""
+        installation = find_installation()
+        self.ports = self.ports.resolve(self.host)
+        remove_stale()
+        try:
+            command = self._command(installation)
+            with self._output() as output:
+                self._process = subprocess.Popen(
+                    command,
+                    env=installation.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output else None,
+                    start_new_session=True,  # Ctrl-C is for us; we tell the server to stop
+                    preexec_fn=die_with_parent(),
+                )
+        except OSError as error:
+            self._clean()
+            raise CanvasError(
+                f"{installation.binary} does not start: {error}", "run `canvasrt doctor`"
+            ) from error
+        except BaseException:
+            self._clean()
+            raise
+
+    def wait_ready(
+        self, timeout: float = READY_TIMEOUT, interrupted: threading.Event | None = None
+    ) -> None:
+        """Returns when every model is ready, or `interrupted` is set. ServerError when the server
+        ends first or `timeout` seconds pass."""
+        deadline = time.monotonic() + timeout
+        while not (interrupted and interrupted.is_set()):
+            self.check_alive()
+            if self.is_ready():
+                self._models = self._model_processes()
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"tritonserver was not ready after {timeout:g} s",
+                    "allow more with --ready-timeout" + self._log_hint(),
+                    self.log_tail(),
+                )
+            time.sleep(POLL)
+
+    def is_ready(self) -> bool:
+        """Whether the server and all its models are ready."""
+        return bool(self._get("http", "/v2/health/ready"))
+
+    def check_alive(self) -> None:
+        """ServerError, with the cause from the log, when the server or a model's process has ended.
+
+        Triton goes on being ready without the process of a decoupled model, and every request fails.
+        """
+        code = self._process.poll() if self._process else None
+        if code is None:
+            if any(not is_running(model) for model in self._models):
+                raise ServerError(
+                    "a model's process has ended, perhaps for lack of memory",
+                    "start the server again; its output may say more" + self._log_hint(),
+                    self.log_tail(),
+                )
+            return
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        cause = _cause(self.log_tail(1000))
+        raise ServerError(
+            f"tritonserver stopped with {how}" + (f": {cause}" if cause else ""),
+            "its output says more" + self._log_hint(),
+            self.log_tail(),
+        )
+
+    def stop(self, force: threading.Event | None = None) -> bool:
+        """Stops the server and removes what it leaves; False when requests were cut off.
+
+        Requests in flight get `exit_timeout` seconds; setting `force` ends the wait at once.
+        """
+        process = self._process
+        finished = True
+        if process is not None:
+            finished = self._drain(force)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            ended = _wait(process, UNLOAD_TIMEOUT + 5, force)
+            end_group(process.pid, grace=1.0 if ended else 0.0)
+            process.wait()
+            self._process = None
+        self._clean()
+        return finished
+
+    def _drain(self, force: threading.Event | None) -> bool:
+        """Waits until no request is in flight.
+
+        Triton's own wait also counts idle connections, and a client that keeps one open, as most
+        do, would hold it up until its timeout.
+        """
+        deadline = time.monotonic() + self.exit_timeout
+        while self._in_flight():
+            if time.monotonic() > deadline or (force and force.is_set()):
+                return False
+            time.sleep(POLL)
+        return True
+
+    def _in_flight(self) -> int:
+        """Requests that run or wait, by the server's metrics; 0 when it does not tell."""
+        found = re.search(
+            rb"^canvasrt_requests_in_flight (\S+)", self._get("metrics", "/metrics"), re.M
+        )
+        return int(float(found[1])) if found else 0
+
+    def _get(self, port: str, path: str) -> bytes:
+        """The body of a page of the server; empty unless it answers with 200."""
+        connection = http.client.HTTPConnection(
+            self.address, getattr(self.ports, port), timeout=PROBE_TIMEOUT
+        )
+        try:
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            # An empty page is an answer too.
+            return reply.read() or b"\n" if reply.status == 200 else b""
+        except (OSError, http.client.HTTPException):
+            return b""
+        finally:
+            connection.close()
+
+    def log_tail(self, lines: int = 20) -> list[str]:
+        """The last lines of the log, without Triton's tables; empty where there is no log file."""
+        if self.log is None or not self.log.exists():
+            return []
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        told = [line for line in text.splitlines() if line.strip() and line[0] not in "|+"]
+        return told[-lines:]
+
+    def _command(self, installation: Installation) -> list[str]:
+        backend: list[str] = []
+        if installation.bundled:
+            self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
+            backend = installation.prepare(self._folder)
+        command = [
+            str(installation.binary),
+            f"--model-repository={self.repository}",
+            *backend,
+            # The configurations are complete; completing them would start every model's process twice.
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
+            f"--backend-config=python,shm-region-prefix-name={self.run_name}",
+            # The time that a model may take to load.
+            f"--backend-config=python,stub-timeout-seconds={READY_TIMEOUT:.0f}",
+        ]
+        for name in ("http", "grpc", "metrics"):
+            command.append(f"--{name}-address={self.host}")
+            command.append(f"--{name}-port={getattr(self.ports, name)}")
+        if not Path("/dev/nvidiactl").exists():
+            command.append("--allow-gpu-metrics=false")
+        return [*command, *self._options]
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[IO[bytes] | None]:
+        if self.log is None:
+            yield None
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as file:
+            yield file
+
+    def _log_hint(self) -> str:
+        return f"; the log is {self.log}" if self.log else ""
+
+    def _clean(self) -> None:
+        remove_shm(self.run_name)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
+    """Whether the process ended by itself, and so had its models end too."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline or (force and force.is_set()):
+            return False
+        time.sleep(POLL)
+    return process.returncode == 0
+
+
+def _cause(lines: list[str]) -> str:
+    """What the log most likely gives as the reason: a model's exception, else an error of Triton."""
+    for pattern in _CAUSES:
+        for line in reversed(lines):
+            match = pattern.search(line)
+            if match:
+                return match[1].strip()[:500]
+    return ""

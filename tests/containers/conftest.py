@@ -1,0 +1,135 @@
+"""One package of a random model and one real tritonserver for it, shared by these tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.build import build
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.containers.client import Client
+from canvasrt.containers.package import package, repository_of
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.server import Server
+from canvasrt.runtime.generator import Generator, Request, Result
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("pytriton") is None,
+    reason="nvidia-pytriton is not installed: pip install -e '.[serve]'",
+)
+
+# Never stable, so it runs through all of its steps: far longer than any test waits.
+ENDLESS: dict[str, Any] = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
+
+Local = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """CPU engines of a random model with the demo's shape and tokenizer; its blocks take many steps."""
+    import torch
+
+    from canvasrt.demo.model import build_model
+    from canvasrt.demo.tokenizer import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("served")
+    torch.manual_seed(3)
+    model = build_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:  # so that some tokens are likelier than others
+                parameter.mul_(3.0)
+    model.save_pretrained(folder / "checkpoint")
+    build_tokenizer().save_pretrained(folder / "checkpoint")
+    return build(folder / "checkpoint", "cpu", folder / "engines")
+
+
+@pytest.fixture(scope="session")
+def packaged(engines: Bundle) -> Bundle:
+    out = engines.path.parent / "package"
+    package(engines.path, out)
+    return load_bundle(out, kind="package")
+
+
+@pytest.fixture(scope="session")
+def server(packaged: Bundle) -> Iterator[Server]:
+    """A ready server, stopped and checked for leftovers at the end."""
+    log = packaged.path.parent / "triton.log"
+    with (
+        repository_of(packaged) as repository,
+        Server(repository, ports=Ports(0, 0, 0), log=log) as running,
+    ):
+        yield running
+    assert not leftovers(running)
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[Client]:
+    with Client(f"127.0.0.1:{server.ports.http}", "http", timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def grpc(server: Server) -> Iterator[Client]:
+    with Client(f"127.0.0.1:{server.ports.grpc}", "grpc", timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tokenizer(engines: Bundle) -> Tokenizer:
+    return Tokenizer.load(engines)
+
+
+@pytest.fixture(scope="session")
+def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
+    """Generates in this process: what the server must answer too."""
+    model = Model.load(engines.path)
+
+    def generate(prompt: str, **options: Any) -> Result:
+        params = SamplingParams.from_defaults(model.sampler, model.config, **options)
+        ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        (result,) = Generator(model).run([Request(ids, params)])
+        return result
+
+    return generate
+
+
+def leftovers(server: Server) -> list[Path]:
+    """What a stopped server has left: shared memory and processes with its name."""
+    found = list(Path("/dev/shm").glob(f"{server.run_name}*"))
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if server.run_name.encode() in file.read_bytes():
+                found.append(file)
+        except OSError:
+            continue
+    return found
+
+
+def metric(server: Server, name: str) -> float:
+    """A metric's value on the server's metrics endpoint."""
+    url = f"http://127.0.0.1:{server.ports.metrics}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        for line in reply.read().decode().splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+    raise AssertionError(f"there is no metric {name}")
+
+
+def eventually(check: Callable[[], bool], seconds: float = 20) -> bool:
+    """Whether `check` becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

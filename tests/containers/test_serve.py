@@ -1,0 +1,202 @@
+"""`canvasrt serve` as a process: what it prints, how it stops, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.client import Client
+from canvasrt.errors import CanvasError
+from tests.containers.conftest import ENDLESS, eventually, needs_triton
+
+pytestmark = needs_triton
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+@dataclass
+class Serving:
+    """A `canvasrt serve` that is ready, and what it said about itself."""
+
+    process: subprocess.Popen[str]
+    said: dict[str, Any]
+    state: Path
+
+    def client(self) -> Client:
+        return Client(self.said["http"], timeout=60)
+
+    def stop(self, number: int) -> str:
+        """Sends a signal; what the process wrote to stderr by its end."""
+        self.process.send_signal(number)
+        return self.process.communicate(timeout=60)[1]
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory that carry the number of the serving process."""
+        mark = f"-{self.process.pid}-"
+        shared = [each.name for each in Path("/dev/shm").glob(f"canvasrt-*{mark}*")]
+        return shared + [line for line in _command_lines() if "canvasrt-" in line and mark in line]
+
+    def scratch(self) -> list[str]:
+        return [each.name for each in self.state.glob("tmp/*")]
+
+
+@contextlib.contextmanager
+def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
+    """Starts `canvasrt serve` with a state and a scratch folder of its own."""
+    (folder / "tmp").mkdir()
+    env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "-m", "canvasrt", "serve", str(bundle), "--json", *options]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line == "}\n":
+                break
+        assert lines, process.communicate()[1]
+        yield Serving(process, json.loads("".join(lines)), folder)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_everything(packaged: Bundle, tmp_path: Path, number: int):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        with running.client() as client:
+            assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+        assert running.leftovers()  # it does look where they would be
+        running.stop(number)
+        assert running.process.returncode == 0
+        assert not running.leftovers()
+        assert not running.scratch()
+
+
+def test_engines_are_served_without_a_package(engines: Bundle, tmp_path: Path):
+    with serving(engines.path, tmp_path, *ANY_PORTS) as running:
+        with running.client() as client:
+            assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+        running.stop(signal.SIGTERM)
+        assert running.process.returncode == 0
+        assert not running.scratch()
+
+
+def test_serving_leaves_the_package_as_it_was(packaged: Bundle, server: object):
+    assert not packaged.unlisted()
+
+
+def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        running.stop(signal.SIGKILL)
+        assert eventually(lambda: not running.leftovers())
+
+
+def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
+        failure: list[BaseException] = []
+        thread = _endless_request(running, failure)
+        stderr = running.stop(signal.SIGTERM)
+        thread.join(30)
+        assert isinstance(failure[0], CanvasError)
+        assert running.process.returncode == 1
+        assert "error: requests were still running after 1 s" in stderr
+        assert "hint: " in stderr
+        assert not running.leftovers()
+        assert not running.scratch()
+
+
+def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
+        thread = _endless_request(running, [])
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(1)
+        running.stop(signal.SIGINT)
+        thread.join(30)
+        assert not running.leftovers()
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(packaged: Bundle):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = _serve(str(packaged.path), *ANY_PORTS, "--grpc-port", port)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    error, hint = done.stderr.splitlines()
+    assert error == f"error: port {port} on 127.0.0.1 is in use"
+    assert hint.startswith("hint: ")
+    assert "--grpc-port" in hint
+
+
+def test_damaged_engines_fail_with_the_cause(packaged: Bundle, tmp_path: Path):
+    damaged = tmp_path / "package"
+    shutil.copytree(packaged.path, damaged)
+    body = damaged / "engines" / "body_0.bin"
+    body.write_bytes(bytes(64) + body.read_bytes()[64:])
+    done = _serve(str(damaged), *ANY_PORTS, "--log", str(tmp_path / "log"))
+    assert done.returncode == 1
+    *_, error, hint = done.stderr.splitlines()
+    assert error.startswith("error: tritonserver stopped with exit code 1")
+    assert "body_0.bin" in error
+    assert str(tmp_path / "log") in hint
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path):
+    done = _serve(str(tmp_path))
+    assert done.returncode == 1
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
+
+
+def test_verbose_shows_tritons_output(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--verbose") as running:
+        assert "successfully unloaded 'canvasrt'" in running.stop(signal.SIGTERM)
+
+
+def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "canvasrt", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def _endless_request(running: Serving, failure: list[BaseException]) -> threading.Thread:
+    """Starts a request that would take minutes, and returns once the server works on it."""
+    started = threading.Event()
+
+    def ask() -> None:
+        with Client(running.said["grpc"], "grpc", timeout=60) as client:
+            try:
+                for _ in client.stream({"prompt": "x", "drafts": True, **ENDLESS}):
+                    started.set()
+            except BaseException as error:
+                failure.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert started.wait(30)
+    return thread
+
+
+def _command_lines() -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return found
