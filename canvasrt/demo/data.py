@@ -1,0 +1,84 @@
+"""Training examples: a prefix of clean tokens, and the block that the model is to denoise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from canvasrt.demo.tasks import TASKS, Task
+from canvasrt.demo.tokenizer import PAD, TURN_END, chat_prompt
+
+# How often each task comes up. The ones that are harder to learn come more often.
+WEIGHTS = {
+    "add": 1.5,
+    "subtract": 1.8,
+    "reverse": 0.6,
+    "sort": 0.9,
+    "upper": 0.3,
+    "count": 1.2,
+    "shuffle": 2.5,
+    "brackets": 3.0,
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``prefix`` is padded on the left. ``tasks`` are indices into ``TASKS``."""
+
+    prefix: Tensor  # [batch, longest prefix]
+    padding: Tensor  # [batch, longest prefix], True where there is no token
+    block: Tensor  # [batch, canvas length]
+    tasks: Tensor  # [batch]
+
+
+class Examples:
+    """An endless, seeded stream of examples from the training split."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, canvas_length: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.canvas_length = canvas_length
+        self.vocab = tokenizer.get_vocab()
+        # The chat template is slow: apply it once, around a placeholder.
+        around = chat_prompt(tokenizer, "?")
+        place = around.index(self.vocab["?"])
+        self.before, self.after = around[:place], around[place + 1 :]
+
+    def batches(self, sizes: Sequence[int]) -> list[Batch]:
+        """A batch in parts of these sizes, by prefix length, so that little is padding."""
+        examples = sorted((self._example() for _ in range(sum(sizes))), key=lambda e: len(e[0]))
+        ends = list(accumulate(sizes))
+        return [_collate(examples[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    def _example(self) -> tuple[list[int], list[int], int]:
+        name = self.rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+        task: Task = TASKS[name]
+        prompt = task.draw_from("train", self.rng)
+        answer = [*self._ids(task.answer(prompt, self.rng)), TURN_END]
+        answer += [PAD] * (-len(answer) % self.canvas_length)
+        blocks = len(answer) // self.canvas_length
+        # Where to stop is learned from the last block only.
+        last = self.rng.random() < 0.3
+        start = self.canvas_length * (blocks - 1 if last else self.rng.randrange(blocks))
+        prefix = [*self.before, *self._ids(prompt), *self.after, *answer[:start]]
+        return prefix, answer[start : start + self.canvas_length], list(TASKS).index(name)
+
+    def _ids(self, text: str) -> list[int]:
+        return [self.vocab[character] for character in text]
+
+
+def _collate(examples: list[tuple[list[int], list[int], int]]) -> Batch:
+    longest = max(len(prefix) for prefix, _, _ in examples)
+    rows = [[PAD] * (longest - len(prefix)) + prefix for prefix, _, _ in examples]
+    lengths = torch.tensor([len(prefix) for prefix, _, _ in examples])
+    return Batch(
+        prefix=torch.tensor(rows),
+        padding=torch.arange(longest)[None] < longest - lengths[:, None],
+        block=torch.tensor([block for _, block, _ in examples]),
+        tasks=torch.tensor([task for _, _, task in examples]),
+    )

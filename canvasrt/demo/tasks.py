@@ -1,0 +1,291 @@
+"""The questions that the demo checkpoint answers, and how an answer is checked.
+
+A question is a prompt, such as ``12+34=``. Every task splits its questions by a hash, so that the
+held-out ones are never seen in training, whatever the seed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "held-out"]
+
+VOWELS = "aeiou"
+CONSONANTS = "bcdfghjklmnpqrstvwxyz"
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """One kind of question. ``many_answers``: any of several answers is right."""
+
+    name: str
+    pattern: re.Pattern[str]
+    many_answers: bool = False
+    held_out_one_in: int = 10
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> str:
+        """A random prompt, of either split. Hard cases come more often than by chance."""
+
+    @abstractmethod
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        """A right answer; where there are many, a random one."""
+
+    def all_prompts(self) -> Iterator[str] | None:
+        """Every prompt of the task, or None where there are too many to list."""
+        return None
+
+    def key(self, prompt: str) -> str:
+        """What the split goes by. Prompts with one key are in one split."""
+        return prompt
+
+    def is_correct(self, prompt: str, answer: str) -> bool:
+        return answer == self.answer(prompt, random.Random(0))
+
+    def parse(self, prompt: str) -> tuple[str, ...]:
+        """The prompt's fields; raises ValueError where it is not one of this task's prompts."""
+        match = self.pattern.fullmatch(prompt)
+        if match is None:
+            raise ValueError(f"not a {self.name!r} question: {prompt!r}")
+        return match.groups(default="")
+
+    def split(self, prompt: str) -> Split:
+        digest = hashlib.sha256(f"{self.name}:{self.key(prompt)}".encode()).digest()
+        in_held_out = int.from_bytes(digest[:4], "big") % self.held_out_one_in == 0
+        return "held-out" if in_held_out else "train"
+
+    def draw_from(self, split: Split, rng: random.Random) -> str:
+        while self.split(prompt := self.draw(rng)) != split:
+            pass
+        return prompt
+
+
+class Add(Task):
+    """``12+34=`` → ``46``"""
+
+    def draw(self, rng: random.Random) -> str:
+        return f"{_operand(rng)}+{_operand(rng)}="
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        a, b = self.parse(prompt)
+        return str(int(a) + int(b))
+
+    def all_prompts(self) -> Iterator[str]:
+        return (f"{a}+{b}=" for a in range(100) for b in range(100))
+
+    def key(self, prompt: str) -> str:
+        a, b = sorted(self.parse(prompt))  # 34+12= would give 12+34= away
+        return f"{a}+{b}"
+
+
+class Subtract(Task):
+    """``12-34=`` → ``-22``"""
+
+    def draw(self, rng: random.Random) -> str:
+        return f"{_operand(rng)}-{_operand(rng)}="
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        a, b = self.parse(prompt)
+        return str(int(a) - int(b))
+
+    def all_prompts(self) -> Iterator[str]:
+        return (f"{a}-{b}=" for a in range(100) for b in range(100))
+
+
+class Reverse(Task):
+    """``reverse planet`` → ``tenalp``"""
+
+    def draw(self, rng: random.Random) -> str:
+        return f"reverse {_word(rng)}"
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        return self.parse(prompt)[0][::-1]
+
+
+class Upper(Task):
+    """``upper hello`` → ``HELLO``"""
+
+    def draw(self, rng: random.Random) -> str:
+        return f"upper {_word(rng)}"
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        return self.parse(prompt)[0].upper()
+
+
+class Sort(Task):
+    """``sort 40172`` → ``01247``"""
+
+    def draw(self, rng: random.Random) -> str:
+        # Few distinct digits mean many repeats, which are harder to get right.
+        digits = rng.sample(string.digits, k=rng.randint(2, 10))
+        return "sort " + "".join(rng.choices(digits, k=rng.randint(3, 8)))
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        return "".join(sorted(self.parse(prompt)[0]))
+
+    def key(self, prompt: str) -> str:
+        return self.answer(prompt, random.Random(0))
+
+
+class Count(Task):
+    """``count 7 to 10`` → ``7 8 9 10``; long ones take several blocks."""
+
+    spans = range(2, 31)
+
+    def draw(self, rng: random.Random) -> str:
+        span = rng.choice(self.spans)
+        start = rng.randint(0, 99 - span)
+        if rng.random() < 0.2:  # a change from one digit to two is rarer, and harder
+            start = rng.randint(0, 9)
+        return f"count {start} to {start + span}"
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        start, end = map(int, self.parse(prompt))
+        return " ".join(map(str, range(start, end + 1)))
+
+    def all_prompts(self) -> Iterator[str]:
+        return (
+            f"count {start} to {start + span}" for span in self.spans for start in range(100 - span)
+        )
+
+
+class Shuffle(Task):
+    """``shuffle abdeg`` → the same letters in any order"""
+
+    def draw(self, rng: random.Random) -> str:
+        return "shuffle " + "".join(rng.sample(string.ascii_lowercase, k=rng.randint(4, 6)))
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        letters = self.parse(prompt)[0]
+        return "".join(rng.sample(letters, k=len(letters)))
+
+    def key(self, prompt: str) -> str:
+        return "".join(sorted(self.parse(prompt)[0]))
+
+    def is_correct(self, prompt: str, answer: str) -> bool:
+        return sorted(answer) == sorted(self.parse(prompt)[0])
+
+
+class Brackets(Task):
+    """``brackets 8 ([`` → any balanced string of 8 brackets that begins with ``([``"""
+
+    lengths = (8, 10)
+    longest_opening = 3
+
+    def draw(self, rng: random.Random) -> str:
+        length = rng.choice(self.lengths)
+        opening = _balanced(length, rng)[: rng.randint(0, self.longest_opening)]
+        return f"brackets {length} {opening}".rstrip()
+
+    def answer(self, prompt: str, rng: random.Random) -> str:
+        length, opening = self.parse(prompt)
+        return _balanced(int(length), rng, opening)
+
+    def all_prompts(self) -> Iterator[str]:
+        openings = [""]
+        for opening in openings:
+            if len(opening) < self.longest_opening:
+                unclosed = _unclosed(opening) or ""
+                openings += [opening + bracket for bracket in (*BRACKETS, *unclosed[-1:])]
+        return (f"brackets {n} {opening}".rstrip() for n in self.lengths for opening in openings)
+
+    def is_correct(self, prompt: str, answer: str) -> bool:
+        length, opening = self.parse(prompt)
+        return len(answer) == int(length) and answer.startswith(opening) and _unclosed(answer) == ""
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Add("add", re.compile(r"(\d{1,2})\+(\d{1,2})=")),
+        Subtract("subtract", re.compile(r"(\d{1,2})-(\d{1,2})=")),
+        Reverse("reverse", re.compile(r"reverse ([a-z]+)")),
+        Sort("sort", re.compile(r"sort (\d+)")),
+        Upper("upper", re.compile(r"upper ([a-z]+)")),
+        Count("count", re.compile(r"count (\d+) to (\d+)")),
+        Shuffle("shuffle", re.compile(r"shuffle ([a-z]+)"), many_answers=True),
+        # There are few bracket questions, so a larger share is held out.
+        Brackets(
+            "brackets",
+            re.compile(r"brackets (\d+)(?: ([()\[\]{}]+))?"),
+            many_answers=True,
+            held_out_one_in=4,
+        ),
+    )
+}
+
+
+def questions(task: str, split: Split = "held-out", limit: int = 500, seed: int = 0) -> list[str]:
+    """The prompts of a split: every one where they can be listed, else ``limit`` drawn by seed."""
+    chosen = TASKS[task]
+    prompts = chosen.all_prompts()
+    if prompts is not None:
+        return [prompt for prompt in prompts if chosen.split(prompt) == split]
+    rng = random.Random(f"{task}:{split}:{seed}")
+    drawn: dict[str, None] = {}  # a dict keeps the order, so the first few do not depend on limit
+    while len(drawn) < limit:
+        drawn[chosen.draw_from(split, rng)] = None
+    return list(drawn)
+
+
+def task_of(prompt: str) -> Task:
+    """The task that a prompt belongs to; raises ValueError where there is none."""
+    for task in TASKS.values():
+        if task.pattern.fullmatch(prompt):
+            return task
+    raise ValueError(f"no task asks {prompt!r}; the tasks are {', '.join(TASKS)}")
+
+
+def is_correct(prompt: str, answer: str) -> bool:
+    """Whether ``answer`` is a right answer to ``prompt``, exactly."""
+    return task_of(prompt).is_correct(prompt, answer)
+
+
+def _operand(rng: random.Random) -> int:
+    return rng.randint(0, 9) if rng.random() < 0.15 else rng.randint(0, 99)
+
+
+def _word(rng: random.Random) -> str:
+    """A word of 3 to 9 letters: half the time one that can be pronounced, else any letters."""
+    length = rng.randint(3, 9)
+    if rng.random() < 0.5:
+        return "".join(rng.choices(string.ascii_lowercase, k=length))
+    first = rng.randint(0, 1)
+    kinds = (CONSONANTS, VOWELS)
+    return "".join(rng.choice(kinds[(first + i) % 2]) for i in range(length))
+
+
+def _balanced(length: int, rng: random.Random, opening: str = "") -> str:
+    """A balanced string that begins with ``opening``, made from left to right."""
+    text, closers = opening, _unclosed(opening)
+    if closers is None:
+        raise ValueError(f"no balanced string begins with {opening!r}")
+    while len(text) < length:
+        must_close = len(closers) == length - len(text)
+        if closers and (must_close or rng.random() < 0.5):
+            text, closers = text + closers[-1], closers[:-1]
+        else:
+            bracket = rng.choice(tuple(BRACKETS))
+            text, closers = text + bracket, closers + BRACKETS[bracket]
+    return text
+
+
+def _unclosed(text: str) -> str | None:
+    """The closing brackets that ``text`` still needs, the next one last; None where it is wrong."""
+    closers = ""
+    for character in text:
+        if character in BRACKETS:
+            closers += BRACKETS[character]
+        elif closers and character == closers[-1]:
+            closers = closers[:-1]
+        else:
+            return None
+    return closers

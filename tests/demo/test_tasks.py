@@ -1,0 +1,136 @@
+"""The demo's questions, how they are marked, and that the checkpoint answers them."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from canvasrt.demo import CHECKPOINT
+from canvasrt.demo.tasks import TASKS, is_correct, questions, task_of
+
+
+@pytest.mark.parametrize(
+    ("prompt", "right", "wrong"),
+    [
+        ("12+34=", "46", "47"),
+        ("12-34=", "-22", "22"),
+        ("reverse planet", "tenalp", "planet"),
+        ("sort 40172", "01247", "0124"),
+        ("upper hello", "HELLO", "HELLo"),
+        ("count 7 to 10", "7 8 9 10", "7 8 9 10 11"),
+        ("shuffle abdeg", "gedba", "abdee"),
+        ("shuffle abdeg", "dabge", "abde"),
+        ("brackets 8", "([]){}[]", "([)]{}[]"),
+        ("brackets 8 ([", "([]{()})", "[]([])()"),
+        ("brackets 8 ([", "([])[]{}", "([])"),
+        ("brackets 8", "(((())))", "(((()))"),
+    ],
+)
+def test_an_answer_is_marked(prompt, right, wrong):
+    assert is_correct(prompt, right)
+    assert not is_correct(prompt, wrong)
+
+
+def test_a_prompt_of_no_task_is_refused():
+    with pytest.raises(ValueError, match="no task asks 'sing'; the tasks are add, "):
+        task_of("sing")
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_answers_made_for_training_are_right(task):
+    rng = random.Random(1)
+    for _ in range(300):
+        prompt = task.draw(rng)
+        assert task_of(prompt) is task
+        assert task.is_correct(prompt, task.answer(prompt, rng))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_held_out_questions_are_never_trained_on(task):
+    held_out = questions(task.name)
+    assert len(held_out) >= 30
+    assert len(set(held_out)) == len(held_out)
+    rng = random.Random(2)
+    trained_on = {task.key(task.draw_from("train", rng)) for _ in range(5000)}
+    assert trained_on.isdisjoint(map(task.key, held_out))
+
+
+@pytest.mark.parametrize("task", ["add", "count", "brackets"])
+def test_a_listed_split_is_complete(task):
+    every = set(TASKS[task].all_prompts())
+    assert set(questions(task, "train")) | set(questions(task)) == every
+    rng = random.Random(3)
+    assert {TASKS[task].draw(rng) for _ in range(2000)} <= every
+
+
+def test_drawn_questions_depend_on_the_seed_alone():
+    assert questions("sort", limit=20) == questions("sort", limit=500)[:20]
+    assert questions("sort", seed=1) != questions("sort", seed=0)
+
+
+def test_tasks_need_neither_torch_nor_transformers():
+    code = "import sys, canvasrt.demo.tasks; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo checkpoint as a user would load it, in fp32."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.23")
+    model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(
+        CHECKPOINT, dtype="float32"
+    )
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+
+
+def test_the_chat_template_is_gemmas(demo):
+    _, tokenizer = demo
+    chat = [{"role": "user", "content": "12+34="}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<bos><|turn>user\n12+34=<turn|>\n<|turn>model\n"
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    end = tokenizer.convert_tokens_to_ids("<turn|>")
+    assert end in demo[0].generation_config.eos_token_id
+
+
+def test_the_checkpoint_is_small(demo):
+    assert sum(p.numel() for p in demo[0].parameters()) < 4e6
+    assert sum(f.stat().st_size for f in CHECKPOINT.iterdir()) < 10e6
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_checkpoint_answers_held_out_questions(demo, task):
+    import torch
+
+    from canvasrt.demo.evaluate import generate
+
+    torch.manual_seed(0)
+    prompts = questions(task)[::7][:12]
+    replies = generate(*demo, prompts)
+    right = sum(is_correct(reply.prompt, reply.text) for reply in replies)
+    assert right >= len(prompts) - (3 if TASKS[task].many_answers else 1)
+
+
+def test_the_fast_forward_pass_is_the_stock_one(demo):
+    """The one that trains: past the sliding window, with padding, and self-conditioned."""
+    import torch
+
+    from canvasrt.demo.model import FastForward
+
+    model, _ = demo
+    forward = FastForward(model)
+    torch.manual_seed(0)
+    for length in (20, 63, 64, 65, 100):
+        prefix, canvas = torch.randint(112, (2, length)), torch.randint(112, (2, 32))
+        signal = 3 * torch.randn(2, 32, 112)
+        padded = torch.nn.functional.pad(prefix, (5, 0))
+        padding = torch.arange(length + 5).expand(2, -1) < 5
+        with torch.no_grad():
+            stock = model(
+                input_ids=prefix, decoder_input_ids=canvas, self_conditioning_logits=signal
+            ).logits
+            fast, _ = forward.denoise(canvas, forward.encode(padded, padding), signal)
+        torch.testing.assert_close(fast, stock, atol=1e-4, rtol=1e-4)
