@@ -60,7 +60,7 @@ def test_every_command_argument_and_option_explains_itself(name: str) -> None:
     for parameter in found.params:
         text = first_line(parameter.help)
         assert len(text) > 4, f"{name} {parameter.opts}"
-        assert text.endswith((".", "?")) or "  " not in text, f"{name} {parameter.opts}: {text}"
+        assert text.endswith("."), f"{name} {parameter.opts}: {text}"
 
 
 def first_line(text: str | None) -> str:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.client import Client
+from canvasrt.containers.client import Answer, Client
 from canvasrt.errors import CanvasError
 from tests.containers.conftest import ENDLESS, eventually, needs_triton
 
@@ -47,7 +48,8 @@ class Serving:
         """Processes and shared memory that carry the number of the serving process."""
         mark = f"-{self.process.pid}-"
         shared = [each.name for each in Path("/dev/shm").glob(f"canvasrt-*{mark}*")]
-        return shared + [line for line in _command_lines() if "canvasrt-" in line and mark in line]
+        lines = _command_lines().values()
+        return shared + [line for line in lines if "canvasrt-" in line and mark in line]
 
     def scratch(self) -> list[str]:
         return [each.name for each in self.state.glob("tmp/*")]
@@ -89,6 +91,30 @@ def test_a_signal_stops_everything(packaged: Bundle, tmp_path: Path, number: int
         assert not running.scratch()
 
 
+def test_a_signal_during_the_start_stops_everything(packaged: Bundle, tmp_path: Path):
+    command = [sys.executable, "-m", "canvasrt", "serve", str(packaged.path), *ANY_PORTS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    running = Serving(process, {}, tmp_path)
+    assert eventually(lambda: bool(running.leftovers()))
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == ""
+    assert process.returncode == 0
+    assert not running.leftovers()
+
+
+def test_a_closed_terminal_does_not_stop_what_nohup_started(packaged: Bundle, tmp_path: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    try:
+        with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+            running.process.send_signal(signal.SIGHUP)
+            with running.client() as client:
+                assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+            running.stop(signal.SIGTERM)
+            assert running.process.returncode == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_engines_are_served_without_a_package(engines: Bundle, tmp_path: Path):
     with serving(engines.path, tmp_path, *ANY_PORTS) as running:
         with running.client() as client:
@@ -120,6 +146,56 @@ def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle,
         assert "hint: " in stderr
         assert not running.leftovers()
         assert not running.scratch()
+
+
+def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
+        answers: list[Answer] = []
+        started = threading.Event()
+
+        def ask() -> None:
+            options = {**ENDLESS, "max_denoising_steps": 60, "max_new_tokens": 4}
+            with Client(running.said["grpc"], "grpc", timeout=60) as client:
+                for event in client.stream({"prompt": "x", "drafts": True, **options}):
+                    answers.append(event)
+                    started.set()
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        assert started.wait(30)
+        running.stop(signal.SIGTERM)
+        thread.join(30)
+        assert answers[-1].finish_reason == "length"
+        assert answers[-1].steps == [60]
+        assert running.process.returncode == 0
+
+
+def test_an_idle_connection_does_not_hold_up_the_end(packaged: Bundle, tmp_path: Path):
+    with (
+        serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running,
+        running.client() as client,
+    ):
+        client.infer({"prompt": "12+34=", "max_new_tokens": 3})
+        before = time.monotonic()
+        running.stop(signal.SIGTERM)  # while the client keeps its connection open
+        assert time.monotonic() - before < 30
+        assert running.process.returncode == 0
+        assert not running.leftovers()
+
+
+def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
+    """Triton itself would go on being ready, and fail every request."""
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        (model,) = [
+            int(pid)
+            for pid, line in _command_lines().items()
+            if "/canvasrt_stream/1/model.py" in line and f"-{running.process.pid}-" in line
+        ]
+        os.kill(model, signal.SIGKILL)
+        errors = running.process.communicate(timeout=60)[1]
+        assert running.process.returncode == 1
+        assert "error: a model's process has ended" in errors
+        assert not running.leftovers()
 
 
 def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
@@ -194,9 +270,11 @@ def _endless_request(running: Serving, failure: list[BaseException]) -> threadin
     return thread
 
 
-def _command_lines() -> list[str]:
-    found = []
+def _command_lines() -> dict[str, str]:
+    """The command line of every process, by its number."""
+    found = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found[file.parent.name] = line
     return found
