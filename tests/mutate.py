@@ -20,6 +20,7 @@ WIDE = (GRAPHS, "-k", "wide_heads-25")
 VISION = ("tests/export/test_vision.py", "-k", "plain")
 SAMPLER = ("tests/export/test_sampler.py",)
 
+# Dropping the normalisation of the router's weights is not here: a norm follows the experts, which cancels it.
 # What is broken, the file, the text there, what replaces it, and the tests that should fail.
 CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("sign of RoPE", "layers", "[-second, first]", "[second, first]", ODD),
@@ -91,13 +92,6 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
         ODD,
     ),
     ("router's root of the width", "moe", "self.scale * self.root", "self.scale", ODD),
-    (
-        "router's weights not normalised",
-        "moe",
-        "weights / weights.sum(dim=-1, keepdim=True)",
-        "weights",
-        ODD,
-    ),
     ("scale of each expert dropped", "moe", "weights * scales", "weights", ODD),
     (
         "a slot too few",
@@ -179,7 +173,8 @@ def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"export/{file}.py holds {old!r} {text.count(old)} times, not once")
         source.write_text(text.replace(old, new))
-        arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        # -P: the working directory holds the unbroken package, and would come first.
+        arguments = ["-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         environment = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -1,6 +1,6 @@
-"""Asks a checkpoint held-out questions with stock ``transformers`` generation, and marks it.
+"""Asks held-out questions through stock `transformers` generation or through engines, and marks the answers.
 
-python -m canvasrt.demo.evaluate [CHECKPOINT] [--json]
+python -m canvasrt.demo.evaluate [CHECKPOINT] [--engines BUNDLE] [--json]
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,32 +18,9 @@ import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from canvasrt.demo import CHECKPOINT
+from canvasrt.demo.reply import MAX_NEW_TOKENS, Reply, Score, score
 from canvasrt.demo.tasks import TASKS, is_correct, questions
 from canvasrt.demo.tokenizer import chat_prompt
-
-# The longest answer, counting 30 on, takes three blocks and a bit.
-MAX_NEW_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Reply:
-    """One answer: its text, and the denoising steps and blocks that it took."""
-
-    prompt: str
-    text: str
-    steps: int
-    blocks: int
-
-
-@dataclass(frozen=True)
-class Score:
-    """How one task went. ``accuracy``: the share of answers that are exactly right."""
-
-    task: str
-    max_steps: int
-    asked: int
-    accuracy: float
-    steps_per_block: float
 
 
 def generate(
@@ -71,12 +48,6 @@ def generate(
             blocks = max(1, math.ceil(valid[row].item() / model.config.canvas_length))
             replies[i] = Reply(prompts[i], text, steps[row], blocks)
     return [replies[i] for i in range(len(prompts))]
-
-
-def score(task: str, max_steps: int, replies: Sequence[Reply]) -> Score:
-    right = sum(is_correct(reply.prompt, reply.text) for reply in replies)
-    steps = sum(reply.steps for reply in replies) / sum(reply.blocks for reply in replies)
-    return Score(task, max_steps, len(replies), right / len(replies), steps)
 
 
 def _batches(encoded: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
@@ -109,6 +80,7 @@ def _print_score(result: Score, replies: Sequence[Reply], wrong: int) -> None:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT)
+    parser.add_argument("--engines", type=Path, help="ask this bundle instead of transformers")
     parser.add_argument("--limit", type=int, help="questions a task; all of them by default")
     parser.add_argument("--at-least", type=int, default=200, help="answers a task, by asking again")
     parser.add_argument("--steps", type=int, nargs="+", default=[48, 1], help="step limits to try")
@@ -119,18 +91,30 @@ def _parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = _parse_arguments()
+def _asker(arguments: argparse.Namespace) -> Callable[[Sequence[str], int], list[Reply]]:
+    """Asks prompts with a limit of steps, through the engines or through transformers."""
+    if arguments.engines is not None:
+        from canvasrt.demo.engines import answer
+        from canvasrt.runtime.model import Model
+
+        engines = Model.load(arguments.engines)
+        return lambda prompts, steps: answer(engines, prompts, steps, arguments.seed)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
         arguments.checkpoint, dtype=arguments.dtype
     ).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     torch.manual_seed(arguments.seed)
+    return lambda prompts, steps: generate(model, tokenizer, prompts, max_denoising_steps=steps)
+
+
+def main() -> None:
+    arguments = _parse_arguments()
+    ask = _asker(arguments)
     scores = []
     for task in TASKS:
         prompts = _prompts(task, arguments.limit, arguments.at_least)
         for max_steps in arguments.steps:
-            replies = generate(model, tokenizer, prompts, max_denoising_steps=max_steps)
+            replies = ask(prompts, max_steps)
             scores.append(score(task, max_steps, replies))
             if not arguments.json:
                 _print_score(scores[-1], replies, arguments.wrong)
