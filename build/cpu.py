@@ -1,13 +1,13 @@
-"""Engines for the CPU: ONNX Runtime runs the fp32 graphs as they are, so they are taken over."""
+"""Engines for the CPU: ONNX Runtime runs the graphs; only the experts get a form that suits it better."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
+from canvasrt.build.cache import take_over
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.extras import require
 from canvasrt.progress import Progress
 
 
@@ -17,7 +17,9 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
     with staging(plan.out) as tmp:
         for number, name in enumerate(manifest.files):
             progress(f"taking over graphs for {plan.target.name}", number, len(manifest.files))
-            _take_over(graphs.path / name, tmp / name)
+            take_over(graphs.path / name, tmp / name)
+        bodies = [entry["file"] for entry in manifest.segments if "layers" in entry]
+        rewritten = [name for name in bodies if _rewrite(tmp / name)]
         write_manifest(
             tmp,
             kind="engines",
@@ -30,15 +32,20 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             tokenizer=manifest.tokenizer,
             target={"name": plan.target.name, "backend": "onnxruntime"},
             packages=("onnxruntime",),
-            known=manifest.files,
+            known={k: v for k, v in manifest.files.items() if k not in rewritten},
         )
     return load_bundle(plan.out, kind="engines", check=False)
 
 
-def _take_over(source: Path, destination: Path) -> None:
-    """Link a file, which takes no space; copy it where the disk is another."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, destination)
-    except OSError:
-        shutil.copyfile(source, destination)
+def _rewrite(file: Path) -> bool:
+    """Splits the experts of a body graph; its weights stay in the file that was taken over."""
+    onnx = require("onnx", "export")
+    from canvasrt.build.experts import split_experts
+
+    model = onnx.load(file, load_external_data=False)
+    if not split_experts(model):
+        return False
+    # The file may be a link to the graph bundle's: replaced, never written through.
+    file.unlink()
+    onnx.save(model, file)
+    return True

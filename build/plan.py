@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canvasrt import checkpoints, memory
+from canvasrt import checkpoints, extras, memory
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
 from canvasrt.errors import CanvasError
 from canvasrt.model import ModelConfig
@@ -25,6 +25,11 @@ class Source:
     model: ModelConfig
     made_from: dict[str, Any]
     graphs: Bundle | None
+
+    @property
+    def precision(self) -> str | None:
+        """That of the graphs; None for a checkpoint, which can be exported in any."""
+        return None if self.graphs is None else precision_of(self.graphs)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,11 @@ class Plan:
             return "with other options: " + "; ".join(changed)
         if manifest.made_by.get("canvasrt") != made_by()["canvasrt"]:
             return f"by another version of canvasrt ({manifest.made_by.get('canvasrt')})"
+        if self.target.capability is not None:
+            builder = self.target.builder
+            before, now = manifest.made_by.get(builder), extras.version(builder)
+            if now and before != now:
+                return f"by {builder} {before}, and {now} is installed now"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -129,6 +139,26 @@ def read_source(source: Path | str, progress: Progress | None = None) -> Source:
     return Source(folder, model, {"kind": "checkpoint", "files": hashes}, None)
 
 
+def graphs_precision(source: Path | str) -> str | None:
+    """The precision of a graph bundle, read from its manifest alone; None for a checkpoint."""
+    path = Path(source).expanduser()
+    if not (path / MANIFEST).exists():
+        return None
+    return precision_of(load_bundle(path, kind="graphs", check=False))
+
+
+def precision_of(graphs: Bundle) -> str:
+    """What a graph bundle's networks compute in."""
+    return graphs.manifest.options.get("precision", "fp32")
+
+
+def choose_precision(target: Target, asked: str | None, of_graphs: str | None) -> str:
+    """What to build at. UsageError names the valid ones when the target has not what was asked for."""
+    if asked is None and of_graphs in target.precisions:
+        return of_graphs
+    return check_precision(target, asked)
+
+
 def plan(
     source: Source,
     target: Target | str,
@@ -137,7 +167,10 @@ def plan(
     max_context: int | None = None,
     max_batch: int = DEFAULT_MAX_BATCH,
 ) -> Plan:
-    """Check the options of a build against the model and the target."""
+    """Check the options of a build against the model and the target.
+
+    Without a `precision` it is that of the graphs, where the target has it, or the target's first.
+    """
     target = find_target(target) if isinstance(target, str) else target
     model = source.model
     limit = model.max_position_embeddings
@@ -158,7 +191,7 @@ def plan(
     return Plan(
         source,
         target,
-        check_precision(target, precision),
+        choose_precision(target, precision, source.precision),
         context,
         max_batch,
         Path(out).expanduser(),

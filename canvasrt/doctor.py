@@ -31,7 +31,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "serve": (("nvidia-pytriton", "tritonclient"), "serve through Triton"),
 }
 # Extras that every machine can use; a machine without them has a gap.
-_WANTED = ("export", "serve")
+_WANTED = ("export", "rtx", "serve")
 
 
 @dataclass(frozen=True)

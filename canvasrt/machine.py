@@ -22,6 +22,8 @@ BUILDER_MODULES = {
     "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
     "tensorrt": ("tensorrt", "tensorrt"),
 }
+# Builders whose engines this version's runtime can run.
+_RUN = ("onnxruntime",)
 
 
 @dataclass(frozen=True)
@@ -75,32 +77,31 @@ def memory_bytes() -> int:
 
 
 def builds_here(target: Target) -> str:
-    """Why engines for a target cannot be built on this machine; empty when they can."""
-    from canvasrt.build import BUILDERS
+    """Why engines for a target cannot be built on this machine; empty when some of its precisions can."""
+    from canvasrt.build.checks import precisions_built
 
-    if target.builder not in BUILDERS:
-        return "not in this version"
+    if not precisions_built(target):
+        return f"no {' or '.join(target.precisions)} in this version"
     module, extra = BUILDER_MODULES[target.builder]
+    if not target.builds_anywhere and not has_gpu(target):
+        return f"needs its GPU ({target.gpu})"
     if not extras.is_installed(module):
         return f"needs canvasrt[{extra}]"
-    if not target.builds_anywhere and not _has_gpu(target):
-        return f"needs its GPU ({target.gpu})"
     return ""
 
 
 def runs_here(target: Target) -> str:
     """Why engines of a target cannot run on this machine; empty when they can."""
-    from canvasrt.build import BUILDERS
-
-    if target.capability is not None and not _has_gpu(target):
+    if target.capability is not None and not has_gpu(target):
         return f"needs its GPU ({target.gpu})"
-    if target.builder not in BUILDERS:
+    if target.builder not in _RUN:
         return "not in this version"
     module, extra = BUILDER_MODULES[target.builder]
     return "" if extras.is_installed(module) else f"needs canvasrt[{extra}]"
 
 
-def _has_gpu(target: Target) -> bool:
+def has_gpu(target: Target) -> bool:
+    """Whether a GPU of the target's capability is in this machine."""
     return any(gpu.capability == target.capability for gpu in gpus())
 
 

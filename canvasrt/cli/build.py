@@ -26,16 +26,14 @@ def build(
     as_json: options.AsJson = False,
 ) -> None:
     """Build engines for one or more targets; run again, it reuses what has not changed."""
-    from canvasrt.build.pipeline import build_all, check_buildable, plan_all
-    from canvasrt.targets import check_precision, parse_targets
+    from canvasrt.build.pipeline import build_all, plan_all
+    from canvasrt.targets import parse_targets
 
     targets = parse_targets(target)
-    for each in targets:
-        check_precision(each, precision)
-        if not dry_run:
-            check_buildable(each)
     with progress() as report:
-        plans = plan_all(source, targets, out, precision, max_context, max_batch, report)
+        plans = plan_all(
+            source, targets, out, precision, max_context, max_batch, report, check=not dry_run
+        )
         if not dry_run:
             reused = [made.existing() is not None for made in plans]
             made = build_all(plans, report)
@@ -46,15 +44,25 @@ def build(
 
 
 def _show_plans(plans: Sequence[Plan], as_json: bool) -> None:
-    from canvasrt.machine import builds_here
-
-    rows = [{**plan.to_json(), "not_here": builds_here(plan.target) or None} for plan in plans]
+    rows = [{**plan.to_json(), "not_here": _why_not(plan)} for plan in plans]
 
     def render(console: Any) -> None:
         for plan, row in zip(plans, rows, strict=True):
             _draw_plan(console, plan, row["not_here"])
 
     emit(rows, as_json, render)
+
+
+def _why_not(plan: Plan) -> str | None:
+    """Why the plan would be refused; None when it would not."""
+    from canvasrt.build.checks import check_plan
+    from canvasrt.errors import CanvasError
+
+    try:
+        check_plan(plan)
+    except CanvasError as error:
+        return error.message
+    return None
 
 
 def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:

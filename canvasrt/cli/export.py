@@ -5,15 +5,26 @@ from typing import Any
 from canvasrt.cli import options
 from canvasrt.cli.output import emit, progress, size
 
+# What the graphs compute in: fp32 for a CPU, bf16 for GPUs.
+PRECISIONS = ("fp32", "bf16")
+
 
 def export(
-    checkpoint: options.Checkpoint, out: options.Out, as_json: options.AsJson = False
+    checkpoint: options.Checkpoint,
+    out: options.Out,
+    precision: options.GraphPrecision = "fp32",
+    as_json: options.AsJson = False,
 ) -> None:
     """Turn a checkpoint into ONNX graphs."""
     from canvasrt import checkpoints
+    from canvasrt.errors import UsageError
     from canvasrt.extras import require
     from canvasrt.staging import check_output
 
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"graphs are not exported in {precision!r}", f"precisions: {', '.join(PRECISIONS)}"
+        )
     check_output(out)
     folder = checkpoints.resolve(checkpoint)
     require("torch", "export")
@@ -22,7 +33,10 @@ def export(
 
     with progress() as report:
         bundle = export_graphs(
-            folder, out, progress=lambda done, total: report("exporting graphs", done, total)
+            folder,
+            out,
+            precision=precision,
+            progress=lambda done, total: report("exporting graphs", done, total),
         )
     manifest = bundle.manifest
     data: dict[str, Any] = {

@@ -1,5 +1,6 @@
 """`canvasrt inspect`: a manifest, readable."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.cli import options
@@ -18,7 +19,7 @@ def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None
             ("kind", manifest.kind),
             ("digest", manifest.digest),
             ("size", f"{size(manifest.total_bytes)} in {len(manifest.files)} files"),
-            ("target", ", ".join(str(value) for value in target.values())),
+            ("target", _pairs(target)),
             ("made by", _pairs(manifest.made_by)),
             ("made from", _pairs(_short(manifest.made_from))),
             ("options", _pairs(manifest.options)),
@@ -28,6 +29,7 @@ def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None
         for name, value in facts:
             if value:
                 console.print(f"{name:<{width}}  {value}", markup=False)
+        _show_profiles(console, manifest.segments)
         rows = [
             (name, size(entry["bytes"]), entry["sha256"][:16])
             for name, entry in manifest.files.items()
@@ -57,6 +59,24 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
         ("tokenizer", "yes" if manifest.tokenizer else "no"),
         ("segments", ", ".join(segment["name"] for segment in manifest.segments)),
     ]
+
+
+def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
+    """The sizes that each engine takes, a line a segment and profile."""
+    rows = [
+        (segment["name"], *(f"{name} {_sizes(size)}" for name, size in profile.items()))
+        for segment in segments
+        for profile in segment.get("profiles", ())
+    ]
+    if rows:
+        console.print("\nprofiles (least..usual..most)")
+    for name, *sizes in rows:
+        console.print(f"  {name:<8}  {', '.join(sizes)}", markup=False)
+
+
+def _sizes(size: dict[str, int]) -> str:
+    least, usual, most = size["min"], size["opt"], size["max"]
+    return str(most) if least == most else f"{least}..{usual}..{most}"
 
 
 def _short(made_from: Any) -> dict[str, Any]:

@@ -1,0 +1,236 @@
+"""Experts for a CPU: each expert's product has exactly the rows that it was given.
+
+The exported form, one batched product over a capacity of slots, suits a GPU. On a CPU empty slots cost time, and only
+a product with a constant matrix is packed ahead, when the session is made: measured, twice the arithmetic a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import onnx
+    from onnx import NodeProto, TensorProto
+
+_INT64 = 7  # onnx.TensorProto.INT64
+GATE_UP, DOWN = ".experts.gate_up", ".experts.down"
+
+
+def split_experts(model: onnx.ModelProto) -> bool:
+    """Rewrites the experts of every layer of a body graph, in place; False where there is nothing to rewrite.
+
+    Rows are sorted by expert, split at the experts' counts, and put back in order. No capacity is needed, so no call
+    can overflow: the `load` output becomes 0. The weights stay where they are, in the graph's external data.
+    A graph whose experts are not plain weights (quantized ones) stays as it is.
+    """
+    graph = model.graph
+    weights = {item.name: item for item in graph.initializer}
+    names = [name.removesuffix(GATE_UP) for name in weights if name.endswith(GATE_UP)]
+    layers = [_Layer(graph, weights[name + GATE_UP], weights.get(name + DOWN)) for name in names]
+    if not layers or not all(layer.found for layer in layers):
+        return False
+    for layer in layers:
+        layer.rewrite()
+    _replace_load(graph, len(layers))
+    _drop_unused(graph)
+    return True
+
+
+class _Layer:
+    """One layer's experts in an exported graph, found from their two weights."""
+
+    def __init__(
+        self, graph: onnx.GraphProto, gate_up: TensorProto, down: TensorProto | None
+    ) -> None:
+        self._graph = graph
+        self._producer = {value: node for node in graph.node for value in node.output}
+        self._gate_up, self._down = gate_up, down
+        self._prefix = gate_up.name.removesuffix(GATE_UP) + ".sorted"
+        self._new: list[NodeProto] = []
+        self._products = [
+            None if weight is None else self._product(weight.name) for weight in (gate_up, down)
+        ]
+
+    @property
+    def found(self) -> bool:
+        """Whether the layer has the exported form, with its weights in external data."""
+        stored = [item is not None and item.external_data for item in (self._gate_up, self._down)]
+        return all(stored) and all(self._products)
+
+    def rewrite(self) -> None:
+        """Puts the sorted form beside the old one, and hands its result to what follows."""
+        first, last = self._products
+        assert first is not None
+        assert last is not None
+        gather = self._producer[first.input[0]]  # x[taken]: [E, C, D]
+        x = gather.input[0]
+        index = next(n for n in self._ancestors(gather.input[1]) if n.op_type == "TopK").output[1]
+        chosen = self._next(last.output[0], "Gather")  # result[row]: [T, k, D]
+        wanted = chosen.output[0]
+        chosen.output[0] = f"{self._prefix}/unused"
+        self._emit(x, index, wanted)
+        self._insert_after(x, index)
+
+    def _emit(self, x: str, index: str, wanted: str) -> None:
+        """`x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[T, k, D]`."""
+        assert self._down is not None
+        inner = self._gate_up.dims[1] // 2
+        order, sizes, top_k = self._sort(index)
+        token = self._add("Div", [order, top_k], "token")
+        rows = self._add("Gather", [x, token], "rows", axis=0)
+        both = self._multiply(rows, sizes, self._gate_up, "gate_up")
+        halves = self._constant("halves", [inner, inner])
+        self._add("Split", [both, halves], "gate", "up", axis=-1)
+        gate = self._add("Gelu", [self._name("gate")], "gelu", approximate="tanh")
+        gated = self._add("Mul", [gate, self._name("up")], "gated")
+        result = self._multiply(gated, sizes, self._down, "down")
+        self._new.append(
+            _node("Gather", [result, self._name("place")], [wanted], self._name("back"), axis=0)
+        )
+
+    def _sort(self, index: str) -> tuple[str, str, str]:
+        """The order `[T·k]` by expert, the experts' counts `[E]`, and k; emits `place` `[T, k]` too."""
+        zero, one = self._constant("zero", 0), self._constant("one", 1)
+        shape = self._add("Shape", [index], "shape")
+        flat = self._add("Reshape", [index, self._constant("all", [-1])], "flat")
+        count = self._add("Shape", [flat], "count")
+        end = self._add("Squeeze", [count], "end")
+        arange = self._add("Range", [zero, end, one], "arange")
+        # Distinct keys make the order stable: by expert, then by token.
+        major = self._add("Mul", [flat, count], "major")
+        key = self._add("Add", [major, arange], "key")
+        self._add("TopK", [key, count], "sorted", "order", axis=-1, largest=0, sorted=1)
+        order = self._name("order")
+        inverse = self._add("ScatterElements", [order, order, arange], "inverse", axis=0)
+        self._add("Reshape", [inverse, shape], "place")
+        experts = self._constant("experts", range(self._gate_up.dims[0]))
+        wide = self._add("Unsqueeze", [flat, self._constant("last", [-1])], "wide")
+        hit = self._add("Equal", [wide, experts], "hit")
+        ones = self._add("Cast", [hit], "ones", to=_INT64)
+        sizes = self._add("ReduceSum", [ones, self._constant("first", [0])], "sizes", keepdims=0)
+        top_k = self._add("Gather", [shape, one], "top_k", axis=0)
+        return order, sizes, top_k
+
+    def _multiply(self, rows: str, sizes: str, weight: TensorProto, what: str) -> str:
+        """Each expert's rows times its own matrix, joined again."""
+        matrices = list(_matrices(weight))
+        self._graph.initializer.extend(matrices)
+        parts = [f"{what}_{expert}" for expert in range(len(matrices))]
+        self._add("Split", [rows, sizes], *parts, axis=0)
+        outputs = [
+            self._add("Gemm", [self._name(part), matrix.name], f"{part}_out", transB=1)
+            for part, matrix in zip(parts, matrices, strict=True)
+        ]
+        return self._add("Concat", outputs, f"{what}_joined", axis=0)
+
+    def _product(self, weight: str) -> NodeProto | None:
+        """The MatMul over the weight's transpose."""
+        transposes = self._users(weight)
+        if [node.op_type for node in transposes] != ["Transpose"]:
+            return None
+        products = self._users(transposes[0].output[0])
+        return products[0] if [node.op_type for node in products] == ["MatMul"] else None
+
+    def _users(self, value: str) -> list[NodeProto]:
+        return [node for node in self._graph.node if value in node.input]
+
+    def _next(self, value: str, kind: str) -> NodeProto:
+        """The first node of a kind down a chain of single users."""
+        while True:
+            (node,) = self._users(value)
+            if node.op_type == kind:
+                return node
+            value = node.output[0]
+
+    def _ancestors(self, value: str) -> Iterator[NodeProto]:
+        """The nodes that a value comes from, nearest first."""
+        queue, seen = [value], {value}
+        while queue:
+            node = self._producer.get(queue.pop(0))
+            if node is not None:
+                yield node
+                queue += [name for name in node.input if name not in seen]
+                seen.update(node.input)
+
+    def _insert_after(self, *values: str) -> None:
+        """Adds the new nodes where their inputs are there and their result is not needed yet."""
+        nodes = list(self._graph.node)
+        made = [i for i, node in enumerate(nodes) if set(values) & set(node.output)]
+        del self._graph.node[:]
+        self._graph.node.extend(nodes[: max(made) + 1] + self._new + nodes[max(made) + 1 :])
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _add(self, kind: str, inputs: list[str], *outputs: str, **attributes: Any) -> str:
+        """A node with outputs of these short names; the first one's full name."""
+        names = [self._name(output) for output in outputs]
+        self._new.append(_node(kind, inputs, names, names[0] + "_node", **attributes))
+        return names[0]
+
+    def _constant(self, name: str, value: object) -> str:
+        full = self._name(name)
+        self._graph.initializer.append(_integers(value, full))
+        return full
+
+
+# onnx is imported where it is needed: an image that serves has this package and not that one.
+def _node(
+    kind: str, inputs: list[str], outputs: list[str], name: str, **attributes: Any
+) -> NodeProto:
+    from onnx import helper
+
+    return helper.make_node(kind, inputs, outputs, name, **attributes)
+
+
+def _integers(value: object, name: str) -> TensorProto:
+    from onnx import numpy_helper
+
+    return numpy_helper.from_array(np.array(value, dtype=np.int64), name)
+
+
+def _matrices(weight: TensorProto) -> Iterator[TensorProto]:
+    """The experts' matrices `[out, in]` of a stacked weight: the same bytes, at their own offsets."""
+    from onnx import TensorProto
+
+    external = {entry.key: entry.value for entry in weight.external_data}
+    stride = int(external["length"]) // weight.dims[0]
+    for expert in range(weight.dims[0]):
+        item = TensorProto(
+            name=f"{weight.name}.{expert}",
+            data_type=weight.data_type,
+            dims=weight.dims[1:],
+            data_location=TensorProto.EXTERNAL,
+        )
+        offset = int(external.get("offset", 0)) + expert * stride
+        for key, value in (
+            ("location", external["location"]),
+            ("offset", str(offset)),
+            ("length", str(stride)),
+        ):
+            item.external_data.add(key=key, value=value)
+        yield item
+
+
+def _replace_load(graph: onnx.GraphProto, layers: int) -> None:
+    (node,) = (node for node in graph.node if "load" in node.output)
+    graph.node.remove(node)
+    zeros = _integers([0] * layers, "")
+    graph.node.append(_node("Constant", [], ["load"], "load", value=zeros))
+
+
+def _drop_unused(graph: onnx.GraphProto) -> None:
+    """Takes out the nodes and weights that no output needs any more."""
+    wanted = {output.name for output in graph.output}
+    kept: list[NodeProto] = []
+    for node in reversed(graph.node):
+        if wanted & set(node.output):
+            kept.append(node)
+            wanted |= set(node.input)
+    used = [item for item in graph.initializer if item.name in wanted]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(reversed(kept))
+    graph.initializer.extend(used)

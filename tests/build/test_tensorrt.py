@@ -1,0 +1,239 @@
+"""TensorRT-RTX engines, really built, from a small random checkpoint with the released model's head sizes."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canvasrt.build import build, compile
+from canvasrt.build.cache import EngineCache
+from canvasrt.build.pipeline import build_all, plan_all
+from canvasrt.build.profiles import Range
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.errors import CanvasError
+from canvasrt.targets import parse_targets
+from tests.conftest import Command
+
+pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+
+TARGETS = {"rtx-4090": "8.9", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 32,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 4096,
+}
+OPTIONS = {"max_context": 1024, "max_batch": 2}
+
+Built = Callable[..., tuple[Bundle, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
+    from canvasrt.export import synthetic
+    from canvasrt.export.graphs import export
+
+    folder = tmp_path_factory.mktemp("tensorrt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
+        synthetic.write(folder / "checkpoint", "small", layers=2)
+    return export(folder / "checkpoint", folder / "graphs", precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
+    """Build from the small graphs; the bundle, and what progress said."""
+
+    def make(target: str, name: str = "engines", kept: Path = cache) -> tuple[Bundle, list[str]]:
+        monkeypatch.setenv("CANVASRT_CACHE", str(kept))
+        said: list[str] = []
+        bundle = build(
+            graphs.path,
+            target,
+            tmp_path / name,
+            progress=lambda what, *_: said.append(what),
+            **OPTIONS,
+        )
+        return bundle, list(dict.fromkeys(said))
+
+    return make
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: Bundle) -> None:
+    bundle, said = built(target)
+    manifest = load_bundle(bundle.path, kind="engines", check=True).manifest
+    assert manifest.target is not None
+    assert manifest.target["name"] == target
+    assert manifest.target["backend"] == "tensorrt-rtx"
+    assert manifest.target["compute_capability"] == TARGETS[target]
+    assert manifest.target["builder_version"] == manifest.made_by["tensorrt-rtx"]
+    assert manifest.options["precision"] == "bf16"
+    assert set(manifest.files) == {"body_0.engine", "head.engine", "embedding.bin"}
+    assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
+    body, head = manifest.segments
+    assert (body["file"], body["layers"]) == ("body_0.engine", [0, 1])
+    (profile,) = body["profiles"]
+    assert profile["past_full"] == {"min": 0, "opt": 1024, "max": 1024}
+    assert profile["past_sliding"] == {"min": 0, "opt": 31, "max": 31}
+    assert profile["length"] == {"min": 1, "opt": 256, "max": 512}
+    (profile,) = head["profiles"]
+    assert profile["length"] == {"min": 256, "opt": 256, "max": 256}
+    weights = graphs.manifest.files["body_0.bin"]["bytes"]
+    assert manifest.files["body_0.engine"]["bytes"] > weights
+    assert [line for line in said if "body" in line or "head" in line] == [
+        f"building body_0 for {target}",
+        f"building head for {target}",
+    ]
+
+
+def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = built("rtx-pro-6000", "first")
+    second, said = built("rtx-pro-6000", "second")
+    assert "reusing body_0 for rtx-pro-6000" in said
+    assert not any("building" in line for line in said)
+    assert second.manifest == first.manifest
+    assert second.file("head.engine").samefile(first.file("head.engine"))
+    again, said = built("rtx-pro-6000", "second")
+    assert again.manifest == second.manifest
+    assert not any("reusing" in line for line in said)
+    monkeypatch.setattr("canvasrt.extras.version", lambda name: "99.0")
+    with pytest.raises(CanvasError, match=r"by tensorrt-rtx [\d.]+, and 99\.0 is installed now"):
+        built("rtx-pro-6000", "second")
+
+
+def test_several_targets_share_an_export_a_precision(
+    built: Built, graphs: Bundle, tmp_path: Path, command: Command
+) -> None:
+    """The export is the fixture's again, byte for byte, so its engines are reused."""
+    for target in ("rtx-4090", "rtx-pro-6000"):
+        built(target, target)
+    checkpoint, out = graphs.path.parent / "checkpoint", tmp_path / "out"
+    said: list[str] = []
+    targets = parse_targets("cpu,rtx-4090,rtx-pro-6000")
+    plans = plan_all(checkpoint, targets, out, "bf16", **OPTIONS)
+    made = build_all(plans, lambda what, *_: said.append(what))
+    assert [plan.precision for plan, _ in made] == ["fp32", "bf16", "bf16"]
+    assert list(dict.fromkeys(said)) == [
+        "exporting graphs (fp32)",
+        "taking over graphs for cpu",
+        "exporting graphs (bf16)",
+        *(f"reusing {name} for rtx-4090" for name in ("body_0", "head")),
+        *(f"reusing {name} for rtx-pro-6000" for name in ("body_0", "head")),
+    ]
+    assert sorted(path.name for path in out.iterdir()) == ["cpu", "rtx-4090", "rtx-pro-6000"]
+    shown = command("inspect", out / "rtx-4090").stdout
+    assert "compute_capability 8.9" in shown
+    assert "batch 1..2..2" in shown
+
+
+def test_a_damaged_engine_in_the_cache_is_built_again(built: Built, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    first, _ = built("rtx-4090", "first", own)
+    file = first.file("head.engine")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # one file with the cache's
+    _, said = built("rtx-4090", "second", own)
+    assert "reusing body_0 for rtx-4090" in said
+    assert "building head for rtx-4090" in said
+
+
+def test_an_interrupted_build_goes_on_where_it_was(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    compile_graph = compile.compile_graph
+
+    def interrupted(job: compile.Job) -> None:
+        if job.graph.stem == "head":
+            raise KeyboardInterrupt
+        compile_graph(job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("canvasrt.build.tensorrt.compile_graph", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            built("rtx-4090", "engines", own)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own"]
+    _, said = built("rtx-4090", "engines", own)
+    assert [line for line in said if "for rtx-4090" in line] == [
+        "reusing body_0 for rtx-4090",
+        "building head for rtx-4090",
+    ]
+
+
+def job(graph: Path, profile: dict[str, Range] | None = None) -> compile.Job:
+    return compile.Job("tensorrt_rtx", graph, graph.with_suffix(".engine"), (12, 0), profile or {})
+
+
+def test_tensorrt_s_own_reason_is_the_error(graphs: Bundle, tmp_path: Path) -> None:
+    """The graph is there and its weights are not."""
+    graph = tmp_path / "head.onnx"
+    graph.write_bytes(graphs.file("head.onnx").read_bytes())
+    with pytest.raises(CanvasError, match=r"head: .* built no engine: .*Failed to open.*\.bin"):
+        compile.compile_graph(job(graph))
+    assert [path.name for path in tmp_path.iterdir()] == ["head.onnx"]
+
+
+def test_a_graph_with_unknown_dimensions_is_refused(graphs: Bundle) -> None:
+    with pytest.raises(CanvasError, match="input hidden has an unknown dimension batch"):
+        compile.compile_graph(job(graphs.file("head.onnx")))
+
+
+def test_a_builder_that_is_killed_is_an_error_like_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that kills itself stands for one that ran out of memory."""
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(killed.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr("sys.executable", str(killed))
+    with pytest.raises(
+        CanvasError, match="head: the tensorrt_rtx builder was killed by signal 9"
+    ) as raised:
+        compile.compile_graph(job(tmp_path / "head.onnx"))
+    assert "memory" in raised.value.hint
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_the_build(
+    built: Built, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CanvasError, match="engines cannot be kept in") as raised:
+        built("rtx-4090", "engines", tmp_path / "file")
+    assert "CANVASRT_CACHE" in raised.value.hint
+
+
+def test_the_runtime_says_that_it_cannot_run_them_yet(built: Built) -> None:
+    from canvasrt.runtime.model import Model
+
+    bundle, _ = built("rtx-4090")
+    with pytest.raises(CanvasError, match="built for tensorrt-rtx"):
+        Model.load(bundle.path)
+
+
+def test_the_cache_is_where_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CANVASRT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert EngineCache().folder == tmp_path / "canvasrt" / "engines"
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "mine"))
+    assert EngineCache().folder == tmp_path / "mine" / "engines"
