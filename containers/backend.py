@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import uuid
 from pathlib import Path
@@ -17,6 +18,7 @@ from canvasrt.bundle import load_bundle
 from canvasrt.containers.metrics import Metrics
 from canvasrt.containers.replies import ReplyBuilder
 from canvasrt.containers.request import read_request
+from canvasrt.containers.server import THREADS_VARIABLE
 from canvasrt.containers.tensors import HINT, STREAM_MODEL, check_parameters, outputs_of
 from canvasrt.containers.worker import CANCEL_INTERVAL, Overloaded, Worker
 from canvasrt.errors import CanvasError
@@ -40,8 +42,7 @@ class StreamModel:
         options = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         # `engines` is relative to the model repository, which holds this model's folder.
         engines = Path(args["model_repository"]).parent / options["engines"]
-        threads = int(options["threads"]) if "threads" in options else None
-        self._model = Model.load(engines, threads=threads)
+        self._model = Model.load(engines, threads=_threads())
         bundle = load_bundle(engines, check=False)  # the model has checked it
         manifest = bundle.manifest
         self._tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
@@ -206,6 +207,14 @@ class AnswerModel:
                 )
                 for _ in request.exec(decoupled=True):
                     pass
+
+
+def _threads() -> int | None:
+    """CPU threads of the engines; None takes every core."""
+    value = os.environ.get(THREADS_VARIABLE, "")
+    if value and not value.isdecimal():
+        raise CanvasError(f"{THREADS_VARIABLE} is {value!r}", "give a number, or unset it")
+    return int(value) if value else None
 
 
 def describe(error: Exception) -> tuple[str, str]:

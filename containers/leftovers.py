@@ -60,7 +60,8 @@ def remove_stale() -> None:
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
-            if match is None or _exists(int(match[1])) or _in_use(match[0]):
+            # A server outlives its parent for as long as its last requests take.
+            if match is None or is_running(int(match[1])) or processes_of(match[0]):
                 continue
             with contextlib.suppress(OSError):  # another user's
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -74,24 +75,14 @@ def _pid_namespace() -> str:
         return "0"
 
 
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _in_use(name: str) -> bool:
-    """Whether a process was started with this run's name: a server that outlives its parent for as
-    long as its last requests take."""
+def processes_of(name: str) -> set[int]:
+    """The processes that were started with a run's name, this one apart."""
+    found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if name.encode() in file.read_bytes():
-                return True
-    return False
+            if name.encode() in file.read_bytes() and is_running(int(file.parent.name)):
+                found.add(int(file.parent.name))
+    return found - {os.getpid()}
 
 
 def group_members(group: int) -> set[int]:

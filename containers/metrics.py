@@ -26,19 +26,24 @@ class Metrics:
         self._requests = self._metric(
             pb_utils, "requests_in_flight", "Requests running or waiting", "GAUGE"
         )
+        self._requests.set(0)
         self._counters = {
             name: self._metric(pb_utils, f"{name}_total", about, "COUNTER")
             for name, about in _COUNTED.items()
         }
         self._seen = Counters()
         self._due = 0.0
+        self._in_flight = 0
 
     def update(self, generator: Generator, in_flight: int) -> None:
-        """Reports what changed, now and then, and always when the work is done."""
+        """Reports a change in requests at once, since stopping waits for it, and the counters now and
+        then, and when the work is done."""
+        if in_flight != self._in_flight:
+            self._in_flight = in_flight
+            self._requests.set(in_flight)
         if not generator.idle and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + INTERVAL
-        self._requests.set(in_flight)
         now = generator.model.counters
         for name, metric in self._counters.items():
             change = getattr(now, name) - getattr(self._seen, name)

@@ -32,6 +32,7 @@ class Settings:
     verbose: bool = False
     ready_timeout: float = READY_TIMEOUT
     exit_timeout: int = EXIT_TIMEOUT
+    threads: int | None = None
     as_json: bool = False
 
     @property
@@ -60,6 +61,7 @@ def run(path: Path, settings: Settings) -> None:
             ports=settings.ports,
             log=settings.log_file,
             exit_timeout=settings.exit_timeout,
+            threads=settings.threads,
         )
         with _following(settings, server.log):
             try:
@@ -115,6 +117,7 @@ def _following(settings: Settings, log: Path | None) -> Iterator[None]:
     if not settings.verbose or log is None:
         yield
         return
+    log.unlink(missing_ok=True)  # an earlier server's
     done = threading.Event()
     thread = threading.Thread(target=_follow, args=(log, done), daemon=True)
     thread.start()
@@ -126,7 +129,6 @@ def _following(settings: Settings, log: Path | None) -> Iterator[None]:
 
 
 def _follow(log: Path, done: threading.Event) -> None:
-    log.unlink(missing_ok=True)  # an earlier server's
     position = 0
     while True:
         last = done.is_set()

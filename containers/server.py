@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from canvasrt.containers.guard import dismiss, start_guard
 from canvasrt.containers.installation import Installation, find_installation
 from canvasrt.containers.leftovers import (
     die_with_parent,
@@ -32,6 +33,7 @@ READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
 EXIT_TIMEOUT = 10  # for requests in flight when the server is told to stop
 UNLOAD_TIMEOUT = 3  # for the models to be unloaded after that
 PROBE_TIMEOUT = 5.0
+THREADS_VARIABLE = "CANVASRT_THREADS"
 POLL = 0.05
 _CAUSES = (
     # The traceback follows in the same line, with its line breaks escaped.
@@ -66,29 +68,26 @@ class Server:
         ports: Ports | None = None,
         log: Path | None = None,
         exit_timeout: int = EXIT_TIMEOUT,
-        options: tuple[str, ...] = (),
+        threads: int | None = None,
     ) -> None:
-        """`log` is the file for the server's output; None passes it on to stderr. `options` are
-        handed to tritonserver as they are."""
+        """`log` is the file for the server's output; None passes it on to stderr. `threads` are the
+        engines' CPU threads; None takes `CANVASRT_THREADS`, else every core."""
         self.repository = repository
         self.host = host
         self.ports = ports or Ports()
         self.log = log
         self.exit_timeout = exit_timeout
-        self._options = options
+        self._threads = threads
         self.run_name = run_name()
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._models: set[int] = set()
 
     @property
     def address(self) -> str:
         """The host to call it by: the loopback address where it listens on all."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-
-    def _model_processes(self) -> set[int]:
-        """Triton runs a process for each model, in its own process group."""
-        return group_members(self._process.pid) - {self._process.pid} if self._process else set()
 
     @property
     def pid(self) -> int | None:
@@ -99,13 +98,16 @@ class Server:
         self.start()
         try:
             self.wait_ready()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        at_once = threading.Event()
+        if kind is not None:  # nobody waits for the answers any more
+            at_once.set()
+        self.stop(force=at_once)
 
     def start(self) -> None:
         """Starts the process. CanvasError for a port in use, or when there is no tritonserver."""
@@ -117,20 +119,23 @@ class Server:
             with self._output() as output:
                 self._process = subprocess.Popen(
                     command,
-                    env=installation.environment(),
+                    env=self._environment(installation),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
                     start_new_session=True,  # Ctrl-C is for us; we tell the server to stop
                     preexec_fn=die_with_parent(),
                 )
-        except OSError as error:
+            self._guard = start_guard(self.run_name)
+        except BaseException as error:
+            if self._process is not None:
+                end_group(self._process.pid, grace=0)
+                self._process = None
             self._clean()
-            raise CanvasError(
-                f"{installation.binary} does not start: {error}", "run `canvasrt doctor`"
-            ) from error
-        except BaseException:
-            self._clean()
+            if isinstance(error, OSError):
+                raise CanvasError(
+                    f"{installation.binary} does not start: {error}", "run `canvasrt doctor`"
+                ) from error
             raise
 
     def wait_ready(
@@ -183,18 +188,28 @@ class Server:
 
         Requests in flight get `exit_timeout` seconds; setting `force` ends the wait at once.
         """
-        process = self._process
-        finished = True
-        if process is not None:
-            finished = self._drain(force)
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            ended = _wait(process, UNLOAD_TIMEOUT + 5, force)
-            end_group(process.pid, grace=1.0 if ended else 0.0)
-            process.wait()
+        try:
+            return self._process is None or self._end(self._process, force)
+        except BaseException:  # a second Ctrl-C, where nobody handles it
+            if self._process is not None:
+                end_group(self._process.pid, grace=0)
+            raise
+        finally:
             self._process = None
-        self._clean()
-        return finished
+            self._clean()
+
+    def _end(self, process: subprocess.Popen[bytes], force: threading.Event | None) -> bool:
+        drained = self._drain(force)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        ended = _wait(process, UNLOAD_TIMEOUT + 5, force)
+        end_group(process.pid, grace=1.0 if ended else 0.0)
+        process.wait()
+        return drained
+
+    def _model_processes(self) -> set[int]:
+        """Triton runs a process for each model, in its own process group."""
+        return group_members(self._process.pid) - {self._process.pid} if self._process else set()
 
     def _drain(self, force: threading.Event | None) -> bool:
         """Waits until no request is in flight.
@@ -260,7 +275,13 @@ class Server:
             command.append(f"--{name}-port={getattr(self.ports, name)}")
         if not Path("/dev/nvidiactl").exists():
             command.append("--allow-gpu-metrics=false")
-        return [*command, *self._options]
+        return command
+
+    def _environment(self, installation: Installation) -> dict[str, str]:
+        env = installation.environment()
+        if self._threads is not None:
+            env[THREADS_VARIABLE] = str(self._threads)
+        return env
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[IO[bytes] | None]:
@@ -275,6 +296,9 @@ class Server:
         return f"; the log is {self.log}" if self.log else ""
 
     def _clean(self) -> None:
+        if self._guard is not None:
+            dismiss(self._guard)
+            self._guard = None
         remove_shm(self.run_name)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

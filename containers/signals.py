@@ -28,7 +28,10 @@ def stop_request() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         (request.insisted if request.asked.is_set() else request.asked).set()
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    # nohup ignores a closed terminal; so do we then. Scripts start background jobs with Ctrl-C ignored,
+    # and still stop them with it.
+    taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in taken}
     try:
         yield request
     finally:

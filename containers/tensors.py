@@ -1,4 +1,4 @@
-"""The tensors of the served models: one table for Triton's configuration, the checks and the README."""
+"""The tensors of the served models: one table for Triton's configuration and for the checks."""
 
 from __future__ import annotations
 
@@ -182,9 +182,3 @@ def read_messages(text: str) -> list[dict[str, Any]]:
         if not isinstance(message.get("content"), (str, list)):
             raise CanvasError(f"message {index} has no content", f"send {example}")
     return messages
-
-
-def markdown_row(tensor: Tensor) -> str:
-    """The tensor's row in the README's tables."""
-    shape = ", ".join(map(str, tensor.shape))
-    return f"| `{tensor.name}` | {tensor.datatype} | [{shape}] | {tensor.about} |"

@@ -14,16 +14,13 @@ from canvasrt.containers.backend import {name} as TritonPythonModel  # noqa: F40
 '''
 
 
-def write_repository(
-    folder: Path, engines: str, *, max_batch: int | None = None, threads: int | None = None
-) -> None:
+def write_repository(folder: Path, engines: str, *, max_batch: int | None = None) -> None:
     """Writes both models into `folder`.
 
-    `engines` is the engine bundle, either absolute or relative to `folder`. `max_batch` canvases
-    are denoised at once; `threads` are the CPU threads of the engines. None leaves both to the
-    runtime.
+    `engines` is the engine bundle, relative to `folder`. `max_batch` canvases are denoised at once;
+    None takes the engines' own limit.
     """
-    options = {"engines": engines, "max_batch": max_batch, "threads": threads}
+    options = {"engines": engines, "max_batch": max_batch}
     parameters = {name: str(value) for name, value in options.items() if value is not None}
     _write_model(folder / STREAM_MODEL, "StreamModel", model_config(STREAM_MODEL, parameters))
     _write_model(folder / ANSWER_MODEL, "AnswerModel", model_config(ANSWER_MODEL, {}))

@@ -39,7 +39,8 @@ class Worker:
     """Runs a generator in a thread of its own.
 
     `make` builds the generator; it is called again after a failed pass, whose requests get the
-    error. `observe` is called after every step with the generator.
+    error. `observe` is called around every step with the generator and
+    the number of requests in flight.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Worker:
     def _run(self) -> None:
         while not self._closing:
             self._admit()
+            self._report()  # before anybody hears of a request that does not count yet
             self._drop_cancelled()
             try:
                 events = self._generator.step()

@@ -26,7 +26,7 @@ Url = Annotated[
         "--url",
         metavar="HOST:PORT",
         show_default=False,
-        help="The server. [this machine, with the protocol's default port]",
+        help="The server; without it, this machine with the protocol's own port.",
     ),
 ]
 ProtocolName = Annotated[str, typer.Option("--protocol", metavar="NAME", help="http or grpc.")]

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from canvasrt.cli.generate import Threads
 from canvasrt.cli.options import AsJson
 
 
@@ -50,6 +51,7 @@ def serve(
             "--exit-timeout", metavar="SECONDS", min=0, help="For requests in flight at the end."
         ),
     ] = 10,
+    threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve over HTTP and gRPC until Ctrl-C or SIGTERM."""
@@ -63,6 +65,7 @@ def serve(
         verbose=verbose,
         ready_timeout=ready_timeout,
         exit_timeout=exit_timeout,
+        threads=threads,
         as_json=as_json,
     )
     run(bundle, settings)

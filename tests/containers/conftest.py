@@ -33,6 +33,14 @@ ENDLESS: dict[str, Any] = {"max_denoising_steps": 10_000, "stability_threshold":
 Local = Callable[..., Result]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """For every server started here: the workers of pytest-xdist fill the machine already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CANVASRT_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """CPU engines of a random model with the demo's shape and tokenizer; its blocks take many steps."""
@@ -92,7 +100,7 @@ def tokenizer(engines: Bundle) -> Tokenizer:
 @pytest.fixture(scope="session")
 def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
     """Generates in this process: what the server must answer too."""
-    model = Model.load(engines.path)
+    model = Model.load(engines.path, threads=1)
 
     def generate(prompt: str, **options: Any) -> Result:
         params = SamplingParams.from_defaults(model.sampler, model.config, **options)

@@ -128,10 +128,13 @@ def test_serving_leaves_the_package_as_it_was(packaged: Bundle, server: object):
     assert not packaged.unlisted()
 
 
-def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path):
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path, busy: bool):
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        if busy:
+            _endless_request(running, [])
         running.stop(signal.SIGKILL)
-        assert eventually(lambda: not running.leftovers())
+        assert eventually(lambda: not running.leftovers() and not running.scratch())
 
 
 def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle, tmp_path: Path):
@@ -186,11 +189,7 @@ def test_an_idle_connection_does_not_hold_up_the_end(packaged: Bundle, tmp_path:
 def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
     """Triton itself would go on being ready, and fail every request."""
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        (model,) = [
-            int(pid)
-            for pid, line in _command_lines().items()
-            if "/canvasrt_stream/1/model.py" in line and f"-{running.process.pid}-" in line
-        ]
+        (model,) = _model_processes(running)
         os.kill(model, signal.SIGKILL)
         errors = running.process.communicate(timeout=60)[1]
         assert running.process.returncode == 1
@@ -242,6 +241,13 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path):
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
 
 
+def test_the_number_of_threads_is_passed_on(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--threads", "3") as running:
+        (model,) = _model_processes(running)
+        environment = Path(f"/proc/{model}/environ").read_bytes().split(b"\0")
+    assert b"CANVASRT_THREADS=3" in environment
+
+
 def test_verbose_shows_tritons_output(packaged: Bundle, tmp_path: Path):
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--verbose") as running:
         assert "successfully unloaded 'canvasrt'" in running.stop(signal.SIGTERM)
@@ -268,6 +274,13 @@ def _endless_request(running: Serving, failure: list[BaseException]) -> threadin
     thread.start()
     assert started.wait(30)
     return thread
+
+
+def _model_processes(running: Serving) -> list[int]:
+    """The processes of the stream model."""
+    wanted = ("/canvasrt_stream/1/model.py", f"-{running.process.pid}-")
+    lines = _command_lines().items()
+    return [int(pid) for pid, line in lines if all(part in line for part in wanted)]
 
 
 def _command_lines() -> dict[str, str]:

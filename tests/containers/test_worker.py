@@ -49,7 +49,7 @@ class Failing(Generator):
 
 @pytest.fixture(scope="module")
 def model(engines: Bundle) -> Model:
-    return Model.load(engines.path)
+    return Model.load(engines.path, threads=1)
 
 
 def request(model: Model, **options: Any) -> Request:
