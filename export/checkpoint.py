@@ -100,4 +100,4 @@ class Checkpoint:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's values as little-endian bytes, without a copy when it is contiguous."""
     flat = tensor.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

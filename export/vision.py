@@ -26,6 +26,11 @@ from canvasrt.model import ModelConfig
 class ClippedLinear(nn.Module):
     """A projection whose input and output are clamped to ranges that the checkpoint may carry."""
 
+    input_min: Tensor
+    input_max: Tensor
+    output_min: Tensor
+    output_max: Tensor
+
     def __init__(self, size: int, out: int, clipped: bool) -> None:
         super().__init__()
         self.linear = Linear(size, out)
@@ -85,6 +90,8 @@ class VisionLayer(nn.Module):
 
 class Vision(nn.Module):
     """Vision tower, pooling of neighbouring patches, and projection to the language model's width."""
+
+    frequencies: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

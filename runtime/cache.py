@@ -54,7 +54,7 @@ class RequestCache:
 
 
 class PastBatch:
-    """The past inputs of a pass over several requests, padded to the longest.
+    """The past inputs of a pass over some requests, padded to the longest.
 
     They stay the same for all denoising steps of a block, so they are put together once and kept
     until the requests or their lengths change.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from canvasrt.model import ModelConfig
 
 MULTIPLE = 4
-SLACK = 1.15
+# An overflow repeats a whole segment, which costs more than some slots that stay empty.
+SLACK, SPARE = 1.15, 4
 
 
 class Capacity:
@@ -26,11 +29,11 @@ class Capacity:
 
     def record(self, load: int, tokens: int) -> None:
         """Learns from a pass's largest load: rises at once, falls slowly."""
-        share = load / tokens * SLACK
+        share = (load * SLACK + SPARE) / tokens
         falling = share if not self._seen else max(share, 0.75 * self._share + 0.25 * share)
         self._share, self._seen = min(1.0, falling), True
 
 
 def rounded(capacity: float, tokens: int) -> int:
     """`capacity` rounded up to a small multiple, so that few shapes occur; from 1 to `tokens`."""
-    return min(tokens, max(1, -(-int(-(-capacity // 1)) // MULTIPLE) * MULTIPLE))
+    return min(tokens, max(1, math.ceil(capacity / MULTIPLE) * MULTIPLE))

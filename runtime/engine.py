@@ -35,6 +35,8 @@ class Backend(Protocol):
     # True when one request's results may change in the last bits with what shares its batch:
     # such a backend runs a request a pass, so that its tokens cannot change.
     rows_apart: bool
+    # How many passes may run at the same time.
+    max_workers: int
 
     def open(self, name: str, file: Path) -> Segment:
         """Loads the graph or engine in `file`. CanvasError when it cannot be loaded."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +19,10 @@ from canvasrt.runtime.cache import PastBatch, RequestCache
 from canvasrt.runtime.capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 
+Input = TypeVar("Input")
+Batch = TypeVar("Batch")
+Output = TypeVar("Output")
+
 PREFILL_CHUNK = 512
 DEFAULT_MAX_CONTEXT = 32_768
 
@@ -25,6 +32,7 @@ class Row:
     """What the model keeps for one request: its cache, and what its experts' loads have been."""
 
     cache: RequestCache
+    past: PastBatch = field(default_factory=PastBatch)
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
 
@@ -91,6 +99,7 @@ class Model:
         table: np.ndarray,
         max_context: int,
         rows_apart: bool,
+        max_workers: int = 1,
         bundle: Bundle | None = None,
     ) -> None:
         self.config = config
@@ -104,8 +113,9 @@ class Model:
         self._table = table
         self.rows_apart = rows_apart
         self._scale = np.float32(config.hidden_size**0.5)
-        self._encode_past = PastBatch()
-        self._denoise_past = PastBatch()
+        self._past = PastBatch()
+        self._pool = ThreadPoolExecutor(max_workers, "canvasrt") if max_workers > 1 else None
+        self._counting = threading.Lock()
 
     @classmethod
     def load(
@@ -143,6 +153,7 @@ class Model:
             _map_table(bundle),
             int(manifest.options.get("max_context") or limit),
             backend.rows_apart,
+            backend.max_workers,
             bundle,
         )
 
@@ -165,29 +176,33 @@ class Model:
         return embedded / np.sqrt(square + np.float32(self.config.rms_norm_eps))
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Adds clean tokens to their requests' caches, at most `prefill_chunk` tokens a request."""
+        """Adds clean tokens to their requests' caches."""
         start = time.perf_counter()
-        for batch in self._passes(inputs):
-            self._encode_pass(batch)
-            self.counters.encode_passes += 1
-            self.counters.encode_tokens += sum(len(item.tokens) for item in batch)
+        batches = self._batches(inputs)
+        self._map(self._encode_pass, batches)
+        self.counters.encode_passes += len(batches)
+        self.counters.encode_tokens += sum(len(item.tokens) for item in inputs)
         self.counters.encode_seconds += time.perf_counter() - start
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """One denoising step of each request, in order. Caches are read, not written."""
         start = time.perf_counter()
-        outputs: list[DenoiseOutput] = []
-        for batch in self._passes(inputs):
-            outputs += self._denoise_pass(batch)
-            self.counters.denoise_passes += 1
+        batches = self._batches(inputs)
+        outputs = [output for part in self._map(self._denoise_pass, batches) for output in part]
+        self.counters.denoise_passes += len(batches)
         self.counters.denoise_seconds += time.perf_counter() - start
         return outputs
 
-    def _passes(self, inputs: Sequence) -> Iterator[Sequence]:
+    def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
         if self.rows_apart:
-            yield from ([item] for item in inputs)
-        elif inputs:
-            yield inputs
+            return [[item] for item in inputs]
+        return [inputs] if inputs else []
+
+    def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
+        """Passes side by side where there are several; they share no state."""
+        if self._pool is None or len(batches) < 2:
+            return [run(batch) for batch in batches]
+        return list(self._pool.map(run, batches))
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
         counts = [len(item.tokens) for item in batch]
@@ -198,7 +213,7 @@ class Model:
             begin = item.row.cache.length
             positions[index, :count] = np.arange(begin, begin + count)
         rows = [item.row for item in batch]
-        feeds = self._feeds(self._encode_past, rows, positions, causal=True)
+        feeds = self._feeds(rows, positions, causal=True)
         hidden = self.embed(tokens)
         for body in self._bodies:
             out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
@@ -216,8 +231,8 @@ class Model:
         rows = [item.row for item in batch]
         begin = np.array([row.cache.length for row in rows], np.int64)
         positions = begin[:, None] + np.arange(length, dtype=np.int64)
-        feeds = self._feeds(self._denoise_past, rows, positions, causal=False)
-        hidden = np.stack([item.hidden for item in batch])
+        feeds = self._feeds(rows, positions, causal=False)
+        hidden = _stack([item.hidden for item in batch])
         for body in self._bodies:
             tokens = positions.size
             hidden = self._run_body(body, feeds | {"hidden": hidden}, rows, "denoise", tokens)[
@@ -228,16 +243,15 @@ class Model:
                 "hidden": hidden,
                 "temperature": np.array([item.temperature for item in batch], np.float32),
                 "entropy_bound": np.array([item.entropy_bound for item in batch], np.float32),
-                "uniforms": np.stack([item.uniforms for item in batch]),
-                "noise": np.stack([item.noise for item in batch]),
+                "uniforms": _stack([item.uniforms for item in batch]),
+                "noise": _stack([item.noise for item in batch]),
             }
         )
         names = ("canvas", "argmax", "entropy", "accepted", "next_hidden")
         return [DenoiseOutput(*(out[name][i] for name in names)) for i in range(len(batch))]
 
-    def _feeds(
-        self, past: PastBatch, rows: Sequence[Row], positions: np.ndarray, causal: bool
-    ) -> Arrays:
+    def _feeds(self, rows: Sequence[Row], positions: np.ndarray, causal: bool) -> Arrays:
+        past = rows[0].past if len(rows) == 1 else self._past
         return past.feeds([row.cache for row in rows]) | {
             "positions": positions,
             "groups": np.full(positions.shape, -1, np.int64),
@@ -262,7 +276,8 @@ class Model:
             if not over.size:
                 break
             # Only the first overflowing layer's load can be relied on; the later ones saw its result.
-            self.counters.overflows += 1
+            with self._counting:
+                self.counters.overflows += 1
             capacity = rounded(int(over[0]) * 1.1, tokens)
         for each in learned:
             each.record(int(out["load"].max()), tokens)
@@ -279,6 +294,10 @@ def _backend(target: dict | None, threads: int | None) -> Backend:
     from canvasrt.runtime.onnxruntime import OrtBackend
 
     return OrtBackend(threads)
+
+
+def _stack(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
 
 
 def _map_table(bundle: Bundle) -> np.ndarray:

@@ -35,6 +35,7 @@ class OrtBackend:
         if threads is not None and threads < 1:
             raise CanvasError(f"threads is {threads}", "give at least one thread")
         self.threads = threads or available_cores()
+        self.max_workers = self.threads
         self.profile = profile
 
     def open(self, name: str, file: Path) -> OrtSegment:

@@ -63,13 +63,3 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             name = word.partition("=")[0]
             if re.fullmatch(r"--[a-z][\w-]*", name):
                 assert name in known, f"{line}: no option {name}"
-
-
-def test_the_readme_lists_every_tensor() -> None:
-    """The README's two tables are what Triton's configuration says."""
-    from canvasrt.containers.tensors import STREAM_MODEL, inputs_of, outputs_of
-
-    text = (ROOT / "README.md").read_text()
-    for tensor in (*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)):
-        shape = ", ".join(map(str, tensor.shape))
-        assert f"| `{tensor.name}` | {tensor.datatype} | [{shape}] | {tensor.about} |" in text

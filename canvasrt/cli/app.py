@@ -42,7 +42,8 @@ def _show_version(value: bool) -> None:
 
 def _root(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of a failure; any place will do.")
+        bool,
+        typer.Option("--debug", help="Show the traceback of a failure and builders' warnings."),
     ] = False,
     version: Annotated[
         bool,
@@ -84,6 +85,8 @@ def parsed_command(name: str) -> Any:
 def run(arguments: list[str]) -> int:
     """Run one command and return the exit code: 0, 1 for a failure, 2 for wrong usage."""
     arguments, debug = _take_debug(arguments)
+    if debug:
+        _show_log()
     if threading.current_thread() is threading.main_thread():
         from canvasrt.staging import raise_exit
 
@@ -136,6 +139,15 @@ def _failed(error: Exception, debug: bool) -> int:
 def _interrupted() -> int:
     print("interrupted", file=sys.stderr)
     return 130
+
+
+def _show_log() -> None:
+    """Print what canvasrt logs, such as the builders' warnings. (Other loggers slow torch's exporter.)"""
+    import logging
+
+    logger = logging.getLogger("canvasrt")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(logging.StreamHandler())
 
 
 def _show_traceback(debug: bool) -> None:

@@ -42,7 +42,7 @@ Blocks = Annotated[int, typer.Option("--blocks", min=1, help="Blocks of answer a
 Steps = Annotated[
     int | None,
     typer.Option(
-        "--steps", min=1, show_default=False, help="Denoising steps a block. [the checkpoint's]"
+        "--steps", min=1, show_default="the checkpoint's", help="Denoising steps a block."
     ),
 ]
 EarlyStop = Annotated[
@@ -56,7 +56,7 @@ Batch = Annotated[int, typer.Option("--batch", min=1, help="Requests that run to
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after one warm-up.")]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, show_default=False, help="CPU threads. [every core]"),
+    typer.Option("--threads", min=1, show_default="every core", help="CPU threads."),
 ]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from canvasrt.cli.output import console
-
 if TYPE_CHECKING:
     from rich.live import Live
 
@@ -20,36 +18,40 @@ class DraftView:
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self._eos = eos_token_ids
-        self._live: Live | None = None
-        self._console = console() if sys.stdout.isatty() else None
+        self._done = ""
+        self._live = _live() if sys.stdout.isatty() else None
 
     def draft(self, event: Draft) -> None:
         """Shows one step's draft, up to its first end of sequence; unaccepted tokens are dim."""
         tokens, accepted = self._until_end(event)
-        if self._console is None:
+        if self._live is None:
             text = self._whole(tokens)
             print(f"block {event.block} step {event.step}: {text!r}", flush=True)
             return
-        from rich.live import Live
         from rich.text import Text
 
         spelt = zip(map(self._spell, tokens), accepted, strict=True)
-        drawn = Text.assemble(*((piece, "" if kept else "dim") for piece, kept in spelt))
+        drawn = Text(self._done)
+        for piece, kept in spelt:
+            drawn.append(piece, "" if kept else "dim")
         drawn.append(f"\n  block {event.block}, step {event.step}", "cyan")
-        if self._live is None:
-            self._live = Live(console=self._console, transient=True, auto_refresh=False)
-            self._live.start()
+        self._live.start()
         self._live.update(drawn, refresh=True)
 
     def block(self, event: Block, piece: str) -> None:
-        """Replaces the draft by the finished block's text."""
-        if self._console is None:
+        """Replaces the draft by the finished block's text; after the last block, leaves the answer."""
+        if self._live is None:
             print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
             return
+        self._done += piece
+        if event.finish:
+            self._live.stop()
+            print(self._done, flush=True)
+
+    def close(self) -> None:
+        """Gives the terminal back, whatever has happened."""
         if self._live is not None:
             self._live.stop()
-            self._live = None
-        self._console.print(piece, end="\n" if event.finish else "", markup=False)
 
     def _until_end(self, event: Draft) -> tuple[list[int], list[bool]]:
         tokens = event.tokens.tolist()
@@ -63,3 +65,11 @@ class DraftView:
         if self._tokenizer is None:
             return ",".join(map(str, tokens))
         return self._tokenizer.decode(tokens)
+
+
+def _live() -> Live:
+    """A region of the terminal that is drawn over, and gone when it stops."""
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(highlight=False, emoji=False), transient=True, auto_refresh=False)

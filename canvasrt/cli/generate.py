@@ -13,8 +13,8 @@ from canvasrt.cli.options import AsJson, BundlePath
 from canvasrt.errors import CanvasError
 
 if TYPE_CHECKING:
-    from canvasrt.runtime.generator import Event, Request, Result
-    from canvasrt.runtime.tokenizer import Tokenizer
+    from canvasrt.runtime.generator import Block, Event, Request, Result
+    from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = Annotated[
     str | None,
@@ -42,14 +42,12 @@ Count = Annotated[
 ]
 MaxNewTokens = Annotated[
     int | None,
-    typer.Option(
-        "--max-new-tokens", show_default=False, help="The token budget. [the checkpoint's]"
-    ),
+    typer.Option("--max-new-tokens", show_default="the checkpoint's", help="The token budget."),
 ]
 Steps = Annotated[
     int | None,
     typer.Option(
-        "--steps", show_default=False, help="Denoising steps a block at most. [the checkpoint's]"
+        "--steps", show_default="the checkpoint's", help="Denoising steps a block at most."
     ),
 ]
 TMin = Annotated[
@@ -80,7 +78,7 @@ Drafts = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, show_default=False, help="CPU threads. [every core]"),
+    typer.Option("--threads", min=1, show_default="every core", help="CPU threads."),
 ]
 
 
@@ -267,19 +265,24 @@ def _stream_text(
 
     decoder = None if tokenizer is None else StreamDecoder(tokenizer)
     view = DraftView(tokenizer, request.params.eos_token_ids) if drafts else None
-    for event in events:
-        if isinstance(event, Draft):
-            if view is not None:
+    try:
+        for event in events:
+            if isinstance(event, Draft) and view is not None:
                 view.draft(event)
-        elif isinstance(event, Block):
-            if decoder is None:
-                piece = _shown(None, event.tokens) + ("" if event.finish else ",")
-            else:
-                words = _without_end(event.tokens, event.finish)
-                piece = decoder.put(words, final=event.finish is not None)
-            if view is not None:
-                view.block(event, piece)
-            else:
-                print(piece, end="", flush=True)
-    if view is None:
-        print()
+            elif isinstance(event, Block):
+                piece = _piece(event, decoder)
+                if view is not None:
+                    view.block(event, piece)
+                else:
+                    print(piece, end="\n" if event.finish else "", flush=True)
+    finally:
+        if view is not None:
+            view.close()
+
+
+def _piece(event: Block, decoder: StreamDecoder | None) -> str:
+    """What a block adds to the answer shown so far."""
+    if decoder is None:
+        return _shown(None, event.tokens) + ("" if event.finish else ",")
+    words = _without_end(event.tokens, event.finish)
+    return decoder.put(words, final=event.finish is not None)

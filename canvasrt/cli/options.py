@@ -62,7 +62,16 @@ Precision = Annotated[
         "-p",
         metavar="NAME",
         show_default=False,
-        help="The precision of the weights; without it, the target's first.",
+        help="The precision of the weights; without it, that of the graphs or the target's first.",
+    ),
+]
+GraphPrecision = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        "-p",
+        metavar="NAME",
+        help="What the graphs compute in: fp32 for cpu, bf16 for GPU targets.",
     ),
 ]
 MaxContext = Annotated[

@@ -24,11 +24,14 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
+from canvasrt.build import build
+from canvasrt.checkpoints import resolve
 from canvasrt.export.graphs import export
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
 
 PAD = 0
 
@@ -227,9 +230,15 @@ class Pair:
     """One checkpoint twice: the reference in torch, and canvasrt's model over the exported graphs."""
 
     checkpoint: Path
+    graphs: Path
     bundle: Path
     reference: Reference
     model: Model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.model.bundle is not None
+        return Tokenizer.load(self.model.bundle)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_batch: int = 4
@@ -238,13 +247,15 @@ class Pair:
         return Generator(self.model, max_batch).run(requests)
 
 
-def make_pair(checkpoint: Path, bundle: Path) -> Pair:
-    """Exports `checkpoint` to `bundle` and loads both sides, on one thread each: the model is tiny."""
+def make_pair(checkpoint: Path, folder: Path) -> Pair:
+    """Exports and builds `checkpoint` into `folder` and loads both sides, on one thread each."""
     # Segments of four layers: the first then has no full layer, and hidden states cross a border.
-    export(str(checkpoint), bundle, layers_per_segment=4)
+    graphs = export(str(checkpoint), folder / "graphs", layers_per_segment=4)
+    engines = build(graphs.path, "cpu", folder / "engines")
     torch.set_num_threads(1)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
-    return Pair(checkpoint, bundle, Reference(model), Model.load(bundle, threads=1))
+    loaded = Model.load(engines.path, threads=1)
+    return Pair(checkpoint, graphs.path, engines.path, Reference(model), loaded)
 
 
 @pytest.fixture(scope="session")
@@ -252,7 +263,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The tiny random model."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model().save_pretrained(folder / "checkpoint")
-    return make_pair(folder / "checkpoint", folder / "bundle")
+    return make_pair(folder / "checkpoint", folder)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The demo checkpoint."""
+    return make_pair(resolve("demo"), tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="session")
+def undertrained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The demo checkpoint before it had learned its tasks."""
+    checkpoint = Path(__file__).parents[1] / "data" / "undertrained"
+    return make_pair(checkpoint, tmp_path_factory.mktemp("undertrained"))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ BASE = SamplingParams(
     confidence_threshold=1.0,
 )
 WINDOW = 64
+DEMO_PROMPTS = ["17+25=", "reverse abcdef", "count 7 to 31", "brackets 8"]
 Prompt = Callable[..., list[int]]
 
 
@@ -125,6 +126,36 @@ def test_prefill_in_chunks(tiny, prompt: Prompt, monkeypatch, chunk: int) -> Non
     assert parts.token_ids == whole.token_ids
     # The prompt's chunks and the first block's; the last block is never encoded.
     assert tiny.model.counters.encode_passes - passes == -(-150 // chunk) + -(-32 // chunk)
+
+
+def test_prompts_of_the_demo_checkpoint(demo) -> None:
+    """The trained model, under its own settings: several blocks, and its own end of sequence."""
+    results = []
+    for index, text in enumerate(DEMO_PROMPTS):
+        prompt = demo.tokenizer.encode_chat([{"role": "user", "content": text}])
+        params = SamplingParams.from_defaults(
+            demo.model.sampler, demo.model.config, seed=index, max_new_tokens=96
+        )
+        results += check(demo, [prompt], [params])
+    assert all(result.finish_reason == "stop" for result in results)
+    assert max(len(result.steps) for result in results) > 1
+
+
+@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
+def test_an_undertrained_checkpoint(undertrained, adaptive: bool) -> None:
+    """A model that is not sure of itself: many steps, and acceptance in part."""
+    text = "count 7 to 31"
+    prompt = undertrained.tokenizer.encode_chat([{"role": "user", "content": text}])
+    base = SamplingParams.from_defaults(
+        undertrained.model.sampler,
+        undertrained.model.config,
+        max_new_tokens=64,
+        adaptive_stop=adaptive,
+        max_denoising_steps=16,
+    )
+    results = check(undertrained, [prompt] * 4, seeds(base, 4))
+    if adaptive:
+        assert len({steps for result in results for steps in result.steps}) > 1
 
 
 def test_these_tests_are_not_vacuous(tiny, prompt: Prompt) -> None:

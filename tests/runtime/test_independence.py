@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -37,7 +36,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def alone(tiny, requests: list[Request]) -> list[Result]:
-    """Each request by itself, in a generator that has seen nothing else."""
+    """Each request by itself."""
     return [Generator(tiny.model, 1).run([request])[0] for request in requests]
 
 
@@ -144,14 +143,24 @@ def test_leaving_a_stream_frees_the_generator(tiny, requests) -> None:
     assert generator.idle
 
 
-Prompt = Callable[..., list[int]]
+def test_graphs_and_cpu_engines_give_the_same_tokens(tiny, requests, alone) -> None:
+    """Graphs give experts a capacity of slots; engines for the CPU sort tokens by expert."""
+    graphs = Model.load(tiny.graphs, threads=1)
+    assert same(Generator(graphs).run(requests), alone)
 
 
-def test_overflowing_experts_are_run_again(tiny, prompt: Prompt, monkeypatch) -> None:
-    request = Request(prompt(40), BASE)
-    expected = Generator(tiny.model).run([request])[0]
-    before = tiny.model.counters.overflows
+def test_overflowing_experts_are_run_again(tiny, requests, alone, monkeypatch) -> None:
+    graphs = Model.load(tiny.graphs, threads=1)
     monkeypatch.setattr("canvasrt.runtime.capacity.Capacity.choose", lambda self, tokens: 1)
-    result = Generator(tiny.model).run([request])[0]
-    assert result.token_ids == expected.token_ids
-    assert tiny.model.counters.overflows - before >= sum(result.steps)
+    results = Generator(graphs).run(requests)
+    assert same(results, alone)
+    assert graphs.counters.overflows >= sum(sum(result.steps) for result in results)
+
+
+def test_cpu_engines_never_overflow(tiny, alone) -> None:
+    assert tiny.model.counters.overflows == 0
+
+
+def test_more_threads_give_the_same_tokens(tiny, requests, alone) -> None:
+    threaded = Model.load(tiny.bundle, threads=3)
+    assert same(Generator(threaded, 4).run(requests), alone)

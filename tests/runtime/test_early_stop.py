@@ -1,0 +1,63 @@
+"""When a block ends: fed with chosen step results, beside the whole generations elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from canvasrt.runtime.active import ActiveRequest
+from canvasrt.runtime.model import DenoiseOutput
+from canvasrt.runtime.request import Block, Event, Request
+from canvasrt.runtime.sampling import SamplingParams
+
+CONFIDENT, UNSURE = 0.001, 0.1
+
+
+def blocks_of(tiny, params: SamplingParams, steps: Sequence[tuple[int, float]]) -> list[int]:
+    """Steps a block, when step after step yields a canvas of one token, at one entropy."""
+    active = ActiveRequest(0, Request([3], params), tiny.model, 0.0)
+    events: list[Event] = []
+    for token, entropy in steps:
+        active.next_step()
+        canvas = np.full(32, token)
+        certain = np.full(32, entropy, np.float32)
+        events += active.take(
+            DenoiseOutput(canvas, canvas, certain, canvas > 0, np.zeros((32, 128), np.float32))
+        )
+    return [event.steps for event in events if isinstance(event, Block)]
+
+
+def params(stability: int, blocks: int = 1, adaptive: bool = True) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=32 * blocks,
+        max_denoising_steps=6,
+        stability_threshold=stability,
+        confidence_threshold=0.005,
+        adaptive_stop=adaptive,
+    )
+
+
+def test_stops_when_stable_and_confident(tiny) -> None:
+    assert blocks_of(tiny, params(1), [(7, UNSURE), (7, CONFIDENT)]) == [2]
+    assert blocks_of(tiny, params(2), [(7, CONFIDENT)] * 3) == [3]
+    assert blocks_of(tiny, params(0), [(7, CONFIDENT)]) == [1]
+
+
+def test_goes_on_while_one_is_missing(tiny) -> None:
+    assert blocks_of(tiny, params(1), [(7, CONFIDENT), (8, CONFIDENT), (7, CONFIDENT)]) == []
+    assert blocks_of(tiny, params(1), [(7, CONFIDENT), (7, UNSURE)]) == []
+    assert blocks_of(tiny, params(2), [(7, CONFIDENT), (8, CONFIDENT), (8, CONFIDENT)]) == []
+
+
+def test_the_threshold_itself_is_not_below_it(tiny) -> None:
+    assert blocks_of(tiny, params(0), [(7, 0.005)]) == []
+
+
+def test_a_new_block_forgets_the_last_ones_canvas(tiny) -> None:
+    assert blocks_of(tiny, params(1, blocks=2), [(7, CONFIDENT)] * 4) == [2, 2]
+
+
+def test_the_last_step_ends_a_block_in_any_case(tiny) -> None:
+    assert blocks_of(tiny, params(1), [(token, UNSURE) for token in range(3, 9)]) == [6]
+    assert blocks_of(tiny, params(1, adaptive=False), [(7, CONFIDENT)] * 6) == [6]

@@ -1,0 +1,96 @@
+"""The tokenizer of a bundle agrees with transformers on the same files."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+
+CHATS = [
+    [{"role": "user", "content": "12+34="}],
+    [{"role": "user", "content": "  <|turn>spaces & specials<eos>\n"}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": [{"type": "text", "text": "again"}]},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def reference(demo):
+    return AutoTokenizer.from_pretrained(demo.checkpoint)
+
+
+@pytest.mark.parametrize("chat", CHATS, ids=["user", "specials", "turns"])
+def test_chats(demo, reference, chat: list[dict]) -> None:
+    text = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert demo.tokenizer.render_chat(chat) == text
+    assert demo.tokenizer.encode_chat(chat) == reference.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "a\nb", "é 漢 🙂", "<bos>x"])
+def test_text(demo, reference, text: str) -> None:
+    ids = demo.tokenizer.encode(text)
+    assert ids == reference.encode(text)
+    assert demo.tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert demo.tokenizer.decode(ids, False) == reference.decode(ids)
+
+
+def test_pieces_of_a_stream_add_up(demo) -> None:
+    ids = demo.tokenizer.encode("count 7 to 31", add_special_tokens=False)
+    decoder = StreamDecoder(demo.tokenizer)
+    pieces = [decoder.put(ids[:4]), decoder.put(ids[4:9]), decoder.put(ids[9:], final=True)]
+    assert "".join(pieces) == "count 7 to 31"
+    assert all(pieces)
+
+
+def test_a_character_cut_in_two_waits_for_its_rest() -> None:
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Core(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(core, None)
+    ids = tokenizer.encode("a🙂b")
+    decoder = StreamDecoder(tokenizer)
+    assert [decoder.put([token]) for token in ids] == ["a", "", "", "", "🙂", "b"]
+    cut = StreamDecoder(tokenizer)
+    assert cut.put(ids[:3]) == "a"
+    assert cut.put([], final=True).startswith("\ufffd")
+
+
+def test_a_template_cannot_reach_python(demo) -> None:
+    from jinja2.exceptions import SecurityError
+    from tokenizers import Tokenizer as Core
+    from tokenizers import models
+
+    hostile = Tokenizer(Core(models.BPE()), "{{ ''.__class__.__mro__ }}{{ [].append(1) }}")
+    with pytest.raises(CanvasError) as error:
+        hostile.render_chat([])
+    assert isinstance(error.value.__cause__, SecurityError)
+
+
+def test_what_a_template_refuses_is_told(demo) -> None:
+    from tokenizers import Tokenizer as Core
+    from tokenizers import models
+
+    strict = Tokenizer(Core(models.BPE()), "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(CanvasError, match="roles must alternate"):
+        strict.render_chat([{"role": "user", "content": "x"}])
+
+
+def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> None:
+    from tokenizers import Tokenizer as Core
+    from tokenizers import models
+
+    with pytest.raises(CanvasError, match="no tokenizer") as error:
+        Tokenizer.load(tiny.model.bundle)
+    assert "--prompt-ids" in error.value.hint
+    with pytest.raises(CanvasError, match="no chat template"):
+        Tokenizer(Core(models.BPE()), None).encode_chat([{"role": "user", "content": "x"}])
