@@ -132,7 +132,7 @@ class Model:
         """
         bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
         manifest = bundle.manifest
-        backend = backend or _backend(manifest.target, threads)
+        backend = backend or _backend(manifest.target, threads, pass_work(manifest.model))
         opened = {
             entry["name"]: backend.open(entry["name"], bundle.file(entry["file"]))
             for entry in manifest.segments
@@ -284,7 +284,19 @@ class Model:
         return out
 
 
-def _backend(target: dict | None, threads: int | None) -> Backend:
+def pass_work(config: ModelConfig) -> int:
+    """Multiply-adds by weights in one request's denoising pass."""
+    size, experts = config.hidden_size, config.top_k_experts
+    gated = 3 * size
+    weights = 2 * config.vocab_size * size + gated * config.intermediate_size
+    for layer in config.layers:
+        heads = 2 * config.num_attention_heads + 2 * layer.num_kv_heads
+        weights += size * layer.head_dim * heads
+        weights += gated * (config.intermediate_size + experts * config.moe_intermediate_size)
+    return weights * config.canvas_length
+
+
+def _backend(target: dict | None, threads: int | None, work: int) -> Backend:
     name = (target or {}).get("backend", "onnxruntime")
     if name != "onnxruntime":
         raise CanvasError(
@@ -293,7 +305,7 @@ def _backend(target: dict | None, threads: int | None) -> Backend:
         )
     from canvasrt.runtime.onnxruntime import OrtBackend
 
-    return OrtBackend(threads)
+    return OrtBackend(threads, work)
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

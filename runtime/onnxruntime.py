@@ -16,6 +16,9 @@ import onnxruntime as ort
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Arrays
 
+# Multiply-adds. Such a pass takes a few milliseconds on one thread, most of it between its products.
+SMALL_PASS = 500_000_000
+
 
 def available_cores() -> int:
     """The CPU cores that this process may use."""
@@ -25,17 +28,23 @@ def available_cores() -> int:
 class OrtBackend:
     """ONNX Runtime sessions on a CPU.
 
-    threads: of one matrix product; None takes every core that the process may use.
+    threads: CPU threads in all; None takes every core that the process may use.
+    work: multiply-adds of a pass, which decides what the threads do: share each product, or, where
+    products are too small to be shared, run several requests' passes at the same time.
     profile: a path prefix; each session then writes a trace of its operators there.
     """
 
     rows_apart = True
 
-    def __init__(self, threads: int | None = None, profile: str | None = None) -> None:
+    def __init__(
+        self, threads: int | None = None, work: int | None = None, profile: str | None = None
+    ) -> None:
         if threads is not None and threads < 1:
             raise CanvasError(f"threads is {threads}", "give at least one thread")
-        self.threads = threads or available_cores()
-        self.max_workers = self.threads
+        count = threads or available_cores()
+        small = work is not None and work < SMALL_PASS
+        self.threads = 1 if small else count
+        self.max_workers = count if small else 1
         self.profile = profile
 
     def open(self, name: str, file: Path) -> OrtSegment:

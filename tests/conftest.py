@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+# Under nohup SIGHUP comes ignored, and every process that a test starts would ignore it too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TEXT_CONFIG: dict[str, Any] = {
     "model_type": "diffusion_gemma_text",

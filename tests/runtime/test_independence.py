@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request
-from canvasrt.runtime.model import Model
+from canvasrt.runtime.model import Model, pass_work
+from canvasrt.runtime.onnxruntime import OrtBackend
 from canvasrt.runtime.request import Result
 from canvasrt.runtime.sampling import SamplingParams
 
@@ -162,5 +163,14 @@ def test_cpu_engines_never_overflow(tiny, alone) -> None:
 
 
 def test_more_threads_give_the_same_tokens(tiny, requests, alone) -> None:
-    threaded = Model.load(tiny.bundle, threads=3)
-    assert same(Generator(threaded, 4).run(requests), alone)
+    """Whether they run several requests at the same time, or share the products of one."""
+    beside = Model.load(tiny.bundle, threads=3)
+    assert same(Generator(beside, 4).run(requests), alone)
+    sharing = Model.load(tiny.bundle, backend=OrtBackend(threads=3))
+    assert same(Generator(sharing, 4).run(requests[:3]), alone[:3])
+
+
+def test_threads_go_to_requests_when_passes_are_small(tiny) -> None:
+    small, large = OrtBackend(4, work=pass_work(tiny.model.config)), OrtBackend(4, work=10**10)
+    assert (small.threads, small.max_workers) == (1, 4)
+    assert (large.threads, large.max_workers) == (4, 1)
