@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli.options import AsJson, BundlePath
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
     from canvasrt.runtime.generator import Block, Event, Request, Result
@@ -106,7 +106,7 @@ def generate(
     Example: canvasrt generate build/demo "Add 17 and 25" --stream
     """
     if n > 1 and (stream or drafts):
-        raise CanvasError(f"--n {n} with --stream", "stream one answer at a time: leave out --n")
+        raise UsageError(f"--n {n} with --stream", "stream one answer at a time: leave out --n")
     ids, text = _prompt(prompt, prompt_ids, system, raw)
 
     from canvasrt.runtime.generator import Generator, Request
@@ -157,15 +157,15 @@ def _prompt(
     """The prompt's token ids when they were given, else its text."""
     if prompt_ids is not None:
         if prompt is not None or system is not None or raw:
-            raise CanvasError(
+            raise UsageError(
                 "--prompt-ids stands for the whole prompt",
                 "leave out PROMPT, --system and --raw, or leave out --prompt-ids",
             )
         return _ids(prompt_ids), ""
     if prompt is None:
-        raise CanvasError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
+        raise UsageError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
     if raw and system is not None:
-        raise CanvasError("--raw has no place for --system", "leave one of them out")
+        raise UsageError("--raw has no place for --system", "leave one of them out")
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise CanvasError("the prompt is empty", "give some text, or token ids with --prompt-ids")

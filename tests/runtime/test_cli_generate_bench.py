@@ -43,9 +43,9 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
     """The `error:` line of a command that fails, followed by one `hint:` line."""
-    assert run([str(a) for a in arguments]) == 1
+    assert run([str(a) for a in arguments]) == code
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert captured.out == ""
@@ -146,8 +146,6 @@ def test_a_prompt_from_stdin_in_a_process_of_its_own(demo) -> None:
     [
         ([""], "the prompt is empty"),
         ([" \n "], "the prompt is empty"),
-        ([], "there is no prompt"),
-        (["x", "--prompt-ids", "3"], "--prompt-ids"),
         (["--prompt-ids", "3,x"], "'3,x'"),
         (["--prompt-ids", ","], "the prompt is empty"),
         (["--prompt-ids", "3,112"], "112"),
@@ -159,14 +157,26 @@ def test_a_prompt_from_stdin_in_a_process_of_its_own(demo) -> None:
         (["x", "--t-max", "nan"], "t_max is nan"),
         (["x", "--t-min", 3], "below t_min"),
         (["x", "--entropy-bound", 0], "entropy_bound is 0"),
-        (["x", "--n", 2, "--stream"], "--n 2"),
-        (["x", "--raw", "--system", "y"], "--system"),
         (["a" * 5000], "exceed the context of 4096"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_bad_input(demo, capsys, arguments: list, named: str) -> None:
     assert named in refused(capsys, "generate", demo.bundle, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "there is no prompt"),
+        (["x", "--prompt-ids", "3"], "--prompt-ids"),
+        (["x", "--n", 2, "--stream"], "--n 2"),
+        (["x", "--raw", "--system", "y"], "--system"),
+    ],
+    ids=str,
+)
+def test_options_that_exclude_each_other(demo, capsys, arguments: list, named: str) -> None:
+    assert named in refused(capsys, "generate", demo.bundle, *arguments, code=2)
 
 
 def test_a_bundle_that_is_damaged(demo, capsys, tmp_path: Path) -> None:
