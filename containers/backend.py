@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import uuid
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,9 @@ class AnswerModel:
         self._outputs = [tensor.name for tensor in outputs_of(self._name)]
         self._open: dict[str, Any] = {}  # call → response sender
         self._lock = threading.Lock()
+        # Triton 24.10's stub for Python 3.12 still reads a response after handing it over, and
+        # crashes when it is gone by then.
+        self._recent: deque[Any] = deque(maxlen=1024)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="canvasrt-watch", daemon=True)
         self._watcher.start()
@@ -184,6 +188,7 @@ class AnswerModel:
         )
         tensors: dict[str, Any] = {}
         for response in request.exec(decoupled=True):
+            self._recent.append(response)
             if response.has_error():
                 return pb_utils.InferenceResponse(error=response.error())
             tensors = {each.name(): each for each in response.output_tensors()} or tensors
@@ -205,8 +210,7 @@ class AnswerModel:
                     inputs=[],
                     parameters={CANCEL: call},
                 )
-                for _ in request.exec(decoupled=True):
-                    pass
+                self._recent.extend(request.exec(decoupled=True))
 
 
 def _threads() -> int | None:
