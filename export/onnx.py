@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from canvasrt import external
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.weights import Weight
+from canvasrt.external import Stored
 
 OPSET = 23
-# A large weight starts on a page, so that a runtime can map it.
-PAGE, WORD, LARGE = 4096, 64, 1 << 16
 
 _DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 
@@ -67,7 +66,7 @@ def trace(
 
 def write(
     model: ir.Model,
-    weights: Sequence[Weight],
+    weights: Iterable[Weight | Stored],
     file: Path,
     dtype: torch.dtype,
     own_files: dict[str, str] | None = None,
@@ -75,46 +74,29 @@ def write(
 ) -> None:
     """Write `model` to `file`, its weights beside it as external data.
 
-    Args: `own_files` weight name → name of a file of its own, for one that others read too; the rest share
-    `file` with the suffix `.bin`. `advance` is told the bytes of each part written.
+    Args: `weights` in the order of the file, read when it is their turn; `dtype` what a `Weight` is converted to, a
+    `Stored` one is written as it is; `own_files` weight name → name of a file of its own, for one that others read
+    too; the rest share `file` with the suffix `.bin`. `advance` is told the bytes of each part written.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(shared.open("wb"))
         for weight in weights:
-            if name := own_files.get(weight.name):
+            item = weight if isinstance(weight, Stored) else _stored(weight, dtype)
+            if name := own_files.get(item.name):
                 with (file.parent / name).open("wb") as own:
-                    _attach(model, weight, own, dtype, advance)
+                    external.append(model, item, own, advance)
             else:
-                _attach(model, weight, out, dtype, advance)
+                external.append(model, item, out, advance)
     ir.save(model, file)
 
 
-def _attach(
-    model: ir.Model,
-    weight: Weight,
-    out: Any,
-    dtype: torch.dtype,
-    advance: Callable[[int], None] | None,
-) -> None:
-    """Append a weight's bytes to `out` and point the graph's initializer at them."""
-    size = math.prod(weight.shape) * dtype.itemsize
-    out.write(b"\0" * (-out.tell() % (PAGE if size >= LARGE else WORD)))
-    offset = out.tell()
-    for part in weight.read(dtype):
-        written = out.write(bytes_of(part))
-        if advance:
-            advance(written)
-    model.graph.initializers[weight.name].const_value = ir.ExternalTensor(
-        location=Path(out.name).name,
-        offset=offset,
-        length=out.tell() - offset,
-        dtype=_DTYPES[dtype],
-        name=weight.name,
-        shape=ir.Shape(weight.shape),
-        base_dir=Path(out.name).parent,
-    )
+def _stored(weight: Weight, dtype: torch.dtype) -> Stored:
+    def read() -> Iterator[memoryview]:
+        return (bytes_of(part) for part in weight.read(dtype))
+
+    return Stored(weight.name, _DTYPES[dtype], weight.shape, read)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,99 @@
+"""`canvasrt quantize`: graphs to quantized graphs, by a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from canvasrt.cli import options
+from canvasrt.cli.output import emit, progress, size
+
+if TYPE_CHECKING:
+    from canvasrt.bundle import Bundle
+
+Graphs = Annotated[
+    Path,
+    typer.Argument(
+        metavar="GRAPHS",
+        show_default=False,
+        help="A folder that `canvasrt export` wrote: bf16 for GPUs, fp32 for a CPU.",
+    ),
+]
+Recipe = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        "-p",
+        metavar="NAME|FILE",
+        show_default=False,
+        help="A recipe: fp8, nvfp4-experts, nvfp4, or a YAML file of your own.",
+    ),
+]
+
+
+def quantize(
+    graphs: Graphs,
+    precision: Recipe,
+    out: options.Out,
+    calibration: options.Calibration = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Quantize graphs to FP8 or NVFP4, calibrated on generations from prompts."""
+    from canvasrt.extras import require
+    from canvasrt.recipes import load_recipe
+
+    recipe = load_recipe(precision)
+    for module in ("torch", "onnx_ir", "modelopt"):
+        require(module, "export")
+    require("onnxruntime", "cpu")
+    from canvasrt.export.quantize.quantize import quantize as quantize_graphs
+
+    with progress() as report:
+        bundle = quantize_graphs(graphs, out, recipe, calibration, report)
+    _show(bundle, recipe.name, as_json)
+
+
+def _show(bundle: Bundle, recipe: str, as_json: bool) -> None:
+    from canvasrt.export.quantize.quantize import read_calibration
+
+    manifest, found = bundle.manifest, read_calibration(bundle)
+    formats = {
+        name: form
+        for entry in manifest.segments
+        for name, form in entry.get("quantized", {}).items()
+    }
+    idle: dict[str, list[int]] = found["idle_experts"]
+    data: dict[str, Any] = {
+        "bundle": str(bundle.path),
+        "kind": manifest.kind,
+        "digest": manifest.digest,
+        "bytes": manifest.total_bytes,
+        "recipe": recipe,
+        "precision": manifest.options["precision"],
+        "quantized": formats,
+        "prompts": found["prompts"],
+        "denoising_passes": sum(found["denoising_passes"]),
+        "idle_experts": idle,
+    }
+
+    def render(console: Any) -> None:
+        console.print(
+            f"{bundle.path}: {len(formats)} weights by {recipe}, {size(manifest.total_bytes)};"
+            f" calibrated on {found['prompts']} prompts, {data['denoising_passes']} denoising passes"
+        )
+        if idle:
+            count = sum(map(len, idle.values()))
+            console.print(
+                f"no token was routed to {count} experts ({_named(idle)}): they share their layer's"
+                " input scale; more or other prompts would reach them"
+            )
+
+    emit(data, as_json, render)
+
+
+def _named(idle: dict[str, list[int]], most: int = 3) -> str:
+    """`layers.3: 1, 5; …`, the first few layers."""
+    named = [f"{layer}: {', '.join(map(str, experts))}" for layer, experts in idle.items()]
+    return "; ".join(named[:most]) + ("; …" if len(named) > most else "")

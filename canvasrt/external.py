@@ -1,0 +1,89 @@
+"""Weights of ONNX graphs as external data: written and read a piece at a time, so that no graph has to fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+# A large weight starts on a page, so that a runtime can map it.
+PAGE, WORD, LARGE = 4096, 64, 1 << 16
+_PIECE = 1 << 26
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A weight as its bytes: name, dtype and shape in the graph, and what gives its little-endian bytes in pieces."""
+
+    name: str
+    dtype: ir.DataType
+    shape: tuple[int, ...]
+    read: Callable[[], Iterable[Any]]
+
+    @property
+    def size(self) -> int:
+        """Bytes; numbers of 4 bits are two a byte."""
+        count = int(np.prod(self.shape, dtype=np.int64))
+        return -(-count * self.dtype.bitwidth // 8)
+
+
+def stored(name: str, dtype: ir.DataType, shape: Iterable[int], data: np.ndarray) -> Stored:
+    """A weight whose bytes are those of an array."""
+    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return Stored(name, dtype, tuple(shape), lambda: [flat.data])
+
+
+def from_graph(value: ir.Value) -> Stored:
+    """An initializer of a loaded graph, to be written again as it is."""
+    tensor = value.const_value
+    assert tensor is not None
+    shape = tuple(int(size) for size in tensor.shape.numpy())
+    return Stored(str(value.name), tensor.dtype, shape, lambda: pieces(tensor))
+
+
+def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
+    """The bytes of a tensor, mapped where it is external data."""
+    if not isinstance(tensor, ir.ExternalTensor):
+        yield memoryview(tensor.tobytes())
+        return
+    data = mapped(tensor)
+    for start in range(0, len(data), _PIECE):
+        yield data[start : start + _PIECE].data
+
+
+def mapped(tensor: ir.ExternalTensor) -> np.ndarray:
+    """The bytes of external data, as a map of its file."""
+    size = int(tensor.length if tensor.length is not None else tensor.nbytes)
+    return np.memmap(tensor.path, np.uint8, "r", int(tensor.offset or 0), (size,))
+
+
+def append(
+    model: ir.Model,
+    weight: Stored,
+    out: BinaryIO,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Append a weight's bytes to the file `out` and point the graph's initializer at them."""
+    out.write(b"\0" * (-out.tell() % (PAGE if weight.size >= LARGE else WORD)))
+    offset = out.tell()
+    for piece in weight.read():
+        written = out.write(piece)
+        if advance:
+            advance(written)
+    length = out.tell() - offset
+    assert length == weight.size, (weight.name, length, weight.size)
+    value = model.graph.initializers[weight.name]
+    value.const_value = ir.ExternalTensor(
+        location=Path(out.name).name,
+        offset=offset,
+        length=length,
+        dtype=weight.dtype,
+        name=weight.name,
+        shape=ir.Shape(weight.shape),
+        base_dir=Path(out.name).parent,
+    )
+    value.dtype, value.shape = weight.dtype, ir.Shape(weight.shape)

@@ -1,0 +1,141 @@
+"""What a checkpoint in the Hugging Face layout says about how it was quantized; read without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from canvasrt.errors import CanvasError
+
+Json = dict[str, Any]
+Format = Literal["fp8", "nvfp4"]
+
+CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
+_BLOCK = 16
+_MODELOPT: dict[str, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+_HINT = (
+    "canvasrt reads ModelOpt's NVFP4 and FP8 and compressed-tensors' FP8;"
+    " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
+)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How a checkpoint was quantized.
+
+    Attributes:
+        producer: the tool that wrote it, with its version where the checkpoint says so.
+        algorithm: the tool's own name for what it did.
+        precision: what a GPU must be able to multiply in.
+        static: whether the scales of activations are in the checkpoint.
+    """
+
+    producer: str
+    algorithm: str
+    precision: Format
+    static: bool = True
+
+    def to_json(self) -> Json:
+        """A JSON object with a key a field."""
+        return asdict(self)
+
+
+def quantization_of(folder: Path) -> Quantization | None:
+    """How the checkpoint in `folder` was quantized, None for one that is not.
+
+    Raises CanvasError for files that are broken, and for algorithms that have no graph here, by name.
+    """
+    modelopt = _read(folder / MODELOPT_CONFIG)
+    if modelopt:
+        found = modelopt.get("quantization")
+        if not isinstance(found, dict):
+            raise _broken(folder / MODELOPT_CONFIG, "it has no object `quantization`")
+        return _modelopt(folder / MODELOPT_CONFIG, found, modelopt.get("producer"))
+    file = folder / CONFIG
+    found = _read(file).get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise _broken(file, "quantization_config is no object")
+    method = found.get("quant_method")
+    if method == "modelopt":
+        return _modelopt(file, found, found.get("producer"))
+    if method == "compressed-tensors":
+        return _compressed_tensors(file, found)
+    raise _unknown(file, f"{method!r}")
+
+
+def _modelopt(file: Path, found: Json, producer: object) -> Quantization | None:
+    algorithm = found.get("quant_algo")
+    if algorithm is None:  # of the key-value cache alone
+        return None
+    layers = found.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
+    each = [found] if not isinstance(layers, dict) else list(layers.values())
+    for settings in each:
+        name = settings.get("quant_algo") if isinstance(settings, dict) else settings
+        if name not in _MODELOPT:
+            raise _unknown(file, f"ModelOpt's {name!r}")
+        size = settings.get("group_size")
+        if name == "NVFP4" and size not in (None, _BLOCK):
+            raise _unknown(file, f"NVFP4 in groups of {size}")
+    formats = {_MODELOPT[settings["quant_algo"]] for settings in each}
+    return Quantization(
+        _producer("modelopt", producer), algorithm, "nvfp4" if "nvfp4" in formats else "fp8"
+    )
+
+
+def _compressed_tensors(file: Path, found: Json) -> Quantization:
+    format = found.get("format")
+    groups = found.get("config_groups")
+    if format not in ("float-quantized", "naive-quantized"):
+        raise _unknown(file, f"compressed-tensors' {format!r}")
+    if not isinstance(groups, dict) or not groups:
+        raise _broken(file, "quantization_config has no config_groups")
+    static = True
+    for name, group in groups.items():
+        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+        _check_fp8(file, f"{name}'s weights", weights, ("tensor", "channel"))
+        if inputs:
+            _check_fp8(file, f"{name}'s input_activations", inputs, ("tensor", "token"))
+        static &= bool(inputs) and not inputs.get("dynamic")
+    algorithm = "FP8" if static else "FP8-dynamic"
+    return Quantization(_producer("compressed-tensors", found), algorithm, "fp8", static)
+
+
+def _check_fp8(
+    file: Path, name: str, found: Mapping[str, Any], strategies: tuple[str, ...]
+) -> None:
+    kind = f"{found.get('type')}{found.get('num_bits')}"
+    if kind != "float8":
+        raise _unknown(file, f"{name} of {kind}")
+    if found.get("strategy") not in strategies:
+        raise _unknown(file, f"{name} with scales by {found.get('strategy')!r}")
+
+
+def _producer(method: str, producer: object) -> str:
+    version = producer.get("version") if isinstance(producer, dict) else None
+    name = producer.get("name", method) if isinstance(producer, dict) else method
+    return f"{name} {version}" if version else str(name)
+
+
+def _read(file: Path) -> Json:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (UnicodeDecodeError, json.JSONDecodeError) as cause:
+        raise _broken(file, str(cause)) from None
+    if not isinstance(data, dict):
+        raise _broken(file, "it holds no object")
+    return data
+
+
+def _broken(file: Path, why: str) -> CanvasError:
+    return CanvasError(f"{file} is damaged: {why}", "fetch the file again")
+
+
+def _unknown(file: Path, what: str) -> CanvasError:
+    return CanvasError(f"{file}: quantized with {what}, which canvasrt does not read", _HINT)

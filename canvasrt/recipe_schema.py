@@ -1,0 +1,126 @@
+"""Reading YAML documents whose every key is known and checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from canvasrt.errors import CanvasError
+
+_MISSING = object()
+
+
+def read_yaml(file: Path, hint: str) -> Any:
+    """The document of a YAML file; CanvasError names the file, and the line where it is broken."""
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CanvasError(f"cannot read {file}: {error}", hint) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise CanvasError(f"{file}{line} is not YAML: {problem}", hint) from error
+
+
+class Fields:
+    """A mapping of a document: each key is taken once, and `finish` refuses the rest."""
+
+    def __init__(self, data: Any, where: str, hint: str, path: str = "") -> None:
+        self.where, self._hint, self._path = where, hint, path
+        if not isinstance(data, Mapping):
+            raise CanvasError(
+                f"{where}: {path or 'the document'} should be a mapping of keys to values", hint
+            )
+        self._data = dict(data)
+        self._taken: set[str] = set()
+
+    def take(self, key: str, default: Any = _MISSING) -> Any:
+        """The value as it is; CanvasError when it is missing and there is no default."""
+        self._taken.add(key)
+        if key not in self._data and default is _MISSING:
+            raise CanvasError(f"{self.where} has no {self._name(key)}", self._hint)
+        return self._data.get(key, default)
+
+    def wrong(self, key: str, wanted: str, found: Any) -> CanvasError:
+        """The error for a value that is not what it should be."""
+        return CanvasError(
+            f"{self.where}: {self._name(key)} should be {wanted}, and is {found!r}", self._hint
+        )
+
+    def allow(self, *keys: str) -> None:
+        """Keys that another reader takes."""
+        self._taken.update(keys)
+
+    def finish(self) -> None:
+        """CanvasError for keys that nobody took."""
+        unknown = [self._name(str(key)) for key in self._data if key not in self._taken]
+        if unknown:
+            known = ", ".join(sorted(self._taken))
+            raise CanvasError(
+                f"{self.where}: unknown key {', '.join(unknown)}", f"known keys here: {known}"
+            )
+
+    def text(self, key: str) -> str:
+        value = self.take(key)
+        if not isinstance(value, str) or not value.strip():
+            raise self.wrong(key, "a text", value)
+        return value.strip()
+
+    def texts(self, key: str, required: bool = True) -> list[str]:
+        """A text or a list of them, none of them empty."""
+        value = self.take(key, _MISSING if required else [])
+        values = [value] if isinstance(value, str) else value
+        whole = isinstance(values, list) and all(isinstance(v, str) and v for v in values)
+        if not whole or (required and not values):
+            raise self.wrong(key, "a text or a list of texts", value)
+        return values
+
+    def items(self, key: str, required: bool = True) -> list[Fields]:
+        """A list of mappings; with `required`, at least one."""
+        value = self.take(key, _MISSING if required else [])
+        if not isinstance(value, list) or (required and not value):
+            raise self.wrong(key, "a list with at least one entry" if required else "a list", value)
+        return [
+            Fields(item, self.where, self._hint, f"{self._name(key)}[{number}]")
+            for number, item in enumerate(value)
+        ]
+
+    def fields(self, key: str) -> Fields:
+        """A mapping, empty when it is missing."""
+        return Fields(self.take(key, None) or {}, self.where, self._hint, self._name(key))
+
+    def one_of(self, key: str, values: Sequence[Any], default: Any = _MISSING) -> Any:
+        value = self.take(key, default)
+        if value not in values:
+            raise self.wrong(key, f"one of {', '.join(str(each) for each in values)}", value)
+        return value
+
+    def integer(self, key: str, default: int, least: int) -> int:
+        value = self.take(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(key, f"a whole number of at least {least}", value)
+        return value
+
+    def optional_integer(self, key: str, least: int) -> int | None:
+        return None if self.take(key, None) is None else self.integer(key, 0, least)
+
+    def number(
+        self, key: str, default: float | None, least: float, most: float = math.inf
+    ) -> float | None:
+        """A finite number from `least` to `most`, or the default, which stands for null too."""
+        value = self.take(key, default)
+        if value is None:
+            return default
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not least <= value <= most:
+            span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise self.wrong(key, f"a number {span}", value)
+        return float(value)
+
+    def _name(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else key

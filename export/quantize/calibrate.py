@@ -1,0 +1,300 @@
+"""Calibration: the model generates from real prompts, and observers keep the largest activations that they see.
+
+Prefill, commits and denoising at every noise level run as in use, with self-conditioning on: the runtime's own generator
+over the exported graphs. Prompts are read as they are needed, so that a file of any length does.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from canvasrt.bundle import MANIFEST, Bundle, load_bundle, write_manifest
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
+from canvasrt.export.quantize.prompts import Prompts, default_prompts
+from canvasrt.progress import Progress, no_progress
+from canvasrt.recipes import Recipe
+from canvasrt.runtime.engine import Arrays, Backend, Segment
+from canvasrt.runtime.generator import Draft, Finished, Generator
+from canvasrt.runtime.model import DEFAULT_MAX_CONTEXT, Model
+from canvasrt.runtime.tokenizer import Tokenizer
+
+# Requests in memory at once, each with its cache.
+CONCURRENT = 8
+_PREFIX = "observed."
+
+
+@dataclass
+class Calibration:
+    """What was observed.
+
+    Attributes:
+        amax: the largest magnitude of what each weight is multiplied with, by the weight's global name. The experts of
+            a layer share it: it is over the tokens of all of them.
+        cache: the same of what is cached, by `layers.<i>.key` and `layers.<i>.value`; empty without an FP8 cache.
+        routed: for each layer the tokens that each expert was given.
+        steps: denoising passes at each step of the schedule, from the first, noisiest one on.
+        prompts: how many there were; sha256: of their file.
+    """
+
+    amax: dict[str, float] = field(default_factory=dict)
+    cache: dict[str, float] = field(default_factory=dict)
+    routed: dict[int, list[int]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    prompts: int = 0
+    sha256: str = ""
+
+    @property
+    def idle_experts(self) -> dict[int, list[int]]:
+        """By layer, the experts that no token was routed to."""
+        idle = {
+            layer: [expert for expert, count in enumerate(counts) if not count]
+            for layer, counts in self.routed.items()
+        }
+        return {layer: experts for layer, experts in idle.items() if experts}
+
+    def to_json(self) -> dict[str, Any]:
+        """What a quantized bundle's `calibration.json` holds."""
+        return {
+            "prompts": self.prompts,
+            "prompts_sha256": self.sha256,
+            "denoising_passes": self.steps,
+            "amax": self.amax,
+            "cache_amax": self.cache,
+            "routed": {f"layers.{layer}": counts for layer, counts in self.routed.items()},
+            "idle_experts": {f"layers.{layer}": idle for layer, idle in self.idle_experts.items()},
+        }
+
+
+def calibrate(
+    graphs: Bundle,
+    recipe: Recipe,
+    prompts: Path | None = None,
+    progress: Progress | None = None,
+    folder: Path | None = None,
+) -> Calibration:
+    """Generate from `prompts` with plain graphs and observe what the recipe's weights are multiplied with.
+
+    Args: `graphs` fp32 or bf16, the latter run in fp32; `prompts` a JSONL file, by default the one that comes with
+    canvasrt; `folder` an empty one for the observed graphs, by default beside the graphs. Raises `CanvasError` for a
+    recipe that does not fit the model, for prompts that cannot be used, by file and line, and for activations that are
+    not finite.
+    """
+    manifest = graphs.manifest
+    report = progress or no_progress
+    names = list(recipe.formats(manifest.model))
+    source = Prompts(
+        file=prompts or default_prompts(graphs),
+        tokenizer=Tokenizer.load(graphs) if manifest.tokenizer else None,
+        config=manifest.model,
+        sampler=manifest.sampler,
+        settings=recipe.calibration,
+        max_context=min(manifest.model.max_position_embeddings, DEFAULT_MAX_CONTEXT),
+    )
+    count = source.check()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix=".calibration-", dir=graphs.path.parent) as made:
+            return _run(graphs, names, recipe, source, count, report, Path(made))
+    return _run(graphs, names, recipe, source, count, report, folder)
+
+
+def _run(
+    graphs: Bundle,
+    names: Sequence[str],
+    recipe: Recipe,
+    prompts: Prompts,
+    count: int,
+    report: Progress,
+    folder: Path,
+) -> Calibration:
+    from canvasrt.runtime.model import pass_work
+    from canvasrt.runtime.onnxruntime import OrtBackend
+
+    wide = _wide(graphs, folder, report)
+    found = Calibration(prompts=count, sha256=prompts.sha256())
+    watched = _watched(graphs, names, recipe.kv_cache is not None)
+    backend = _Observing(OrtBackend(work=pass_work(graphs.manifest.model)), watched, found)
+    model = Model.load(wide.path, check=False, backend=backend)
+    _generate(Generator(model, CONCURRENT), prompts, count, found, report)
+    broken = [name for name, value in found.amax.items() if not math.isfinite(value)]
+    if broken:
+        raise CanvasError(
+            f"what {', '.join(broken[:3])} multiplies overflowed during calibration",
+            "the checkpoint is damaged, or a prompt holds tokens that it was not trained on",
+        )
+    found.amax = {name: found.amax[name] for name in names}
+    return found
+
+
+def _generate(
+    generator: Generator,
+    prompts: Iterable[Any],
+    count: int,
+    found: Calibration,
+    report: Progress,
+) -> None:
+    """Run all prompts, a few at a time."""
+    waiting = iter(prompts)
+    active = done = 0
+    while True:
+        while active < generator.max_batch and (request := next(waiting, None)) is not None:
+            generator.add(request)
+            active += 1
+        if not active:
+            return
+        report("calibrating", done, count)
+        for event in generator.step():
+            if isinstance(event, Draft):
+                found.steps += [0] * (event.step - len(found.steps))
+                found.steps[event.step - 1] += 1
+            elif isinstance(event, Finished):
+                active, done = active - 1, done + 1
+                report("calibrating", done, count)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What is observed of a segment: initializers by global name, outputs by name in the cache, the layers."""
+
+    weights: dict[str, str]
+    cached: dict[str, str]
+    layers: tuple[int, ...]
+    experts: int
+
+
+def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Of weights by global name those of a segment, with the names of their initializers there."""
+    if "layers" not in entry:
+        own = [name for name in names if not name.startswith("layers.")]
+        return {name: f"{name}.weight" for name in own} if entry["name"] == "head" else {}
+    place = {layer: number for number, layer in enumerate(entry["layers"])}
+    found = {}
+    for name in names:
+        kind, _, rest = name.partition(".")
+        layer, _, rest = rest.partition(".")
+        if kind == "layers" and int(layer) in place:
+            suffix = "" if rest.startswith("experts.") else ".weight"
+            found[name] = f"layers.{place[int(layer)]}.{rest}{suffix}"
+    return found
+
+
+def _watched(graphs: Bundle, names: Sequence[str], cache: bool) -> dict[str, _Watched]:
+    """What to observe, by segment."""
+    watched = {}
+    for entry in graphs.manifest.segments:
+        layers = tuple(entry.get("layers", ()))
+        cached = {
+            f"layers.{layer}.{part}": f"new_{part}_{layer}"
+            for layer in layers
+            for part in ("key", "value")
+        }
+        watched[entry["name"]] = _Watched(
+            local_names(entry, names),
+            cached if cache else {},
+            layers,
+            graphs.manifest.model.num_experts,
+        )
+    return watched
+
+
+class _Observing:
+    """A backend whose segments observe as they run."""
+
+    def __init__(self, inner: Backend, watched: Mapping[str, _Watched], found: Calibration) -> None:
+        self.rows_apart, self.max_workers = inner.rows_apart, inner.max_workers
+        self._inner, self._watched, self._found = inner, watched, found
+        self._lock = threading.Lock()
+
+    def open(self, name: str, file: Path) -> Segment:
+        watched = self._watched[name]
+        if not watched.layers and not watched.weights:
+            return self._inner.open(name, file)
+        model = ir.load(file)
+        observe(
+            model, list(watched.weights.values()), list(watched.cached.values()), watched.experts
+        )
+        # Beside the original, whose weights it reads.
+        observed = file.with_name(_PREFIX + file.name)
+        ir.save(model, observed)
+        segment = self._inner.open(name, observed)
+        return _ObservedSegment(segment, watched, self._found, self._lock)
+
+
+class _ObservedSegment:
+    """A segment that notes what its observers saw."""
+
+    def __init__(
+        self, inner: Segment, watched: _Watched, found: Calibration, lock: threading.Lock
+    ) -> None:
+        self.name, self.inputs = inner.name, inner.inputs
+        self._own = tuple(name for name in inner.outputs if name in (AMAX, ROUTED))
+        self.outputs = tuple(name for name in inner.outputs if name not in self._own)
+        self._inner, self._watched = inner, watched
+        self._found, self._lock = found, lock
+
+    def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
+        names = list(self.outputs if wanted is None else wanted)
+        out = self._inner.run(feeds, [*names, *self._own])
+        # A call with too few slots is repeated: what it computed is wrong.
+        if "load" not in out or out["load"].max() <= len(feeds["slots"]):
+            with self._lock:
+                self._note(out)
+        return {name: out[name] for name in names}
+
+    def _note(self, out: Arrays) -> None:
+        found, watched = self._found, self._watched
+        if AMAX in out:
+            weights = len(watched.weights)
+            _raise_to(found.amax, watched.weights, out[AMAX][:weights])
+            _raise_to(found.cache, watched.cached, out[AMAX][weights:])
+        if ROUTED in out:
+            for layer, counts in zip(watched.layers, out[ROUTED], strict=True):
+                before = found.routed.get(layer, [0] * watched.experts)
+                found.routed[layer] = (counts + before).tolist()
+
+
+def _raise_to(found: dict[str, float], names: Iterable[str], values: np.ndarray) -> None:
+    for name, value in zip(names, values.tolist(), strict=True):
+        # Unlike max(), it keeps a NaN wherever it comes.
+        found[name] = float(np.maximum(value, found.get(name, 0.0)))
+
+
+def _wide(graphs: Bundle, folder: Path, report: Progress) -> Bundle:
+    """The graphs in fp32 in `folder`, where files can be added beside them."""
+    from canvasrt.build.cache import take_over
+
+    manifest = graphs.manifest
+    if manifest.options.get("precision", "fp32") == "fp32":
+        for name in (*manifest.files, MANIFEST):
+            take_over(graphs.path / name, folder / name)
+        return load_bundle(folder, kind="graphs", check=False)
+    from canvasrt.build.lower import lower
+
+    embedding = lower(
+        graphs, folder, lambda what, done, total: report("preparing calibration", done, total)
+    )
+    write_manifest(
+        folder,
+        kind="graphs",
+        made_from=manifest.made_from,
+        options=manifest.options,
+        model=manifest.model,
+        sampler=manifest.sampler,
+        segments=manifest.segments,
+        embedding=embedding,
+        tokenizer=None,
+        # Nobody reads the hashes of files that are gone in a while.
+        known={
+            file.name: {"sha256": "", "bytes": file.stat().st_size} for file in folder.iterdir()
+        },
+    )
+    return load_bundle(folder, kind="graphs", check=False)

@@ -1,0 +1,295 @@
+"""Quantized weights in an exported graph, in the forms that TensorRT keeps in low precision during the product.
+
+Each `weight → Transpose → MatMul` becomes, with every scale in float32 and T the graph's dtype,
+
+- FP8: `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the weight;
+- NVFP4: `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input, `DequantizeLinear → Cast(T) → Transpose`
+  of the weight, the block scales being dequantized by the global scale first;
+
+then the MatMul, and where there are factors a multiplication with them after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from canvasrt import external, lowbits
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.formats import Form, Format, Packed
+from canvasrt.external import Stored
+from canvasrt.lowbits import BLOCK
+
+E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
+# What a weight's parts are called behind its name.
+VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
+FACTOR, INPUT_SCALE = "factor", "input_scale"
+KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
+# The first IR version with numbers of 4 bits.
+_IR_VERSION = 11
+_TENSORRT = "trt"
+
+
+def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
+    """Rewrite `model` in place so that these weights, by initializer name, stand in it as `forms` says.
+
+    A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and where the form has them
+    `w.block_scales` and `w.factor`, which still have no data: see `stored`. An input of several weights of one format
+    is quantized once, by the first one's `input_scale`. Raises `CanvasError` for a name that is no weight of a matrix
+    product alone, and for another shape.
+    """
+    inputs: dict[tuple[str, Format], ir.Value] = {}
+    for name, form in forms.items():
+        _Product(model.graph, name, form).rewrite(inputs)
+    model.opset_imports.setdefault(_TENSORRT, 1)
+    model.ir_version = max(model.ir_version, _IR_VERSION)
+
+
+def quantize_cache(model: ir.Model) -> list[str]:
+    """Rewrite a body graph in place so that cached keys and values are E4M3, in and out; the names of their scales.
+
+    Of layer i, as the inputs are named, `layers.<k>.attention.key_scale` and `value_scale`, k being its place in this
+    graph, are new initializers without data. A call attends to its own keys and values as they are.
+    """
+    graph = model.graph
+    layers = [
+        str(v.name).removeprefix("past_key_") for v in graph.inputs if "past_key_" in str(v.name)
+    ]
+    scales = []
+    for place, layer in enumerate(layers):
+        for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE)):
+            scale = _initializer(graph, f"layers.{place}.{suffix}", FLOAT, ())
+            scales.append(str(scale.name))
+            _read_cache(graph, f"past_{part}_{layer}", scale)
+            _write_cache(graph, f"new_{part}_{layer}", scale)
+    return scales
+
+
+def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
+    """The parts of the weight `name` that a rewritten graph has, to be written as external data."""
+    parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
+        (VALUES, E4M3 if packed.format == "fp8" else E2M1, packed.shape, packed.values),
+        (BLOCK_SCALES, E4M3, (), packed.block_scales),
+        (SCALE, FLOAT, (), packed.scale),
+        (INPUT_SCALE, FLOAT, (), packed.input_scale),
+        (FACTOR, FLOAT, (), packed.factor),
+    ]
+    for suffix, dtype, shape, data in parts:
+        found = model.graph.initializers.get(f"{name}.{suffix}")
+        if found is None or data is None:
+            continue
+        if suffix == FACTOR and found.dtype == ir.DataType.BFLOAT16:
+            dtype, data = ir.DataType.BFLOAT16, lowbits.to_bf16(data)
+        yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
+
+
+def quantize_file(
+    source: Path,
+    out: Path,
+    forms: Mapping[str, Form],
+    pack: Callable[[str], Packed],
+    cache_scales: Mapping[str, float] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> None:
+    """Quantize the graph file `source` to `out`, whose weights lie beside it in the suffix `.bin`.
+
+    Weights in a file of their own, which others read too, stay where they are: the caller takes it over.
+
+    Args: `forms` by initializer name; `pack` is asked for one weight at a time, in the order of the file;
+    `cache_scales` the scales of an FP8 key-value cache by initializer name, None for a cache in the graph's dtype;
+    `advance` is told the bytes of each part written.
+    """
+    model = ir.load(source)
+    names = list(model.graph.initializers)
+    quantize_graph(model, forms)
+    scales = {} if cache_scales is None else {n: cache_scales[n] for n in quantize_cache(model)}
+    with out.with_suffix(".bin").open("wb") as file:
+        for name in [*names, *scales]:
+            if _is_elsewhere(model.graph.initializers.get(name), source):
+                continue
+            for item in _items(model, name, forms, pack, scales):
+                external.append(model, item, file, advance)
+    ir.save(model, out)
+
+
+def _is_elsewhere(value: ir.Value | None, source: Path) -> bool:
+    location = getattr(value and value.const_value, "location", None)
+    return location is not None and location != source.with_suffix(".bin").name
+
+
+def _items(
+    model: ir.Model,
+    name: str,
+    forms: Mapping[str, Form],
+    pack: Callable[[str], Packed],
+    scales: Mapping[str, float],
+) -> Iterator[Stored]:
+    if name in scales:
+        yield external.stored(name, FLOAT, (), np.array(scales[name], np.float32))
+    elif name in forms:
+        packed = pack(name)
+        if packed.form != forms[name]:
+            raise CanvasError(f"{name} was quantized to {packed.form}, not to {forms[name]}", "")
+        yield from stored(model, name, packed)
+    else:
+        yield external.from_graph(model.graph.initializers[name])
+
+
+class _Product:
+    """The matrix product with one weight."""
+
+    def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
+        self.graph, self.name, self.form = graph, name, form
+        weight = graph.initializers.get(name)
+        if weight is None:
+            raise CanvasError(f"the graph has no weight {name}", "quantize a graph that has it")
+        if weight.shape != form.shape:
+            raise CanvasError(
+                f"{name} has shape {weight.shape} in the graph, and {form.shape} as it is quantized",
+                "use a calibration and a checkpoint that belong to this graph",
+            )
+        assert weight.dtype is not None
+        self.weight, self.dtype = weight, weight.dtype
+        self.node = self._find()
+
+    def rewrite(self, inputs: dict[tuple[str, Format], ir.Value]) -> None:
+        """Put the quantized form in the product's place; `inputs` are those that are quantized already."""
+        x = self.node.inputs[0]
+        assert x is not None
+        rank = len(self.form.shape)
+        perm = [*range(rank - 2), rank - 1, rank - 2]
+        if (str(x.name), self.form.format) not in inputs:
+            inputs[str(x.name), self.form.format] = self._input(x)
+        turned = self._add("Transpose", [self._weight()], "turned", perm=perm)
+        quantized = inputs[str(x.name), self.form.format]
+        product = self._add("MatMul", [quantized, turned], "product")
+        if self.form.factor_shape is not None:
+            factor = self._initializer(FACTOR, self.dtype, self.form.factor_shape)
+            product = self._add("Mul", [product, factor], "scaled")
+        old = self.node.outputs[0]
+        product.type, product.shape = old.type, old.shape
+        if old.is_graph_output():
+            product.name, old.name = old.name, f"{self.name}/before"
+        old.replace_all_uses_with(product, replace_graph_outputs=True)
+        self._remove()
+
+    def _input(self, x: ir.Value) -> ir.Value:
+        scale = self._initializer(INPUT_SCALE, FLOAT, ())
+        if self.form.format == "fp8":
+            bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=int(E4M3))
+            return self._add(
+                "DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype)
+            )
+        quantize = ir.node(
+            "TRT_FP4DynamicQuantize",
+            [x, scale],
+            {"axis": -1, "block_size": BLOCK, "scale_type": int(E4M3)},
+            domain=_TENSORRT,
+            num_outputs=2,
+            name=f"{self.name}/input_bits",
+        )
+        bits, blocks = quantize.outputs
+        bits.name, blocks.name = f"{self.name}/input_bits", f"{self.name}/input_blocks"
+        self.graph.insert_before(self.node, quantize)
+        scales = self._add("DequantizeLinear", [blocks, scale], "input_scales")
+        return self._widen(bits, scales, "input")
+
+    def _weight(self) -> ir.Value:
+        *rows, last = self.form.shape
+        scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
+        if self.form.format == "fp8":
+            values = self._initializer(VALUES, E4M3, self.form.shape)
+            axis = {"axis": 0} if self.form.scale_shape else {}
+            return self._add(
+                "DequantizeLinear", [values, scale], "weight", output_dtype=int(self.dtype), **axis
+            )
+        values = self._initializer(VALUES, E2M1, self.form.shape)
+        blocks = self._initializer(BLOCK_SCALES, E4M3, (*rows, last // BLOCK))
+        scales = self._add("DequantizeLinear", [blocks, scale], "weight_scales")
+        return self._widen(values, scales, "weight")
+
+    def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
+        """TensorRT dequantizes E2M1 to float32 alone; the cast to the graph's dtype costs nothing."""
+        wide = self._add(
+            "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=BLOCK
+        )
+        if self.dtype == FLOAT:
+            return wide
+        return self._add("Cast", [wide], name, to=int(self.dtype))
+
+    def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
+        node = ir.node(kind, inputs, attributes, name=f"{self.name}/{name}")
+        node.outputs[0].name = f"{self.name}/{name}"
+        self.graph.insert_before(self.node, node)
+        return node.outputs[0]
+
+    def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+        return _initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
+
+    def _find(self) -> ir.Node:
+        """The product: a MatMul over the weight's transpose, or a Gemm that transposes it."""
+        users = [node for node, _ in self.weight.uses()]
+        if len(users) == 1 and users[0].op_type == "Transpose":
+            users = [node for node, _ in users[0].outputs[0].uses()]
+            if len(users) == 1 and users[0].op_type == "MatMul":
+                return users[0]
+        elif len(users) == 1 and _is_plain_gemm(users[0]):
+            return users[0]
+        raise CanvasError(
+            f"{self.name} is not the weight of one matrix product, so it cannot be quantized",
+            "exclude it in the recipe",
+        )
+
+    def _remove(self) -> None:
+        transpose = self.node.inputs[1].producer() if self.node.inputs[1] is not None else None
+        self.graph.remove(self.node, safe=True)
+        if transpose is not None:
+            self.graph.remove(transpose, safe=True)
+        del self.graph.initializers[self.name]
+
+
+def _is_plain_gemm(node: ir.Node) -> bool:
+    if node.op_type != "Gemm" or len(node.inputs) != 2:
+        return False
+    found = {name: attribute.value for name, attribute in node.attributes.items()}
+    turned = found.get("transA", 0), found.get("transB", 0)
+    return turned == (0, 1) and found.get("alpha", 1) == 1
+
+
+def _initializer(
+    graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...]
+) -> ir.Value:
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    graph.initializers[name] = value
+    return value
+
+
+def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
+    """The graph's input `name` becomes E4M3, and what read it reads its dequantized form."""
+    value = next(each for each in graph.inputs if each.name == name)
+    assert value.dtype is not None
+    node = ir.node(
+        "DequantizeLinear", [value, scale], {"output_dtype": int(value.dtype)}, name=f"{name}/wide"
+    )
+    node.outputs[0].name = f"{name}/wide"
+    value.replace_all_uses_with(node.outputs[0])
+    node.replace_input_with(0, value)
+    value.type = ir.TensorType(E4M3)
+    graph.insert_before(graph[0], node)
+
+
+def _write_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
+    """The graph's output `name` becomes E4M3."""
+    index, value = next((i, v) for i, v in enumerate(graph.outputs) if v.name == name)
+    node = ir.node(
+        "QuantizeLinear", [value, scale], {"output_dtype": int(E4M3)}, name=f"{name}/bits"
+    )
+    value.name = f"{name}/wide"
+    output = node.outputs[0]
+    output.name, output.type, output.shape = name, ir.TensorType(E4M3), value.shape
+    graph.outputs[index] = output
+    graph.append(node)

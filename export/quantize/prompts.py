@@ -1,0 +1,156 @@
+"""Calibration prompts: JSONL files, checked whole before anything runs, then read a line at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt import checkpoints
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+from canvasrt.model import ModelConfig, SamplerDefaults
+from canvasrt.recipes import CalibrationSettings
+from canvasrt.runtime.request import Request
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+
+KINDS = ("prompt", "messages", "prompt_ids")
+_HINT = (
+    'a line is {"prompt": "..."}, {"messages": [{"role": "user", "content": "..."}]}'
+    ' or {"prompt_ids": [...]}'
+)
+
+
+def default_prompts(graphs: Bundle) -> Path:
+    """The prompts that come with canvasrt: the demo's own for the demo, general ones for any other checkpoint."""
+    import canvasrt.demo
+    import canvasrt.export
+
+    demo = Path(canvasrt.demo.__file__).parent
+    made_from = graphs.manifest.made_from.get("files")
+    if made_from and made_from == checkpoints.fingerprint(demo / "checkpoint"):
+        return demo / "calibration.jsonl"
+    return Path(canvasrt.export.__path__[0]) / "recipes" / "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a file, as requests."""
+
+    file: Path
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    sampler: SamplerDefaults
+    settings: CalibrationSettings
+    max_context: int
+
+    def check(self) -> int:
+        """How many requests there are. CanvasError names the file and the line that cannot be used."""
+        count = sum(1 for _ in self)
+        if not count:
+            raise CanvasError(f"{self.file} holds no prompts", _HINT)
+        # The lines past the recipe's number are not run, but a broken file is broken.
+        for number, line in self._lines():
+            self._parse(number, line)
+        return count
+
+    def sha256(self) -> str:
+        """The hash of the file."""
+        return hashlib.sha256(self.file.read_bytes()).hexdigest()
+
+    def __iter__(self) -> Iterator[Request]:
+        """The requests in order, as many as the recipe takes; only one line is in memory."""
+        for index, (number, line) in enumerate(self._lines()):
+            if index == self.settings.prompts:
+                return
+            request = Request(self._ids(number, line), self._params(index))
+            try:
+                request.validate(self.config, self.max_context)
+            except CanvasError as error:
+                raise self._wrong(number, error.message, error.hint) from error
+            yield request
+
+    def _params(self, index: int) -> SamplingParams:
+        """Prompts that take all steps are spread evenly over the file, the first one among them."""
+        share = self.settings.all_steps
+        taken = [-(-each * share // 1) for each in (index, index + 1)]
+        return SamplingParams.from_defaults(
+            self.sampler,
+            self.config,
+            seed=self.settings.seed + index,
+            max_new_tokens=self.settings.max_new_tokens,
+            adaptive_stop=taken[0] == taken[1],
+        )
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """The lines that are not empty, numbered from 1."""
+        try:
+            with self.file.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield number, line
+        except (OSError, UnicodeDecodeError) as error:
+            raise CanvasError(f"cannot read {self.file}: {error}", _HINT) from error
+
+    def _ids(self, number: int, line: str) -> list[int]:
+        kind, value = self._parse(number, line)
+        if kind == "prompt_ids":
+            return value
+        if self.tokenizer is None:
+            raise self._wrong(
+                number, "the graphs carry no tokenizer", 'give token ids: {"prompt_ids": [...]}'
+            )
+        try:
+            if kind == "messages":
+                return self.tokenizer.encode_chat(value)
+            if self.tokenizer.has_template:
+                return self.tokenizer.encode_chat([{"role": "user", "content": value}])
+            return self.tokenizer.encode(value)
+        except CanvasError as error:
+            raise self._wrong(number, error.message, error.hint) from error
+
+    def _parse(self, number: int, line: str) -> tuple[str, Any]:
+        """The kind of a line and its value. Other keys are the dataset's own business."""
+        try:
+            data = json.loads(line)
+        except ValueError as error:
+            raise self._wrong(number, f"it is not JSON ({error})") from error
+        kinds = [kind for kind in KINDS if isinstance(data, dict) and kind in data]
+        if len(kinds) != 1:
+            raise self._wrong(number, f"it does not have exactly one of {', '.join(KINDS)}")
+        (kind,) = kinds
+        value = data[kind]
+        if not _FITS[kind](value):
+            raise self._wrong(number, f"its {kind} is {_short(value)}")
+        return kind, value
+
+    def _wrong(self, number: int, message: str, hint: str = _HINT) -> CanvasError:
+        return CanvasError(f"{self.file}, line {number}: {message}", hint)
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)
+
+
+_FITS = {
+    "prompt": lambda value: isinstance(value, str) and bool(value.strip()),
+    "messages": _is_chat,
+    "prompt_ids": _are_ids,
+}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) < 60 else f"{text[:60]}…"

@@ -1,0 +1,242 @@
+"""A graph bundle to a quantized graph bundle, by a recipe: calibrated, then rewritten one weight at a time."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from canvasrt import external, lowbits
+from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize import formats
+from canvasrt.export.quantize.calibrate import Calibration, calibrate, local_names
+from canvasrt.export.quantize.formats import LARGEST, Packed, form_of
+from canvasrt.export.quantize.forms import KEY_SCALE, VALUE_SCALE, quantize_file
+from canvasrt.progress import Progress, no_progress
+from canvasrt.recipes import Choice, Recipe, load_recipe
+from canvasrt.staging import check_output, scratch
+
+CALIBRATION_FILE = "calibration.json"
+PLAIN = ("fp32", "bf16")
+_PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
+
+
+def quantize(
+    graphs: Bundle | Path | str,
+    out: Path | str,
+    recipe: Recipe | str | Path,
+    calibration_file: Path | str | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Write the quantized graph bundle of `graphs` to `out`.
+
+    Args: `graphs` a bundle that `canvasrt export` wrote, bf16 for GPUs or fp32; `recipe` one of canvasrt's by name, a
+    file, or a loaded one; `calibration_file` JSONL prompts, by default those that come with canvasrt. Raises
+    `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and when
+    `out` holds something; then nothing is left behind.
+    """
+    report = progress or no_progress
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    out = Path(out).expanduser().resolve()
+    check_output(out)
+    if not isinstance(graphs, Bundle):
+        graphs = load_bundle(
+            graphs, "graphs", progress=lambda done, total: report("checking graphs", done, total)
+        )
+    choices = _check(graphs, chosen)
+    prompts = None if calibration_file is None else Path(calibration_file).expanduser()
+    # On the disk of the result, which has room for graphs.
+    with scratch(out.parent / f"{out.name}.calibration") as folder:
+        calibration = calibrate(graphs, chosen, prompts, report, folder)
+    _load_modelopt()
+    with staging(out) as tmp:
+        _write(graphs, tmp, choices, chosen.kv_cache is not None, calibration, report)
+        text = json.dumps(calibration.to_json(), indent=2) + "\n"
+        (tmp / CALIBRATION_FILE).write_text(text, encoding="utf-8")
+        _describe(graphs, tmp, chosen, choices, calibration)
+    return load_bundle(out, kind="graphs", check=False)
+
+
+def read_calibration(bundle: Bundle) -> dict[str, Any]:
+    """What the calibration of a quantized bundle observed: `Calibration.to_json`."""
+    return json.loads(bundle.file(CALIBRATION_FILE).read_text(encoding="utf-8"))
+
+
+def _load_modelopt() -> None:
+    """Import it once without its warnings, which are about versions of transformers: it is not asked to load models."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization  # noqa: F401
+
+
+def _check(graphs: Bundle, recipe: Recipe) -> dict[str, Choice]:
+    """What becomes of each weight; CanvasError for graphs that cannot be quantized."""
+    precision = graphs.manifest.options.get("precision", "fp32")
+    if precision not in PLAIN or any(each.get("quantized") for each in graphs.manifest.segments):
+        raise CanvasError(
+            f"{graphs.path} is quantized already ({precision})",
+            "quantize graphs that `canvasrt export --precision bf16` wrote",
+        )
+    return recipe.formats(graphs.manifest.model)
+
+
+def _write(
+    graphs: Bundle,
+    out: Path,
+    choices: Mapping[str, Choice],
+    cache: bool,
+    calibration: Calibration,
+    report: Progress,
+) -> None:
+    """Write every file of the bundle but its description: graphs with quantized weights anew, the rest taken over."""
+    from canvasrt.build.cache import take_over
+
+    changed = {}
+    for entry in graphs.manifest.segments:
+        local = local_names(entry, choices)
+        if local or (cache and "layers" in entry):
+            changed[entry["file"]] = (entry, {name: choices[name] for name in local})
+    data = {str(Path(name).with_suffix(".bin")) for name in changed}
+    for name in graphs.manifest.files:
+        if name not in changed and name not in data and name != CALIBRATION_FILE:
+            take_over(graphs.file(name), out / name)
+    total = sum(graphs.manifest.files[name]["bytes"] for name in data)
+    done = 0
+    for name, (entry, own) in changed.items():
+        segment = _Segment(graphs.file(name), entry, own, calibration)
+        segment.write(out / name, cache, partial(_told, report, done, total))
+        done += graphs.manifest.files[str(Path(name).with_suffix(".bin"))]["bytes"]
+    report("quantizing", total, total)
+
+
+def _told(report: Progress, before: int, total: int, read: int) -> None:
+    report("quantizing", before + read, total)
+
+
+class _Segment:
+    """One graph whose weights are quantized as they are asked for."""
+
+    def __init__(
+        self,
+        source: Path,
+        entry: Mapping[str, Any],
+        choices: Mapping[str, Choice],
+        calibration: Calibration,
+    ) -> None:
+        self._source, self._entry = source, entry
+        self._choices, self._calibration = choices, calibration
+        self._names = {local: name for name, local in local_names(entry, choices).items()}
+        self._graph = ir.load(source).graph
+        self._read = 0
+        self._report: Callable[[int], object] = lambda read: None
+
+    def write(self, out: Path, cache: bool, report: Callable[[int], object]) -> None:
+        """Write the quantized graph; `report` is told how many bytes of weights have been read."""
+        self._report = report
+        quantize_file(
+            self._source,
+            out,
+            {local: self._form(local) for local in self._names},
+            self._pack,
+            self._cache_scales() if cache and "layers" in self._entry else None,
+        )
+
+    def _form(self, local: str) -> formats.Form:
+        choice = self._choices[self._names[local]]
+        shape = _shape(self._tensor(local))
+        return form_of(shape, choice.format, choice.weights, experts=len(shape) == 3)
+
+    def _pack(self, local: str) -> Packed:
+        name = self._names[local]
+        choice, tensor = self._choices[name], self._tensor(local)
+        # Where all that came in was zero any scale will do: this one is 1.
+        amax = self._calibration.amax[name] or LARGEST[choice.format]
+        packed = formats.quantize(
+            _matrices(tensor),
+            choice.format,
+            amax,
+            choice.method,
+            choice.weights,
+            experts=len(tensor.shape) == 3,
+            name=name,
+        )
+        self._read += tensor.nbytes
+        self._report(self._read)
+        return packed
+
+    def _cache_scales(self) -> dict[str, float]:
+        found = self._calibration.cache
+        return {
+            f"layers.{place}.{suffix}": (found[f"layers.{layer}.{part}"] or LARGEST["fp8"])
+            / LARGEST["fp8"]
+            for place, layer in enumerate(self._entry["layers"])
+            for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE))
+        }
+
+    def _tensor(self, local: str) -> ir.ExternalTensor:
+        tensor = self._graph.initializers[local].const_value
+        assert isinstance(tensor, ir.ExternalTensor), local
+        return tensor
+
+
+def _shape(tensor: ir.ExternalTensor) -> tuple[int, ...]:
+    return tuple(int(size) for size in tensor.shape.numpy())
+
+
+def _matrices(tensor: ir.ExternalTensor) -> Iterator[np.ndarray]:
+    """The matrices `[out, in]` of a weight in float32, one in memory at a time."""
+    shape = _shape(tensor)
+    narrow = tensor.dtype == ir.DataType.BFLOAT16
+    stored = external.mapped(tensor).view(np.uint16 if narrow else np.float32)
+    for part in stored.reshape(-1, shape[-2] * shape[-1]):
+        wide = lowbits.from_bf16(part.view(np.uint16)) if narrow else part.astype(np.float32)
+        yield wide.reshape(shape[-2:])
+
+
+def _describe(
+    graphs: Bundle,
+    out: Path,
+    recipe: Recipe,
+    choices: Mapping[str, Choice],
+    calibration: Calibration,
+) -> None:
+    """Write the manifest."""
+    manifest = graphs.manifest
+    segments = []
+    for entry in manifest.segments:
+        quantized = {name: choices[name].format for name in local_names(entry, choices)}
+        segments.append({**entry, "quantized": quantized} if quantized else entry)
+    same = {
+        name: entry
+        for name, entry in manifest.files.items()
+        if (out / name).is_file() and (out / name).samefile(graphs.path / name)
+    }
+    write_manifest(
+        out,
+        kind="graphs",
+        made_from={
+            **manifest.made_from,
+            "graphs": manifest.digest,
+            "calibration": calibration.sha256,
+        },
+        options={
+            **manifest.options,
+            "precision": recipe.precision,
+            "base_precision": manifest.options.get("precision", "fp32"),
+            "recipe": recipe.to_json(),
+        },
+        model=manifest.model,
+        sampler=manifest.sampler,
+        segments=segments,
+        embedding=manifest.embedding,
+        tokenizer=manifest.tokenizer,
+        packages=tuple(dict.fromkeys((*manifest.made_by, *_PACKAGES))),
+        known=same,
+    )

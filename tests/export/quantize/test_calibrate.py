@@ -1,0 +1,360 @@
+"""Calibration sees what the model computes: ModelOpt's own, over the same passes of transformers' model, agrees."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+
+from canvasrt.bundle import Bundle, Manifest
+from canvasrt.checkpoints import fingerprint, resolve
+from canvasrt.demo.tasks import TASKS, task_of
+from canvasrt.errors import CanvasError
+from canvasrt.export.graphs import export
+from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate, local_names
+from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
+from canvasrt.export.quantize.prompts import Prompts, default_prompts
+from canvasrt.recipes import CalibrationSettings, Recipe, quantizable
+from canvasrt.runtime.capacity import Capacity
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.onnxruntime import OrtBackend
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.runtime.conftest import Reference, tiny_model
+
+# Never in the top 2 of layer 3: of each pair of opposite rows one scores above its 0.
+IDLE_LAYER, IDLE_EXPERT = 3, 5
+GENERATION = {
+    "max_denoising_steps": 11,
+    "sampler_config": {"entropy_bound": 1.0},
+    "confidence_threshold": 1.0,
+    "max_new_tokens": 64,
+    "eos_token_id": [],
+}
+RECIPE = Recipe.from_json(
+    {
+        "schema": 1,
+        "name": "everything",
+        "description": "everything that is observed",
+        "quantize": [
+            {"weights": ["layers.*.attention.[qo]*", "layers.*.mlp.*"], "format": "fp8"},
+            {"weights": ["layers.*.experts.*", "layers.*.router.proj"], "format": "fp8"},
+            {"weights": "signal_mlp.*", "format": "fp8"},
+        ],
+        "excluded": [{"weights": "*norm", "why": "no products"}],
+        "kv_cache": "fp8",
+        "calibration": {"all_steps": 0.5},
+    }
+)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 100, length).tolist()
+
+
+# On both sides of the window.
+PROMPTS = [prompt(5, 0), prompt(150, 2)]
+
+
+@dataclass
+class Tiny:
+    model: Any
+    graphs: Bundle
+    file: Path
+
+    def prompts(self, **settings: Any) -> Prompts:
+        manifest = self.graphs.manifest
+        chosen = replace(RECIPE.calibration, **settings)
+        return Prompts(self.file, None, manifest.model, manifest.sampler, chosen, 4096)
+
+    def calibrate(self, file: Path | None = None, **settings: Any) -> Calibration:
+        recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, **settings))
+        return calibrate(self.graphs, recipe, file or self.file)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("calibrate")
+    torch.set_num_threads(1)
+    model = tiny_model()
+    with torch.no_grad():
+        for layers in (model.model.decoder.layers, model.model.encoder.language_model.layers):
+            rows = layers[IDLE_LAYER].router.proj.weight
+            for positive, negative in ((0, 1), (2, 3), (6, 7)):
+                rows[negative] = -rows[positive]
+            rows[IDLE_EXPERT] = 0
+    model.save_pretrained(folder / "checkpoint")
+    (folder / "checkpoint" / "generation_config.json").write_text(json.dumps(GENERATION))
+    graphs = export(folder / "checkpoint", folder / "graphs", layers_per_segment=4)
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
+    return Tiny(model, graphs, file)
+
+
+@pytest.fixture(scope="module")
+def found(tiny: Tiny) -> Calibration:
+    return tiny.calibrate()
+
+
+def modelopt_amax(tiny: Tiny) -> Callable[[str], float]:
+    """ModelOpt's max calibration while transformers generates from the same prompts under the same noise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import modelopt.torch.quantization as mtq
+
+    reference = Reference(tiny.model)
+
+    def generate(model: Any) -> None:
+        for request in tiny.prompts():
+            reference.generate([request.prompt_token_ids], [request.params])
+
+    config = {
+        "quant_cfg": [
+            {"quantizer_name": "*", "enable": False},
+            {"quantizer_name": "*input_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}},
+            {"quantizer_name": "*[kv]_bmm_quantizer", "cfg": {"num_bits": (4, 3), "axis": None}},
+            {"quantizer_name": "*vision*", "enable": False},
+            {"quantizer_name": "lm_head*", "enable": False},
+        ],
+        "algorithm": "max",
+    }
+    named = dict(mtq.quantize(tiny.model, config, generate).named_modules())
+    return lambda name: float(named[name]._amax)
+
+
+ENCODER, DECODER = "model.encoder.language_model", "model.decoder"
+MODULES = {
+    "attention.qkv": "self_attn.q_proj.",
+    "attention.o": "self_attn.o_proj.",
+    "mlp.gate_up": "mlp.up_proj.",
+    "mlp.down": "mlp.down_proj.",
+    "router.proj": "router.proj.",
+    "experts.gate_up": "experts.gate_up_proj_",
+    "experts.down": "experts.down_proj_",
+}
+
+
+def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
+    """The last test that may use the model: ModelOpt changes it in place."""
+    theirs = modelopt_amax(tiny)
+    expected = {}
+    for layer in range(6):
+        for ours, module in MODULES.items():
+            # Encoder and decoder share weights, so one scale serves both.
+            expected[f"layers.{layer}.{ours}"] = max(
+                theirs(f"{side}.layers.{layer}.{module}input_quantizer")
+                for side in (ENCODER, DECODER)
+            )
+    assert found.amax.keys() - expected.keys() == {"signal_mlp.gate_up", "signal_mlp.down"}
+    for name, value in expected.items():
+        assert found.amax[name] == pytest.approx(value, rel=1e-4), name
+    # The engine also makes the signal that would follow a block's last step, the reference does not.
+    for ours, module in (("gate_up", "up_proj"), ("down", "down_proj")):
+        value = theirs(f"{DECODER}.self_conditioning.{module}.input_quantizer")
+        assert found.amax[f"signal_mlp.{ours}"] >= value * (1 - 1e-4)
+    for layer in range(6):
+        for part in ("key", "value"):
+            value = theirs(f"{ENCODER}.layers.{layer}.self_attn.{part[0]}_bmm_quantizer")
+            assert found.cache[f"layers.{layer}.{part}"] == pytest.approx(value, rel=1e-4)
+
+
+def test_all_noise_levels_are_seen(tiny: Tiny, found: Calibration) -> None:
+    assert len(found.steps) == 11
+    everything, early = tiny.calibrate(all_steps=1), tiny.calibrate(all_steps=0)
+    blocks = 2 * len(PROMPTS)
+    assert everything.steps == [blocks] * 11
+    assert early.steps[0] == blocks
+    assert sum(early.steps) <= sum(found.steps) <= sum(everything.steps)
+    assert sum(early.steps) < sum(everything.steps)
+
+
+@pytest.mark.parametrize(
+    ("share", "full"), [(0, ""), (0.25, "048"), (0.5, "02468"), (1, "0123456789")]
+)
+def test_prompts_that_take_all_steps_are_spread(
+    tiny: Tiny, tmp_path: Path, share: float, full: str
+) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text('{"prompt_ids": [5, 6]}\n' * 10)
+    requests = list(replace(tiny.prompts(all_steps=share), file=file))
+    assert [str(i) for i, each in enumerate(requests) if not each.params.adaptive_stop] == [*full]
+    assert [each.params.seed for each in requests] == list(range(10))
+
+
+@pytest.mark.parametrize("capacity", [1, 10_000])
+def test_slots_do_not_matter(
+    tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch, capacity: int
+) -> None:
+    """Neither too few, which makes passes be repeated, nor empty ones."""
+    monkeypatch.setattr(Capacity, "choose", lambda self, tokens: min(capacity, tokens))
+    again = tiny.calibrate()
+    assert again.routed == found.routed
+    assert again.amax == pytest.approx(found.amax, rel=1e-5)
+
+
+def test_experts_that_no_token_was_routed_to(found: Calibration) -> None:
+    assert found.idle_experts == {IDLE_LAYER: [IDLE_EXPERT]}
+    assert found.to_json()["idle_experts"] == {f"layers.{IDLE_LAYER}": [IDLE_EXPERT]}
+    assert all(value > 0 for value in found.amax.values())
+    per_layer = {sum(counts) for counts in found.routed.values()}
+    # Every layer sees every token twice: prompts, a commit a prompt, and the canvases.
+    tokens = sum(map(len, PROMPTS)) + 32 * len(PROMPTS) + 32 * sum(found.steps)
+    assert per_layer == {2 * tokens}
+
+
+def test_padding_does_not_count(tiny: Tiny) -> None:
+    """A batch with a padded row observes what its rows observe alone, whatever the padding holds."""
+    entry = tiny.graphs.manifest.segments[0]
+    names = local_names(entry, quantizable(tiny.graphs.manifest.model))
+    model = ir.load(tiny.graphs.path / "body_0.onnx")
+    cached = [f"new_{part}_{layer}" for layer in entry["layers"] for part in ("key", "value")]
+    observe(model, list(names.values()), cached, 8)
+    ir.save(model, tiny.graphs.path / "observed.onnx")
+    segment = OrtBackend(1).open("body_0", tiny.graphs.path / "observed.onnx")
+    hidden = np.random.default_rng(0).standard_normal((2, 9, 128)).astype(np.float32)
+    # One channel alone: norms would make anything even as large as what is real.
+    hidden[1, 6:] = 0
+    hidden[1, 6:, 0] = 1e3
+    shapes = {}
+    for layer in entry["layers"]:
+        spec = tiny.graphs.manifest.model.layers[layer]
+        for part in ("key", "value"):
+            shapes[f"past_{part}_{layer}"] = (spec.num_kv_heads, 0, spec.head_dim)
+
+    def run(rows: slice, length: int) -> tuple[np.ndarray, np.ndarray]:
+        x = hidden[rows, :length]
+        positions = np.tile(np.arange(length), (len(x), 1))
+        if len(x) == 2:
+            positions[1, 6:] = -1
+        feeds = {
+            "hidden": np.ascontiguousarray(x),
+            "positions": positions,
+            "groups": np.full_like(positions, -1),
+            "causal": np.ones(len(x), bool),
+            "slots": np.arange(x.shape[0] * length),
+            **{name: np.zeros((len(x), *shape), np.float32) for name, shape in shapes.items()},
+        }
+        for name in segment.inputs - feeds.keys():
+            feeds[name] = np.zeros((len(x), 0), np.int64)
+        out = segment.run(feeds, [AMAX, ROUTED])
+        return out[AMAX], out[ROUTED]
+
+    both, first, second = run(slice(0, 2), 9), run(slice(0, 1), 9), run(slice(1, 2), 6)
+    np.testing.assert_allclose(both[0], np.maximum(first[0], second[0]), rtol=1e-5)
+    np.testing.assert_array_equal(both[1], first[1] + second[1])
+    assert both[1].sum(axis=1).tolist() == [2 * (9 + 6)] * 4
+
+
+def test_prompts_are_streamed(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text('{"prompt_ids": [5, 6, 7], "source": "a set"}\n\n' * 30)
+    held, seen = [], []
+    add = Generator.add
+
+    def counted(self: Generator, request: Any) -> int:
+        id = add(self, request)
+        held.append(len(self._waiting) + len(self._running))
+        return id
+
+    monkeypatch.setattr(Generator, "add", counted)
+    recipe = replace(RECIPE, calibration=CalibrationSettings(25, max_new_tokens=8, all_steps=0))
+    calibrate(tiny.graphs, recipe, file, lambda what, done, of: seen.append((what, done, of)))
+    assert len(held) == 25
+    assert max(held) <= CONCURRENT
+    shown = [(done, of) for what, done, of in seen if what == "calibrating"]
+    assert shown == sorted(shown)
+    assert shown[-1] == (25, 25)
+
+
+LONG = {"prompt_ids": [5] * 4090}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{'prompt': 1}", "it is not JSON"),
+        ("17", "exactly one of prompt, messages, prompt_ids"),
+        ('{"text": "hello"}', "exactly one of"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "exactly one of"),
+        ('{"prompt": ""}', 'its prompt is ""'),
+        ('{"prompt": ["a"]}', 'its prompt is ["a"]'),
+        ('{"messages": []}', "its messages is []"),
+        ('{"messages": [{"role": "user"}]}', "its messages is"),
+        ('{"prompt_ids": [1, "2"]}', "its prompt_ids is"),
+        ('{"prompt_ids": []}', "the prompt is empty"),
+        ('{"prompt_ids": [5, 512]}', "prompt token 512 is not in the vocabulary"),
+        (json.dumps(LONG), "exceed the context of 4096 tokens"),
+        ('{"prompt": "hello"}', "the graphs carry no tokenizer"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_lines_that_cannot_be_used(tiny: Tiny, tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [5, 6]}\n\n' + line + "\n")
+    with pytest.raises(CanvasError) as caught:
+        tiny.calibrate(file)
+    assert caught.value.message.startswith(f"{file}, line 3: ")
+    assert said in caught.value.message
+
+
+def test_text_is_put_into_the_chat_template(tiny: Tiny, tmp_path: Path) -> None:
+    folder = resolve("demo")
+    core = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    template = (folder / "chat_template.jinja").read_text("utf-8")
+    file = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "12+34="}]
+    lines = [{"prompt": "12+34="}, {"messages": chat}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with_template = replace(tiny.prompts(), file=file, tokenizer=Tokenizer(core, template))
+    expected = with_template.tokenizer.encode_chat(chat)
+    assert [list(each.prompt_token_ids) for each in with_template] == [expected, expected]
+    plain = replace(with_template, tokenizer=Tokenizer(core, None))
+    assert list(next(iter(plain)).prompt_token_ids) == core.encode("12+34=").ids
+    with pytest.raises(CanvasError, match=r"line 2: the bundle's tokenizer has no chat template"):
+        plain.check()
+
+
+def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    with pytest.raises(CanvasError, match="cannot read"):
+        tiny.calibrate(file)
+    file.write_text("\n\n")
+    with pytest.raises(CanvasError, match=r"prompts\.jsonl holds no prompts"):
+        tiny.calibrate(file)
+    file.write_text('{"prompt_ids": [5, 6]}\n' * 3 + "broken\n")
+    with pytest.raises(CanvasError, match="line 4: it is not JSON"):
+        tiny.calibrate(file, prompts=2)
+
+
+def test_default_prompts(tiny: Tiny) -> None:
+    """General ones for any checkpoint but the demo's, whose own hold no question that it is marked on."""
+    general = default_prompts(tiny.graphs)
+    assert general.name == "prompts.jsonl"
+    assert len(general.read_text("utf-8").splitlines()) == 64
+    made_from = {"kind": "checkpoint", "files": fingerprint(resolve("demo"))}
+    demo = default_prompts(Bundle(tiny.graphs.path, Manifest({"made_from": made_from})))
+    prompts = [json.loads(line)["prompt"] for line in demo.read_text("utf-8").splitlines()]
+    assert len(prompts) == len(set(prompts)) == 64
+    assert {task_of(each).name for each in prompts} == TASKS.keys()
+    assert {task_of(each).split(each) for each in prompts} == {"train"}
+
+
+def test_activations_that_overflow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from canvasrt.export.quantize import calibrate as module
+
+    class Broken(module._ObservedSegment):
+        def _note(self, out: Any) -> None:
+            out[AMAX][0] = np.nan
+            super()._note(out)
+
+    monkeypatch.setattr(module, "_ObservedSegment", Broken)
+    with pytest.raises(CanvasError, match="overflowed during calibration"):
+        tiny.calibrate()

@@ -1,0 +1,217 @@
+"""FP8 and NVFP4 against an implementation written out here, and against ModelOpt's own quantization."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from canvasrt import lowbits
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.formats import FORMATS, Packed, dequantize, form_of, quantize
+
+# The grids, number by number, in the order of their codes.
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+E4M3 = [m * 2.0**-9 for m in range(8)]
+E4M3 += [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
+
+
+def nearest(x: float, grid: list[float]) -> float:
+    """The nearest number of a grid, of two equally near ones that with the even code; beyond the last, the last."""
+    size = min(abs(x), grid[-1])
+    code = min(range(len(grid)), key=lambda code: (abs(grid[code] - size), code % 2))
+    return math.copysign(grid[code], x)
+
+
+def nvfp4(block: np.ndarray, scale: float) -> np.ndarray:
+    """A block of 16 under a global scale, in float32 as the hardware computes it."""
+    largest = np.float32(np.abs(block).max())
+    step = np.float32(nearest(float(largest / np.float32(6) / np.float32(scale)), E4M3))
+    step = step * np.float32(scale)
+    return np.array([nearest(float(x / step), E2M1) * step if step else 0 for x in block], "f")
+
+
+def numbers() -> np.ndarray:
+    """Of all sizes, with every tie, every neighbour of one, subnormals, zeros, and what saturates."""
+    rng = np.random.default_rng(0)
+    grid = np.array(E4M3, np.float32)
+    ties = (grid[1:] + grid[:-1]) / 2
+    near = np.concatenate([np.nextafter(ties, np.float32(s) * np.inf) for s in (-1, 1)])
+    wide = rng.standard_normal(4000) * 10 ** rng.uniform(-4, 4, 4000)
+    ends = [0, 448, 463.9, 464, 465, 1e9, np.inf, 2.0**-10, 2.0**-9, 2.0**-11, 5, 5.01, 6, 7]
+    small = np.arange(-112, 113) / 16
+    half = np.concatenate([grid, ties, near, wide, ends, small]).astype(np.float32)
+    return np.concatenate([half, -half])
+
+
+def test_e4m3_is_the_nearest_code() -> None:
+    x = numbers()
+    expected = [nearest(float(each), E4M3) for each in x]
+    np.testing.assert_array_equal(lowbits.from_e4m3(lowbits.to_e4m3(x)), expected)
+    assert lowbits.to_e4m3([-np.inf, np.nan]).tolist() == [0xFE, 0x7F]
+    every = np.arange(256, dtype=np.uint8)
+    finite = every & 127 != 127
+    assert (lowbits.to_e4m3(lowbits.from_e4m3(every))[finite] == every[finite]).all()
+
+
+def test_e2m1_is_the_nearest_code() -> None:
+    x = numbers()
+    expected = [nearest(float(each), E2M1) for each in x]
+    np.testing.assert_array_equal(lowbits.from_e2m1(lowbits.to_e2m1(x)), expected)
+
+
+def test_two_codes_a_byte_the_first_one_low() -> None:
+    codes = np.array([[1, 2, 15, 0]], np.uint8)
+    assert lowbits.pack(codes).tolist() == [[0x21, 0x0F]]
+    assert (lowbits.unpack(lowbits.pack(codes)) == codes).all()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-3])
+def test_nvfp4_activations_are_rounded_block_by_block(scale: float) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((4, 5, 64)).astype(np.float32) * scale * 100
+    x[0, 0] = 0
+    x[0, 1] *= 1e-6  # the block's scale is a subnormal of E4M3, or 0
+    x[0, 2] *= 1e-3
+    x[0, 3] *= 1e3  # the block's scale saturates
+    expected = [nvfp4(block, scale) for block in x.reshape(-1, 16)]
+    np.testing.assert_array_equal(lowbits.round_nvfp4(x, scale), np.reshape(expected, x.shape))
+
+
+def test_fp8_activations_are_rounded_by_their_scale() -> None:
+    x, scale = numbers(), np.float32(0.013)
+    finite = x[np.isfinite(x)]
+    expected = [np.float32(nearest(float(each / scale), E4M3)) * scale for each in finite]
+    np.testing.assert_array_equal(lowbits.round_fp8(finite, 0.013), expected)
+
+
+def weight(*shape: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * np.exp2(rng.uniform(-6, 2, (*shape[:-1], 1)))).astype("f")
+
+
+def test_nvfp4_weights_are_modelopt_s() -> None:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    given = weight(48, 64)
+    given[0, :16] = 0
+    packed = quantize([given], "nvfp4", 3.0)
+    theirs, blocks, scale = NVFP4QTensor.quantize(torch.from_numpy(given.copy()), 16)
+    assert packed.scale == scale.numpy()
+    assert packed.block_scales is not None
+    np.testing.assert_array_equal(packed.block_scales, blocks.view(torch.uint8).numpy())
+    np.testing.assert_array_equal(packed.values, theirs._quantized_data.numpy())
+    wide = theirs.dequantize(torch.float32, scale=blocks, double_scale=scale, block_sizes={-1: 16})
+    np.testing.assert_allclose(dequantize(packed), wide.numpy(), rtol=1e-6)
+    # And a scale is E4M3 of the block's largest over 6, each value the nearest: by the implementation above.
+    here = np.concatenate([nvfp4(block, float(packed.scale)) for block in given.reshape(-1, 16)])
+    np.testing.assert_allclose(dequantize(packed), here.reshape(given.shape), rtol=1e-6)
+
+
+def test_activations_are_rounded_as_modelopt_rounds_a_tensor() -> None:
+    """ModelOpt has its dynamic NVFP4 quantizer for GPUs alone; its tensors use the same grid on a CPU."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    x, amax = weight(32, 96, seed=3), 5.0
+    scale = torch.tensor(amax / (6 * 448))
+    theirs, blocks, _ = NVFP4QTensor.quantize(
+        torch.from_numpy(x.copy()), 16, weights_scaling_factor_2=scale
+    )
+    wide = theirs.dequantize(torch.float32, scale=blocks, double_scale=scale, block_sizes={-1: 16})
+    np.testing.assert_allclose(lowbits.round_nvfp4(x, float(scale)), wide.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
+def test_fp8_is_modelopt_s_fake_quantization(weights: str) -> None:
+    from modelopt.torch.quantization.tensor_quant import scaled_e4m3
+
+    given = weight(48, 64)
+    packed = quantize([given], "fp8", 3.0, weights=weights)
+    amax = np.abs(given).max(axis=-1, keepdims=True) if weights == "per_channel" else given.max()
+    amax = torch.from_numpy(np.abs(given).max(keepdims=True) if weights == "per_tensor" else amax)
+    theirs = scaled_e4m3(torch.from_numpy(given), amax, None, 4, 3).numpy()
+    found = dequantize(packed)
+    # The product with 448 / amax and the division by amax / 448 differ in the last bit, which moves a few ties.
+    same = np.isclose(found, theirs, rtol=1e-5, atol=0)
+    assert same.mean() > 0.999
+    np.testing.assert_allclose(found, theirs, rtol=0.13, atol=1e-6)
+    x = weight(8, 64, seed=2)
+    theirs = scaled_e4m3(torch.from_numpy(x), torch.tensor(3.0), None, 4, 3).numpy()
+    found = lowbits.round_fp8(x, float(packed.input_scale))
+    assert np.isclose(found, theirs, rtol=1e-5, atol=0).mean() > 0.999
+
+
+def experts() -> list[np.ndarray]:
+    """Of very different sizes, and one of zeros."""
+    sizes = (1, 0.01, 30, 0)
+    return [weight(32, 48, seed=i) * np.float32(size) for i, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("format", "method", "weights"),
+    [*itertools.product(FORMATS, ("max", "mse"), ("per_tensor",)), ("fp8", "max", "per_channel")],
+)
+def test_experts_have_scales_of_their_own_behind_one(format, method, weights) -> None:
+    packed = quantize(iter(experts()), format, 3.0, method, weights, experts=True)
+    assert packed.form == form_of((4, 32, 48), format, weights, experts=True)
+    assert packed.scale.shape == ()
+    assert packed.factor is not None
+    assert (packed.factor > 0).all()
+    # A bfloat16 holds every factor, so a product in bfloat16 loses nothing by it.
+    assert (lowbits.from_bf16(lowbits.to_bf16(packed.factor)) == packed.factor).all()
+    found = dequantize(packed)
+    for expert, given in zip(found, experts(), strict=True):
+        error = np.linalg.norm(expert - given) / max(np.linalg.norm(given), 1e-9)
+        assert error < (0.03 if format == "fp8" else 0.12)
+        alone = quantize([given], format, 3.0, method, weights)
+        np.testing.assert_allclose(
+            np.linalg.norm(dequantize(alone) - given), error * np.linalg.norm(given), rtol=0.1
+        )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_least_error_is_no_larger(format: str) -> None:
+    given = weight(64, 64, seed=5)
+    errors = [
+        np.square(dequantize(quantize([given], format, 3.0, method)) - given).sum()
+        for method in ("max", "mse")
+    ]
+    assert errors[1] <= errors[0] * 1.001
+    if format == "nvfp4":
+        assert errors[1] < 0.9 * errors[0]
+
+
+def test_the_least_error_may_saturate() -> None:
+    """Nearly all numbers are 0.90625, which FP8 holds exactly under a scale that the largest does not fit."""
+    given = np.full((32, 32), 0.90625, np.float32)
+    given[3, 4] = 1
+    found = dequantize(quantize([given], "fp8", 3.0, "mse"))
+    np.testing.assert_allclose(found, np.full((32, 32), 0.90625), rtol=1e-6)
+
+
+def test_zeros_have_a_scale() -> None:
+    for format, method in itertools.product(FORMATS, ("max", "mse")):
+        packed = quantize([np.zeros((16, 32), np.float32)], format, 1.0, method)
+        assert np.isfinite(packed.scale)
+        assert packed.scale > 0
+        assert (dequantize(packed) == 0).all()
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    good = weight(16, 32)
+    for amax in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(CanvasError, match=r"mlp\.down: its input's largest magnitude"):
+            quantize([good], "fp8", amax, name="mlp.down")
+    bad = good.copy()
+    bad[3, 3] = np.nan
+    with pytest.raises(CanvasError, match=r"mlp\.down holds numbers that are not finite"):
+        quantize([bad], "fp8", 1.0, name="mlp.down")
+    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and NVFP4 has blocks of 16"):
+        quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
+    one = np.ones((), np.float32)
+    for scale in (-one, 0 * one, np.float32("nan") * one):
+        with pytest.raises(CanvasError, match="scale holds numbers that are not positive"):
+            Packed("fp8", np.zeros((2, 2), np.uint8), np.array(scale), one)

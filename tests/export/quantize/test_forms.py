@@ -1,0 +1,298 @@
+"""The quantized forms: what stands in the graph, and engines of them, really built by TensorRT-RTX."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper
+
+from canvasrt import lowbits
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize import forms
+from canvasrt.export.quantize.formats import Form, Packed, quantize
+from tests.quantized import EXPERTS
+
+GATE_UP = "layers.1.experts.gate_up"
+SIZES = {
+    "batch": (1, 1, 2),
+    "length": (1, 16, 32),
+    "capacity": (1, 16, 32),
+    "past_full": (0, 16, 32),
+    "past_sliding": (0, 16, 31),
+}
+
+
+def producers(model: ir.Model, name: str) -> dict[str, ir.Node]:
+    """The nodes that a quantized weight's form is made of, by what they are called behind its name."""
+    return {
+        str(node.name).removeprefix(f"{name}/"): node
+        for node in model.graph
+        if str(node.name).startswith(f"{name}/")
+    }
+
+
+def test_nvfp4_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
+    model = ir.load(quantized("nvfp4").file)
+    form = producers(model, GATE_UP)
+    assert {name: node.op_type for name, node in form.items()} == {
+        "input_bits": "TRT_FP4DynamicQuantize",
+        "input_scales": "DequantizeLinear",
+        "input_wide": "DequantizeLinear",
+        "input": "Cast",
+        "weight_scales": "DequantizeLinear",
+        "weight_wide": "DequantizeLinear",
+        "weight": "Cast",
+        "turned": "Transpose",
+        "product": "MatMul",
+        "scaled": "Mul",
+    }
+    assert form["scaled"].inputs[0] is form["product"].outputs[0]
+    assert form["product"].inputs[1] is form["turned"].outputs[0]
+    attributes = {name: a.value for name, a in form["input_bits"].attributes.items()}
+    assert attributes == {"axis": -1, "block_size": 16, "scale_type": TensorProto.FLOAT8E4M3FN}
+    stored = {
+        suffix: (value.dtype.name, tuple(value.shape))
+        for suffix in ("values", "block_scales", "scale", "input_scale", "factor")
+        for value in [model.graph.initializers[f"{GATE_UP}.{suffix}"]]
+    }
+    assert stored == {
+        "values": ("FLOAT4E2M1", (4, 64, 64)),
+        "block_scales": ("FLOAT8E4M3FN", (4, 64, 4)),
+        "scale": ("FLOAT", ()),
+        "input_scale": ("FLOAT", ()),
+        "factor": ("BFLOAT16", (4, 1, 1)),
+    }
+    assert GATE_UP not in model.graph.initializers
+
+
+def test_fp8_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
+    model = ir.load(quantized("fp8", weights="per_channel").file)
+    form = producers(model, "layers.0.mlp.down.weight")
+    assert [(name, node.op_type) for name, node in form.items()] == [
+        ("input_bits", "QuantizeLinear"),
+        ("input", "DequantizeLinear"),
+        ("weight", "DequantizeLinear"),
+        ("turned", "Transpose"),
+        ("product", "MatMul"),
+    ]
+    assert form["input"].attributes["output_dtype"].value == TensorProto.BFLOAT16
+    assert form["weight"].attributes["axis"].value == 0
+    scale = model.graph.initializers["layers.0.mlp.down.weight.scale"]
+    assert (scale.dtype, tuple(scale.shape)) == (ir.DataType.FLOAT, (64,))
+    # A scale for each expert inside the DequantizeLinear would be dequantized on every call.
+    assert model.graph.initializers[f"{GATE_UP}.scale"].shape == ()
+    assert tuple(model.graph.initializers[f"{GATE_UP}.factor"].shape) == (4, 1, 64)
+
+
+def test_the_bytes_in_the_graph_are_those_that_were_packed(quantized) -> None:
+    made = quantized("nvfp4")
+    assert made.packed.keys() == made.forms.keys()
+    for name, packed in made.packed.items():
+        assert made.bytes_of(f"{name}.values") == packed.values.tobytes()
+        assert made.bytes_of(f"{name}.block_scales") == packed.block_scales.tobytes()
+        assert made.bytes_of(f"{name}.scale") == packed.scale.tobytes()
+        assert made.bytes_of(f"{name}.input_scale") == packed.input_scale.tobytes()
+    factor = made.packed[GATE_UP].factor
+    assert made.bytes_of(f"{GATE_UP}.factor") == lowbits.to_bf16(factor).tobytes()
+
+
+def test_what_is_not_quantized_keeps_its_bytes(plain_graphs: Bundle, quantized) -> None:
+    before = ir.load(plain_graphs.file("body_0.onnx")).graph.initializers
+    after = ir.load(quantized("nvfp4", EXPERTS).file).graph.initializers
+    kept = set(before) & set(after)
+    assert set(before) - kept == {
+        f"layers.{i}.experts.{w}" for i in (0, 1) for w in ("gate_up", "down")
+    }
+    for name in kept:
+        assert before[name].const_value.tobytes() == after[name].const_value.tobytes(), name
+    large = [v.const_value for v in after.values() if v.const_value.nbytes >= 1 << 16]
+    assert large
+    assert all(tensor.offset % 4096 == 0 for tensor in large)
+
+
+def product_of(weights: list[tuple[str, int]], used: str = "x", op: str = "MatMul") -> ir.Model:
+    """One input `[n, 32]` multiplied with several weights `[out, 32]`."""
+    nodes, inits = [], []
+    for name, out in weights:
+        inits.append(onnx.numpy_helper.from_array(np.ones((out, 32), np.float32), name))
+        if op == "Gemm":
+            nodes.append(helper.make_node("Gemm", [used, name], [f"{name}_y"], transB=1))
+        else:
+            nodes.append(helper.make_node("Transpose", [name], [f"{name}_t"], perm=[1, 0]))
+            nodes.append(helper.make_node("MatMul", [used, f"{name}_t"], [f"{name}_y"]))
+    float_info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "products",
+        [float_info("x", TensorProto.FLOAT, ["n", 32])],
+        [float_info(f"{name}_y", TensorProto.FLOAT, ["n", out]) for name, out in weights],
+        inits,
+    )
+    return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]))
+
+
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+def test_an_input_of_several_weights_is_quantized_once(op: str) -> None:
+    model = product_of([("a", 16), ("b", 48), ("c", 16)], op=op)
+    forms.quantize_graph(
+        model,
+        {"a": Form("fp8", (16, 32)), "b": Form("fp8", (48, 32)), "c": Form("nvfp4", (16, 32))},
+    )
+    kinds = [node.op_type for node in model.graph]
+    assert kinds.count("QuantizeLinear") == 1
+    assert kinds.count("TRT_FP4DynamicQuantize") == 1
+    assert {n for n in model.graph.initializers if n.endswith("input_scale")} == {
+        "a.input_scale",
+        "c.input_scale",
+    }
+    assert [value.name for value in model.graph.outputs] == ["a_y", "b_y", "c_y"]
+
+
+def test_what_has_no_such_form_is_refused() -> None:
+    model = product_of([("a", 16)])
+    with pytest.raises(CanvasError, match="the graph has no weight b"):
+        forms.quantize_graph(model, {"b": Form("fp8", (16, 32))})
+    with pytest.raises(CanvasError, match=r"a has shape \[16,32\] in the graph, and \(32, 16\)"):
+        forms.quantize_graph(model, {"a": Form("fp8", (32, 16))})
+    model.graph.outputs.append(next(iter(model.graph)).outputs[0])
+    model.graph.append(ir.node("Neg", [model.graph.initializers["a"]]))
+    with pytest.raises(CanvasError, match="a is not the weight of one matrix product"):
+        forms.quantize_graph(model, {"a": Form("fp8", (16, 32))})
+
+
+class Engine:
+    """What TensorRT-RTX says of an engine that it built; without a GPU that is all that can be known."""
+
+    def __init__(self, graph: Path, capability: str) -> None:
+        trt = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+        lines: list[str] = []
+
+        class Log(trt.ILogger):
+            def log(self, severity: Any, message: str) -> None:
+                lines.append(message)
+
+        builder = trt.Builder(Log())
+        flag = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+        network = builder.create_network(flag)
+        parser = trt.OnnxParser(network, builder.logger)
+        assert parser.parse_from_file(str(graph)), parser.get_error(0).desc()
+        config = builder.create_builder_config()
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
+        profile = builder.create_optimization_profile()
+        for index in range(network.num_inputs):
+            value = network.get_input(index)
+            sizes = [
+                [
+                    size if size >= 0 else SIZES[value.get_dimension_name(axis)][which]
+                    for axis, size in enumerate(value.shape)
+                ]
+                for which in range(3)
+            ]
+            profile.set_shape(value.name, *sizes)
+        config.add_optimization_profile(profile)
+        engine = builder.build_serialized_network(network, config)
+        assert engine is not None, lines[-5:]
+        said = dict(re.findall(r"Total (\w+) Memory: (\d+) bytes", "\n".join(lines)))
+        self.weights, self.activations = int(said["Weights"]), int(said["Activation"])
+
+
+@pytest.mark.parametrize(
+    ("format", "weights", "capability"),
+    [
+        ("fp8", "per_tensor", "SM89"),
+        ("fp8", "per_channel", "SM89"),
+        ("fp8", "per_tensor", "SM120"),
+        ("fp8", "per_tensor", "SM121"),
+        ("nvfp4", "per_tensor", "SM120"),
+        ("nvfp4", "per_tensor", "SM121"),
+    ],
+)
+def test_tensorrt_builds_a_body_whose_weights_stay_packed(
+    quantized, format: str, weights: str, capability: str
+) -> None:
+    made = quantized(format, weights=weights)
+    engine = Engine(made.file, capability)
+    # Block scales are padded.
+    assert engine.weights <= 1.1 * made.file.with_suffix(".bin").stat().st_size
+
+
+@pytest.mark.parametrize(("format", "capability"), [("fp8", "SM89"), ("nvfp4", "SM120")])
+def test_tensorrt_takes_a_cache_in_fp8(quantized, format: str, capability: str) -> None:
+    made = quantized(format, cache=True)
+    model = ir.load(made.file)
+    cached = [
+        v
+        for v in (*model.graph.inputs, *model.graph.outputs)
+        if "_key_" in v.name or "_value_" in v.name
+    ]
+    assert len(cached) == 8
+    assert {value.dtype for value in cached} == {ir.DataType.FLOAT8E4M3FN}
+    Engine(made.file, capability)
+
+
+def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
+    """64 experts over `[64, length, 256]` in bf16, quantized and perhaps spoilt; the bytes of the weight in bf16."""
+    experts, out, size = 64, 512, 256
+    weight = helper.make_tensor(
+        "w", TensorProto.BFLOAT16, [experts, out, size], b"\0" * experts * out * size * 2, raw=True
+    )
+    nodes = [
+        helper.make_node("Transpose", ["w"], ["t"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["x", "t"], ["p"]),
+        helper.make_node("Neg", ["p"], ["y"]),
+    ]
+    info = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        nodes,
+        "experts",
+        [info("x", TensorProto.BFLOAT16, [experts, "length", size])],
+        [info("y", TensorProto.BFLOAT16, [experts, "length", out])],
+        [weight],
+    )
+    plain = file.with_name("plain.onnx")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), plain)
+
+    def pack(name: str) -> Packed:
+        rng = np.random.default_rng(0)
+        return quantize(
+            rng.standard_normal((experts, out, size)).astype("f"), format, 4.0, experts=True
+        )
+
+    form = Form(format, (experts, out, size), (), (experts, 1, 1))
+    forms.quantize_file(plain, file, {"w": form}, pack)
+    if spoil is not None:
+        model = ir.load(file)
+        found = producers(model, "w")
+        if spoil == "input not quantized":
+            found["product"].replace_input_with(0, model.graph.inputs[0])
+        else:  # the factor before the product
+            found["turned"].outputs[0].replace_all_uses_with(found["scaled"].outputs[0])
+            found["scaled"].outputs[0].replace_all_uses_with(found["product"].outputs[0])
+            found["scaled"].replace_input_with(0, found["turned"].outputs[0])
+            found["product"].replace_input_with(1, found["scaled"].outputs[0])
+            model.graph.sort()
+        ir.save(model, file)
+    return experts * out * size * 2
+
+
+@pytest.mark.parametrize("spoil", [None, "input not quantized", "factor before the product"])
+def test_experts_are_multiplied_in_nvfp4(tmp_path: Path, spoil: str | None) -> None:
+    """An engine that dequantizes the weight on every call needs room for it: TensorRT says how much it needs."""
+    wide = experts_graph(tmp_path / "experts.onnx", "nvfp4", spoil)
+    engine = Engine(tmp_path / "experts.onnx", "SM120")
+    small = experts_graph(tmp_path / "other.onnx", "fp8")
+    usual = Engine(tmp_path / "other.onnx", "SM89").activations
+    assert engine.weights < 0.3 * wide
+    if spoil is None:
+        assert engine.activations < usual + wide // 8
+    else:
+        assert engine.activations > usual + wide // 2, "or the measure says nothing"
+    assert small == wide

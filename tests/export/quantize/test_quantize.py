@@ -1,0 +1,206 @@
+"""Quantized bundles: what is in them, what is left as it was, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from canvasrt import external, lowbits
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize import quantize as module
+from canvasrt.export.quantize.quantize import quantize, read_calibration
+from canvasrt.recipes import CalibrationSettings, Recipe, load_recipe
+
+Command = Any
+QUICK = CalibrationSettings(prompts=2, max_new_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [5, 6, 7, 8]}\n' * 3)
+    return file
+
+
+@pytest.fixture(scope="module")
+def nvfp4(plain_graphs: Bundle, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    recipe = replace(load_recipe("nvfp4"), calibration=QUICK)
+    return quantize(plain_graphs, tmp_path_factory.mktemp("nvfp4") / "out", recipe, prompts)
+
+
+def initializers(bundle: Bundle, file: str) -> dict[str, ir.ExternalTensor]:
+    model = ir.load(bundle.file(file))
+    return {
+        name: value.const_value
+        for name, value in model.graph.initializers.items()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
+
+
+def test_the_manifest(nvfp4: Bundle, plain_graphs: Bundle) -> None:
+    bundle = load_bundle(nvfp4.path, "graphs", check=True)
+    manifest, base = bundle.manifest, plain_graphs.manifest
+    assert manifest.options["precision"] == "nvfp4"
+    assert manifest.options["base_precision"] == "bf16"
+    recipe = Recipe.from_json(manifest.options["recipe"])
+    assert recipe == replace(load_recipe("nvfp4"), calibration=QUICK)
+    quantized = {entry["name"]: entry.get("quantized") for entry in manifest.segments}
+    assert quantized["body_0"] == dict.fromkeys(recipe.formats(manifest.model), "nvfp4")
+    assert quantized["head"] is None
+    assert manifest.made_from["graphs"] == base.digest
+    assert manifest.made_from["files"] == base.made_from["files"]
+    assert manifest.embedding == base.embedding
+    assert bundle.unlisted() == []
+
+
+def test_files_that_did_not_change_take_no_space(nvfp4: Bundle, plain_graphs: Bundle) -> None:
+    for name in ("head.onnx", "head.bin", "embedding.bin"):
+        assert nvfp4.file(name).samefile(plain_graphs.file(name))
+    assert nvfp4.file("body_0.bin").stat().st_size < plain_graphs.file("body_0.bin").stat().st_size
+
+
+def test_weights_and_scales(nvfp4: Bundle, plain_graphs: Bundle) -> None:
+    before, after = initializers(plain_graphs, "body_0.onnx"), initializers(nvfp4, "body_0.onnx")
+    found = read_calibration(nvfp4)
+    for name in found["amax"]:
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        local = f"layers.{layer}.{rest}" + ("" if "experts" in rest else ".weight")
+        scale = after[f"{local}.scale"].numpy()
+        wide = lowbits.dequantize_nvfp4(
+            external.mapped(after[f"{local}.values"]).reshape(
+                *after[f"{local}.block_scales"].shape.numpy()[:-1], -1
+            ),
+            after[f"{local}.block_scales"].numpy().view(np.uint8),
+            scale,
+        )
+        if f"{local}.factor" in after:
+            wide = wide * after[f"{local}.factor"].numpy().astype(np.float32)[:, 0, :, None]
+        original = before[local].numpy().astype(np.float32)
+        error = np.abs(wide - original).max() / np.abs(original).max()
+        assert 0 < error < 0.2, name
+        # Two thirds of the way to a sixth of the largest of 16 numbers, at worst.
+        assert np.linalg.norm(wide - original) < 0.13 * np.linalg.norm(original), name
+        assert after[f"{local}.input_scale"].numpy() == np.float32(found["amax"][name] / 2688)
+    untouched = set(before) & set(after)
+    assert any("router" in name for name in untouched)
+    for name in untouched:
+        assert external.mapped(before[name]).tobytes() == external.mapped(after[name]).tobytes()
+
+
+def test_calibration_is_kept(nvfp4: Bundle) -> None:
+    found = read_calibration(nvfp4)
+    assert found["prompts"] == 2
+    assert all(value > 0 for value in found["amax"].values())
+    assert found["routed"].keys() == {"layers.0", "layers.1"}
+    assert len(found["prompts_sha256"]) == 64
+
+
+def test_the_same_again(nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path) -> None:
+    recipe = replace(load_recipe("nvfp4"), calibration=QUICK)
+    again = quantize(plain_graphs, tmp_path / "again", recipe, prompts)
+    assert again.manifest.digest == nvfp4.manifest.digest
+
+
+MIXED = {
+    "schema": 1,
+    "name": "mixed",
+    "description": "two formats, the head, and the cache",
+    "quantize": [
+        {"weights": "layers.*.experts.*", "format": "nvfp4", "method": "mse"},
+        {"weights": "layers.*.attention.qkv", "format": "fp8", "scales": "per_channel"},
+        {"weights": "signal_mlp.*", "format": "fp8"},
+    ],
+    "kv_cache": "fp8",
+    "calibration": {"prompts": 1, "max_new_tokens": 16},
+}
+
+
+def test_mixed_precision(plain_graphs: Bundle, prompts: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text(json.dumps(MIXED))
+    bundle = quantize(plain_graphs.path, tmp_path / "out", recipe, prompts)
+    body, head = initializers(bundle, "body_0.onnx"), initializers(bundle, "head.onnx")
+    assert body["layers.1.attention.qkv.weight.scale"].shape.rank() == 1
+    assert body["layers.0.experts.down.factor"].dtype == ir.DataType.BFLOAT16
+    assert "layers.0.mlp.down.weight" in body
+    found = read_calibration(bundle)["cache_amax"]
+    scale = body["layers.1.attention.value_scale"].numpy()
+    assert scale == np.float32(found["layers.1.value"] / 448)
+    # The table stays where the host reads it too.
+    assert head["table"].location == "embedding.bin"
+    assert bundle.file("embedding.bin").samefile(plain_graphs.file("embedding.bin"))
+    assert head["signal_mlp.down.weight.values"].dtype == ir.DataType.FLOAT8E4M3FN
+    entries = {entry["name"]: entry["quantized"] for entry in bundle.manifest.segments}
+    assert entries["head"] == {"signal_mlp.gate_up": "fp8", "signal_mlp.down": "fp8"}
+    assert set(entries["body_0"].values()) == {"fp8", "nvfp4"}
+
+
+def test_inputs_that_were_always_zero_get_a_scale(
+    plain_graphs: Bundle, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate = module.calibrate
+
+    def silent(*arguments: Any) -> Any:
+        found = calibrate(*arguments)
+        found.amax["layers.0.experts.down"] = 0.0
+        return found
+
+    monkeypatch.setattr(module, "calibrate", silent)
+    recipe = replace(load_recipe("nvfp4-experts"), calibration=QUICK)
+    bundle = quantize(plain_graphs, tmp_path / "out", recipe, prompts)
+    assert initializers(bundle, "body_0.onnx")["layers.0.experts.down.input_scale"].numpy() == 1
+
+
+def test_what_is_refused(
+    nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CanvasError, match=r"is quantized already \(nvfp4\)"):
+        quantize(nvfp4, tmp_path / "out", "fp8", prompts)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(CanvasError, match="is not empty"):
+        quantize(plain_graphs, tmp_path / "full", "fp8", prompts)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt_ids": [1]}\n{\n')
+    with pytest.raises(CanvasError, match=r"broken\.jsonl, line 2"):
+        quantize(plain_graphs, tmp_path / "out", "fp8", broken)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["broken.jsonl", "full"]
+
+
+def test_the_command(plain_graphs: Bundle, prompts: Path, tmp_path: Path, command: Command) -> None:
+    out = tmp_path / "out"
+    recipe = tmp_path / "quick.yaml"
+    recipe.write_text(json.dumps({**MIXED, "kv_cache": None}))
+    arguments = ("-p", recipe, "--calibration", prompts, "-o", out)
+    done = command("quantize", plain_graphs.path, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["recipe"] == "mixed"
+    assert data["digest"] == load_bundle(out).manifest.digest
+    assert data["quantized"]["layers.0.experts.down"] == "nvfp4"
+    assert done.stderr.splitlines() == [
+        "checking graphs",
+        "preparing calibration",
+        "calibrating",
+        "quantizing",
+    ]
+
+
+def test_the_command_refuses(plain_graphs: Bundle, tmp_path: Path, command: Command) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("oops\n")
+    done = command(
+        "quantize", plain_graphs.path, "-p", "fp8", "--calibration", file, "-o", tmp_path / "out"
+    )
+    assert done.returncode == 1
+    assert f"error: {file}, line 1: it is not JSON" in done.stderr
+    done = command("quantize", plain_graphs.path, "-p", "fp9", "-o", tmp_path / "out")
+    assert done.returncode == 2
+    assert "there is no recipe 'fp9'" in done.stderr
