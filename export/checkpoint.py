@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from canvasrt.errors import CanvasError
+from canvasrt.export.shards import INDEX, Entry, Shard
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 # Text weights are tied: a checkpoint may hold them under the decoder's name, the encoder's, or the output's.
@@ -19,50 +20,75 @@ _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 )
+# Bytes of a large tensor that are in memory at once.
+_CHUNK = 1 << 28
 
 
 class Checkpoint:
-    """The tensors of a checkpoint folder by name. Files are memory-mapped and opened once."""
+    """The tensors of a checkpoint folder by name."""
 
     def __init__(self, path: Path) -> None:
         """Read the index of `path`; raises `CanvasError` when a shard is missing or truncated."""
         self.path = path
-        self._shards = self._index()
-        self._files = {name: self._open(path / name) for name in sorted(set(self._shards.values()))}
+        self._names = self._index()
+        self._shards = {name: self._open(name) for name in sorted(set(self._names.values()))}
 
     @property
     def files(self) -> list[Path]:
         """The weight files, in name order."""
-        return [self.path / name for name in self._files]
+        return [self.path / name for name in self._shards]
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
 
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's dtype in the file."""
+        return self._entry(name)[2].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._entry(name)[2].shape
+
     def read(self, name: str) -> Tensor:
         """One tensor, in the dtype that the file holds it in."""
+        shard, found, _ = self._entry(name)
+        return shard.read(found)
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """One tensor in pieces along its first axis, so that the largest ones are never whole in memory."""
+        shard, found, entry = self._entry(name)
+        if not entry.shape:
+            yield shard.read(found)[None]
+            return
+        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+        count = max(1, _CHUNK // max(row, 1))
+        for first in range(0, entry.shape[0], count):
+            yield shard.read(found, first, min(count, entry.shape[0] - first))
+
+    def _entry(self, name: str) -> tuple[Shard, str, Entry]:
         found = self._find(name)
         if found is None:
             raise CanvasError(
                 f"{self.path} has no tensor {name}",
                 "this is not a whole DiffusionGemma checkpoint; fetch or save it again",
             )
-        try:
-            return self._files[self._shards[found]].get_tensor(found)
-        except (SafetensorError, OSError) as cause:
+        shard = self._shards[self._names[found]]
+        if found not in shard.tensors:
             raise CanvasError(
-                f"cannot read {name} from {self.path / self._shards[found]}: {cause}",
-                "the file is damaged; fetch or save the checkpoint again",
-            ) from cause
+                f"{shard.file} has no tensor {found}, but {INDEX} says so",
+                "fetch the checkpoint again",
+            )
+        return shard, found, shard.tensors[found]
 
     def _find(self, name: str) -> str | None:
-        if name in self._shards:
+        if name in self._names:
             return name
         # The layer scalars are the exception: encoder and decoder have their own.
         if name.endswith("layer_scalar"):
             return None
         for ours, theirs in _ALIASES:
             alias = theirs + name[len(ours) :]
-            if name.startswith(ours) and alias in self._shards:
+            if name.startswith(ours) and alias in self._names:
                 return alias
         return None
 
@@ -71,29 +97,25 @@ class Checkpoint:
         index, single = self.path / INDEX, self.path / SINGLE
         if index.is_file():
             try:
-                shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             except (ValueError, KeyError, TypeError) as cause:
                 raise CanvasError(
                     f"{index} is not a safetensors index: {cause}", "fetch the checkpoint again"
                 ) from cause
-            return dict(shards)
+            return dict(names)
         if single.is_file():
-            return dict.fromkeys(self._open(single).keys(), SINGLE)
+            return dict.fromkeys(Shard(single).tensors, SINGLE)
         raise CanvasError(
             f"{self.path} holds neither {SINGLE} nor {INDEX}",
             "give a folder in the Hugging Face layout with safetensors weights",
         )
 
-    def _open(self, file: Path) -> safe_open:
+    def _open(self, name: str) -> Shard:
         try:
-            return safe_open(file, framework="pt")
+            return Shard(self.path / name)
         except FileNotFoundError as cause:
             raise CanvasError(
-                f"{file} is missing, but {INDEX} names it", "fetch the checkpoint again"
-            ) from cause
-        except (SafetensorError, OSError) as cause:
-            raise CanvasError(
-                f"{file} is not a whole safetensors file: {cause}", "fetch the checkpoint again"
+                f"{self.path / name} is missing, but {INDEX} names it", "fetch the checkpoint again"
             ) from cause
 
 

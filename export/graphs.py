@@ -12,8 +12,11 @@ import torch
 
 from canvasrt import checkpoints
 from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.errors import CanvasError
 from canvasrt.export import onnx
 from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.lora import Adapted, load_adapter
+from canvasrt.export.prequantized import Prequantized
 from canvasrt.export.segments import (
     EMBEDDING_FILE,
     LAYERS_PER_SEGMENT,
@@ -22,6 +25,7 @@ from canvasrt.export.segments import (
 )
 from canvasrt.export.weights import weights
 from canvasrt.model import Layer, ModelConfig
+from canvasrt.quantization import Quantization, quantization_of
 
 # Called with (bytes of weights written so far, bytes in all).
 Progress = Callable[[int, int], None]
@@ -40,38 +44,93 @@ def export(
     checkpoint: str | Path,
     out: Path | str,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
-    precision: str = "fp32",
+    precision: str | None = None,
     progress: Progress | None = None,
+    adapters: Sequence[tuple[str | Path, float]] = (),
+    calibration: Path | None = None,
 ) -> Bundle:
     """Write the graph bundle of `checkpoint` to `out`.
 
     Args: `checkpoint` a folder in the Hugging Face layout, a hub name, or `demo`; `layers_per_segment` the layers of
-    one body graph; `precision` a key of `DTYPES`, that of the weights and of what the graphs compute in. Raises `CanvasError` for a checkpoint that is missing, damaged, or of another architecture, and
-    when `out` is not empty; then nothing is left behind.
+    one body graph; `precision` a key of `DTYPES`, that of the weights and of what the graphs compute in; without one it
+    is fp32, or of a quantized checkpoint its own: its codes are in the graphs as they are, and the rest is bf16;
+    `adapters` folders of PEFT LoRA adapters and their weights, merged in; `calibration` a JSONL file of prompts, for a
+    quantized checkpoint that has no scales for activations. Raises `CanvasError` for a checkpoint or an adapter that is
+    missing, damaged, or of another architecture, and when `out` is not empty; then nothing is left behind.
     """
     folder = checkpoints.resolve(checkpoint)
     config, sampler = ModelConfig.from_checkpoint(folder)
-    source = Checkpoint(folder)
-    with staging(Path(out)) as tmp:
-        parts = segments(config, layers_per_segment, DTYPES[precision])
-        _write_graphs(parts, config, source, tmp, DTYPES[precision], progress)
+    how = quantization_of(folder)
+    _check_options(folder, how, precision, adapters)
+    merged = [load_adapter(path, weight) for path, weight in adapters]
+    source = Adapted(folder, merged) if merged else Checkpoint(folder)
+    packs = how is not None and precision not in DTYPES
+    base = "bf16" if packs else precision or "fp32"
+    out = Path(out)
+    with staging(out) as tmp:
+        parts = segments(config, layers_per_segment, DTYPES[base])
+        quantized = Prequantized(how, parts, source, config, DTYPES[base], packs) if how else None
+        _check_weights(parts, source, quantized)
+        if quantized and packs and not quantized.static:
+            quantized.calibrate(
+                lambda wide: export(folder, wide, precision="bf16"), out, calibration
+            )
+        _write_graphs(parts, config, source, tmp, DTYPES[base], progress, quantized)
         write_manifest(
             tmp,
             kind="graphs",
-            made_from={"kind": "checkpoint", "files": checkpoints.fingerprint(folder)},
-            options={"precision": precision, "layers_per_segment": layers_per_segment},
+            made_from={
+                "kind": "checkpoint",
+                "files": checkpoints.fingerprint(folder),
+                **({"adapters": [each.to_json() for each in merged]} if merged else {}),
+                **(quantized.made_from if quantized else {}),
+            },
+            options={
+                "precision": base,
+                "layers_per_segment": layers_per_segment,
+                **(quantized.options if quantized else {}),
+            },
             model=config,
             sampler=sampler,
-            segments=[_entry(part) for part in parts],
+            segments=[_entry(part, quantized) for part in parts],
             embedding={
                 "file": EMBEDDING_FILE,
-                "dtype": str(DTYPES[precision]).removeprefix("torch."),
+                "dtype": str(DTYPES[base]).removeprefix("torch."),
                 "shape": [config.vocab_size, config.hidden_size],
             },
             tokenizer=_copy_tokenizer(folder, tmp),
             packages=PACKAGES,
         )
     return load_bundle(out, kind="graphs", check=False)
+
+
+def _check_options(
+    folder: Path,
+    how: Quantization | None,
+    precision: str | None,
+    adapters: Sequence[tuple[str | Path, float]],
+) -> None:
+    known = (*DTYPES, *([how.precision] if how else []))
+    if precision is not None and precision not in known:
+        raise CanvasError(
+            f"{folder} is not exported in {precision!r}", f"precisions: {', '.join(known)}"
+        )
+    if how is not None and adapters:
+        raise CanvasError(
+            f"{folder} is quantized ({how.algorithm}), and an adapter cannot be merged into codes",
+            "give the bf16 checkpoint that the adapter was trained on; `canvasrt build --precision`"
+            " quantizes it with the adapter merged",
+        )
+
+
+def _check_weights(
+    parts: Sequence[Segment], source: Checkpoint, quantized: Prequantized | None
+) -> None:
+    """Raise CanvasError for a weight that is missing or of another shape, before the first graph is traced."""
+    for part in parts:
+        for weight in weights(part.module, part.sources, source):
+            if quantized is None or not quantized.holds(part, weight):
+                weight.check()
 
 
 def _write_graphs(
@@ -81,9 +140,11 @@ def _write_graphs(
     out: Path,
     dtype: torch.dtype,
     progress: Progress | None,
+    quantized: Prequantized | None,
 ) -> None:
     """Trace and write every segment."""
     total = sum(p.numel() * dtype.itemsize for part in parts for p in part.module.parameters())
+    total -= quantized.saved if quantized else 0
     done = 0
 
     def advance(count: int) -> None:
@@ -94,9 +155,11 @@ def _write_graphs(
 
     traced: dict[Layer, ir.Model] = {}
     for part in parts:
+        model = part.trace(config, traced)
+        each = weights(part.module, part.sources, source)
         onnx.write(
-            part.trace(config, traced),
-            weights(part.module, part.sources, source),
+            model,
+            quantized.rewrite(part, model, each) if quantized else each,
             out / part.file,
             dtype,
             own_files={"table": EMBEDDING_FILE},
@@ -104,9 +167,12 @@ def _write_graphs(
         )
 
 
-def _entry(part: Segment) -> dict[str, Any]:
+def _entry(part: Segment, quantized: Prequantized | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": part.name, "file": part.file}
-    return entry | {"layers": list(part.layers)} if part.layers else entry
+    if part.layers:
+        entry["layers"] = list(part.layers)
+    formats = quantized.formats(part) if quantized else {}
+    return entry | {"quantized": formats} if formats else entry
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> list[str] | None:

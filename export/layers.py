@@ -15,6 +15,9 @@ from canvasrt.model import Layer, ModelConfig
 
 # ONNX `Attention` has no TensorRT kernel above this head size; larger heads are written out in primitives.
 MAX_FUSED_HEAD_DIM = 256
+# Query heads of each group whose scores are in memory at once, where attention is written out. Fewer bound the memory
+# more closely, and copy the keys more often.
+FOLDED_HEADS = 2
 
 
 def placeholder(*shape: int) -> nn.Parameter:
@@ -179,11 +182,24 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The same in primitives: the queries of a group become rows, so that keys are never expanded to all heads."""
+    """The same in primitives: queries of a group become rows, so that keys are never expanded to all heads.
+
+    A few heads of each group at a time: scores of all of them over a long context would be gigabytes at once.
+    """
     batch, heads, length, size = query.shape
-    kv_heads = key.shape[1]
-    rows = query.reshape(batch, kv_heads, heads // kv_heads * length, size)
-    scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, heads // kv_heads, length, -1)
-    weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32).to(query.dtype)
-    out = weights.view(batch, kv_heads, heads // kv_heads * length, -1) @ value
-    return out.view(batch, heads, length, size)
+    kv_heads, keys = key.shape[1:3]
+    grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
+    parts: list[Tensor] = []
+    for first in range(0, heads // kv_heads, FOLDED_HEADS):
+        part = grouped[:, :, first : first + FOLDED_HEADS]
+        count = part.shape[2]
+        if parts:
+            # Adds nothing, and makes this part wait for the last one: TensorRT would compute all scores side by side.
+            part = part + parts[-1][:, :, :1, :1, :1] * 0
+        # Every size is written out: of a −1 beside dynamic sizes TensorRT's bound is their product, in memory too.
+        rows = part.reshape(batch, kv_heads, count * length, size)
+        scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, count, length, keys)
+        weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32)
+        folded = weights.to(query.dtype).view(batch, kv_heads, count * length, keys)
+        parts.append((folded @ value).view(batch, kv_heads, count, length, size))
+    return torch.cat(parts, dim=2).view(batch, heads, length, size)

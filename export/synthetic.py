@@ -1,7 +1,7 @@
 """Random checkpoints of real shapes, for sizes and speeds that do not depend on trained weights.
 
-`python -m canvasrt.export.synthetic --shape 300m -o DIR` writes one in the Hugging Face layout, a layer in memory at a
-time.
+`python -m canvasrt.export.synthetic --shape released --layers 6 --format nvfp4 -o DIR` writes one in the Hugging Face
+layout, a tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
+import canvasrt
 from canvasrt.bundle import staging
-from canvasrt.export.checkpoint import INDEX
+from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.segments import Segment, segments
+from canvasrt.export.shards import Piece, write_shards
 from canvasrt.model import ModelConfig
 
 _GENERATION = {
@@ -62,6 +64,17 @@ _RELEASED: dict[str, Any] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "released": _RELEASED,
+    # The released head sizes, experts and vocabulary, and their proportions, in 0.2 GB.
+    "narrow": _RELEASED
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "moe_intermediate_size": 64,
+    },
     # About 300M parameters: the released proportions on a machine without a GPU.
     "300m": _RELEASED
     | {
@@ -80,18 +93,30 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# `nvfp4` is the released NVFP4 checkpoint's choice, as ModelOpt writes it: experts alone, each a tensor of its own.
+FORMATS = ("bf16", "fp32", "nvfp4")
+_BLOCK = 16
+# E4M3 bits of block scales from 128 to 448.
+_SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
+_SCALES = np.concatenate([128 * (1 + np.arange(8) / 8), 256 * (1 + np.arange(7) / 8)])
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# Root mean square of a random code times a random block scale, over a global scale of one.
+_PACKED_RMS = math.sqrt(float((_E2M1**2).mean() * (_SCALES**2).mean()))
+# Largest value of a normalised activation, and of one between the products of an expert, that calibration would see.
+_INPUT_AMAX = {"gate_up_proj": 6.0, "down_proj": 10.0}
+
 
 def write(
     out: Path | str,
     shape: str = "released",
     layers: int | None = None,
     seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
+    format: str = "bf16",
 ) -> ModelConfig:
     """Write a random checkpoint to `out`, without a vision tower and without a tokenizer.
 
-    Args: `shape` a key of `SHAPES`; `layers` how many, the shape's own number when None; `dtype` of the weights.
-    Matrices are normal with variance 1 / inputs, norms and scalars one, so that activations keep their size.
+    Args: `shape` a key of `SHAPES`; `layers` how many, the shape's own number when None; `format` one of `FORMATS`.
+    Matrices have mean zero and variance 1 / inputs, norms and scalars are one, so that activations keep their size.
     """
     text = dict(SHAPES[shape])
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
@@ -106,43 +131,133 @@ def write(
         "model_type": "diffusion_gemma",
         "canvas_length": 256,
         "tie_word_embeddings": True,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "float32" if format == "fp32" else "bfloat16",
         "text_config": {"model_type": "diffusion_gemma_text", **text},
     }
     with staging(Path(out)) as tmp:
+        if format == "nvfp4":
+            config["quantization_config"] = _write_quant_config(tmp, count)
         _dump(tmp / "config.json", config)
         _dump(tmp / "generation_config.json", _GENERATION)
         model, _ = ModelConfig.from_checkpoint(tmp)
-        _write_weights(tmp, model, torch.Generator().manual_seed(seed), dtype)
+        noise = _Noise(seed)
+        parts = segments(model, layers_per_segment=1)
+        write_shards(tmp, [list(_pieces(part, model, noise, format)) for part in parts])
     return model
 
 
-def _write_weights(
-    out: Path, model: ModelConfig, generator: torch.Generator, dtype: torch.dtype
-) -> None:
-    parts = segments(model, layers_per_segment=1)
-    index: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        tensors = dict(_tensors(part, model, generator, dtype))
-        save_file(tensors, out / file, {"format": "pt"})
-        index |= dict.fromkeys(tensors, file)
-    _dump(out / INDEX, {"metadata": {}, "weight_map": index})
+def _write_quant_config(out: Path, layers: int) -> dict[str, Any]:
+    """Write ModelOpt's hf_quant_config.json; returns config.json's `quantization_config`, which says the same."""
+    kept = ["lm_head", "model.decoder.self_conditioning*"]
+    for layer in range(layers):
+        prefix = f"model.decoder.layers.{layer}"
+        kept += [f"{prefix}.{name}*" for name in ("mlp", "router", "self_attn")]
+    producer = {"name": "canvasrt", "version": canvasrt.__version__}
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": _BLOCK,
+        "exclude_modules": kept,
+    }
+    _dump(out / "hf_quant_config.json", {"producer": producer, "quantization": quantization})
+    number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": _BLOCK}
+    group = {"input_activations": number, "weights": number, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": group},
+        "ignore": kept,
+        "quant_algo": "NVFP4",
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
 
 
-def _tensors(
-    part: Segment, model: ModelConfig, generator: torch.Generator, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+class _Noise:
+    """Random values, cheaply: pieces of two small pools, each from an offset of its own."""
+
+    _POOL = 1 << 23
+    _CHUNK = 1 << 21
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._bytes = self._random.integers(0, 256, self._POOL, np.uint8)
+        self._scales = self._random.choice(_SCALE_BITS, self._POOL)
+        self._normal = torch.from_numpy(self._random.standard_normal(self._POOL, np.float32))
+
+    def normal(self, count: int, std: float, dtype: torch.dtype) -> Iterator[memoryview]:
+        for start, size in self._cuts(count):
+            yield bytes_of((self._normal[start : start + size] * std).to(dtype))
+
+    def codes(self, count: int) -> Iterator[memoryview]:
+        """Packed pairs of E2M1 numbers."""
+        for start, size in self._cuts(count):
+            yield self._bytes[start : start + size].data
+
+    def block_scales(self, count: int) -> Iterator[memoryview]:
+        for start, size in self._cuts(count):
+            yield self._scales[start : start + size].data
+
+    def around(self, value: float) -> float:
+        """A number within a quarter of `value`."""
+        return value * self._random.uniform(0.75, 1.25)
+
+    def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
+        while count:
+            size = min(count, self._CHUNK)
+            yield int(self._random.integers(0, self._POOL - size)), size
+            count -= size
+
+
+def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> Iterator[Piece]:
     """The checkpoint tensors that a graph's weights are stacked from."""
+    dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
         sources = part.sources[name]
+        if format == "nvfp4" and ".experts." in name:
+            yield from _packed(sources[0], tuple(parameter.shape), noise)
+            continue
         for source, rows in zip(sources, _rows(part, name, len(sources), model), strict=True):
             shape = (rows, *parameter.shape[1:])
             if parameter.dim() == 1:
-                yield source, torch.ones(shape, dtype=dtype)
+                yield Piece(source, dtype, shape, partial(_ones, rows, dtype))
             else:
-                values = torch.empty(shape, dtype=dtype)
-                yield source, values.normal_(0, math.sqrt(1 / shape[-1]), generator=generator)
+                std = math.sqrt(1 / shape[-1])
+                yield Piece(
+                    source, dtype, shape, partial(noise.normal, math.prod(shape), std, dtype)
+                )
+
+
+def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piece]:
+    """The tensors of all experts of a layer, for `source`, which would hold them as one of `shape` `[E, out, in]`."""
+    experts, rows, width = shape
+    prefix, _, name = source.rpartition(".")
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    rows //= len(names)
+    input_scale = noise.around(_INPUT_AMAX[name] / (6 * 448))
+    for expert in range(experts):
+        # Gate and up share a global scale, as ModelOpt writes them.
+        scale = noise.around(math.sqrt(1 / width) / _PACKED_RMS)
+        for each in names:
+            module = f"{prefix}.{expert}.{each}"
+            packed, blocks = (rows, width // 2), (rows, width // _BLOCK)
+            yield Piece(
+                f"{module}.weight", torch.uint8, packed, partial(noise.codes, math.prod(packed))
+            )
+            yield Piece(
+                f"{module}.weight_scale",
+                torch.float8_e4m3fn,
+                blocks,
+                partial(noise.block_scales, math.prod(blocks)),
+            )
+            yield Piece(f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale))
+            yield Piece(f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale))
+
+
+def _scalar(value: float) -> list[memoryview]:
+    return [memoryview(np.float32(value).tobytes())]
+
+
+def _ones(count: int, dtype: torch.dtype) -> list[memoryview]:
+    return [bytes_of(torch.ones(count, dtype=dtype))]
 
 
 def _rows(part: Segment, name: str, sources: int, model: ModelConfig) -> list[int]:
@@ -166,9 +281,10 @@ def main() -> None:
     parser.add_argument("-o", "--output", required=True, help="folder to write")
     parser.add_argument("--shape", choices=SHAPES, default="300m", help="default: 300m")
     parser.add_argument("--layers", type=int, help="default: the shape's own number")
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help="default: bf16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    write(args.output, args.shape, args.layers, args.seed)
+    write(args.output, args.shape, args.layers, args.seed, args.format)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ Sources = dict[str, tuple[str, ...]]
 DECODER = "model.decoder"
 ENCODER = "model.encoder.language_model"
 VISION = "model.encoder.vision_tower"
+
+# What is a weight without any scale.
+_NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _NORMS = {
     "input_norm": "input_layernorm",
@@ -110,37 +114,58 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name there, its shape, and the parts that make it, read one at a time."""
+    """One weight of a graph: its name there, its shape, and the parts that make it, read one at a time.
+
+    Parts are stacked along the first axis. Those of batched experts may be matrices, an expert after the other.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     checkpoint: Checkpoint
 
+    @property
+    def rows(self) -> int:
+        """Of all parts together."""
+        split = len(self.shape) == 3 and len(self.parts) > 1
+        return self.shape[0] * self.shape[1] if split else self.shape[0]
+
     def read(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The parts in order, as `dtype`; stacked along the first axis they have `shape`."""
-        rows = 0
+        """The values in order, as `dtype`, in pieces along the first axis of the parts."""
+        self.check()
         for part in self.parts:
-            tensor = self.checkpoint.read(part)
-            if tensor.dim() == 0:
-                tensor = tensor[None]
-            self._check(part, tensor)
-            rows += tensor.shape[0]
-            yield tensor.to(dtype)
-        if rows != self.shape[0]:
-            self._refuse(" + ".join(self.parts), f"{rows} rows", f"{self.shape[0]} rows")
+            for chunk in self.checkpoint.chunks(part):
+                yield chunk.to(dtype)
 
-    def _check(self, part: str, tensor: Tensor) -> None:
-        whole = len(self.parts) == 1
-        fits = tuple(tensor.shape) == self.shape if whole else tensor.shape[1:] == self.shape[1:]
-        if not fits:
-            self._refuse(part, f"shape {tuple(tensor.shape)}", f"{self.shape}")
+    def check(self) -> None:
+        """Raise `CanvasError` for a part that is missing, that has another shape, or that is no plain weight."""
+        found = [(part, self.checkpoint.shape(part) or (1,)) for part in self.parts]
+        for part, shape in found:
+            self._check(part, shape)
+        rows = sum(shape[0] for _, shape in found)
+        if rows != self.rows:
+            self.refuse(" + ".join(self.parts), f"{rows} rows", f"{self.rows} rows")
 
-    def _refuse(self, part: str, found: str, wanted: str) -> None:
+    def refuse(self, part: str, found: str, wanted: str) -> NoReturn:
+        """Raise: a tensor is not what the configuration asks for."""
         raise CanvasError(
             f"{part} in {self.checkpoint.path} has {found}, but config.json asks for {wanted}",
             "use a checkpoint whose config.json and weights belong together",
         )
+
+    def _check(self, part: str, shape: tuple[int, ...]) -> None:
+        dtype = self.checkpoint.dtype(part)
+        if dtype not in _NUMBERS:
+            raise CanvasError(
+                f"{part} in {self.checkpoint.path} is {str(dtype).removeprefix('torch.')}, which alone is"
+                " no number: its scales, or the configuration that names them, are missing",
+                "fetch the checkpoint again with its hf_quant_config.json, or use the bf16 one",
+            )
+        kept = len(self.shape) - 1 if self.rows == self.shape[0] else 1
+        whole = len(self.parts) == 1
+        fits = shape == self.shape if whole else shape[1:] == self.shape[-kept:]
+        if not fits:
+            self.refuse(part, f"shape {shape}", f"{self.shape}")
 
 
 def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list[Weight]:
@@ -148,13 +173,25 @@ def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list
     named = dict(module.named_parameters())
     assert named.keys() == sources.keys(), named.keys() ^ sources.keys()
     return [
-        Weight(name, tuple(parameter.shape), sources[name], checkpoint)
-        for name, parameter in named.items()
+        Weight(name, shape, _parts(sources[name], shape, checkpoint), checkpoint)
+        for name, shape in ((name, tuple(each.shape)) for name, each in named.items())
     ]
+
+
+def _parts(
+    sources: tuple[str, ...], shape: tuple[int, ...], checkpoint: Checkpoint
+) -> tuple[str, ...]:
+    """The sources, or where the checkpoint has experts as modules of their own, the weights of those."""
+    prefix, _, name = sources[0].rpartition(".")
+    if len(shape) != 3 or sources[0] in checkpoint:
+        return sources
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    parts = tuple(f"{prefix}.{i}.{each}.weight" for i in range(shape[0]) for each in names)
+    return parts if parts[0] in checkpoint else sources
 
 
 def load(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> None:
     """Put the checkpoint's values into `module`, whole and in memory."""
     for weight in weights(module, sources, checkpoint):
         parameter = module.get_parameter(weight.name)
-        parameter.data = torch.cat(list(weight.read(parameter.dtype)))
+        parameter.data = torch.cat(list(weight.read(parameter.dtype))).view(weight.shape)

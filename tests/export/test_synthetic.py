@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
+from canvasrt import lowbits
 from canvasrt.export import synthetic
+from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.segments import segments
+from canvasrt.export.shards import Shard
 from canvasrt.model import ModelConfig, read_config
+from canvasrt.quantization import quantization_of
+
+from .conftest import BASE
+from .quantized_checkpoints import NVFP4_EXPERTS, modelopt_quantized, save_modelopt
 
 
 def parameters(model: ModelConfig) -> int:
@@ -48,3 +57,66 @@ def test_the_released_shape_has_its_parameters(monkeypatch: pytest.MonkeyPatch) 
         if ".experts." in name
     ]
     assert sum(experts) == pytest.approx(22.8e9, rel=0.01)
+
+
+def test_nvfp4_is_laid_out_as_modelopt_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and shapes of all tensors, types of the experts', and the keys that say how it was quantized."""
+    save_modelopt(modelopt_quantized(NVFP4_EXPERTS), tmp_path / "theirs")
+    monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
+    synthetic.write(tmp_path / "ours", "small", layers=2, format="nvfp4")
+    ours, theirs = (_layout(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours == {name: each for name, each in theirs.items() if "vision" not in name}
+    for file in ("hf_quant_config.json", "config.json"):
+        ours, theirs = (json.loads((tmp_path / n / file).read_text()) for n in ("ours", "theirs"))
+        part = "quantization" if file.startswith("hf") else "quantization_config"
+        assert set(ours[part]) <= set(theirs[part])
+    how = quantization_of(tmp_path / "ours")
+    assert how is not None
+    assert (how.precision, how.algorithm, how.static) == ("nvfp4", "NVFP4", True)
+
+
+def _layout(folder: Path) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
+    held = Checkpoint(folder)
+    return {
+        # ModelOpt leaves the rest in the dtype that the model had.
+        name: (entry.dtype if ".experts." in name else None, entry.shape)
+        for file in held.files
+        for name, entry in Shard(file).tensors.items()
+    }
+
+
+def test_packed_experts_keep_the_size_of_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["narrow"] | {"vocab_size": 64})
+    synthetic.write(tmp_path / "out", "small", layers=1, format="nvfp4")
+    held = Checkpoint(tmp_path / "out")
+    module = "model.decoder.layers.0.experts.5.up_proj"
+    codes, blocks, scale = (
+        held.read(f"{module}.{kind}") for kind in ("weight", "weight_scale", "weight_scale_2")
+    )
+    weight = lowbits.dequantize_nvfp4(codes.numpy(), blocks.view(torch.uint8).numpy(), scale)
+    assert np.isfinite(weight).all()
+    # Within the quarter by which experts differ.
+    assert 0.7 < weight.std() * 256**0.5 < 1.3
+
+
+def test_the_narrow_shape_has_the_released_head_sizes(tmp_path: Path) -> None:
+    text = {"model_type": "diffusion_gemma_text", **synthetic.SHAPES["narrow"]}
+    config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
+    model, _ = read_config(config, None)
+    assert {layer.head_dim for layer in model.layers} == {256, 512}
+    assert (model.num_experts, model.vocab_size, len(model.layers)) == (128, 262_144, 6)
+    assert parameters(model) < 120e6
+
+
+def test_the_same_seed_writes_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
+    for name in ("a", "b"):
+        synthetic.write(tmp_path / name, "small", layers=1, seed=3, format="nvfp4")
+    first, second = (sorted((tmp_path / name).iterdir()) for name in ("a", "b"))
+    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]

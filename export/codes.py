@@ -1,0 +1,216 @@
+"""Weights that a checkpoint holds quantized already: its codes and block scales go into the graph as they are.
+
+What the graph has one of and the checkpoint several: the scales of stacked matrices or of experts become one scalar and
+factors behind the product, and the scales of inputs their maximum, since one input is quantized once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.formats import Form, Format, Packed
+from canvasrt.export.weights import Weight
+from canvasrt.lowbits import BLOCK, Bytes, Floats, dequantize_nvfp4, from_e4m3
+
+# The dtype of a quantized weight in the file tells its format.
+_FORMATS: dict[torch.dtype, Format] = {torch.uint8: "nvfp4", torch.float8_e4m3fn: "fp8"}
+_NAN = 0x7F  # of E4M3, without its sign
+_AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
+
+
+@dataclass(frozen=True)
+class Codes:
+    """One weight of a graph as the checkpoint has it quantized. `input_scale` is None where the checkpoint has none."""
+
+    weight: Weight
+    form: Form
+    scale: Floats
+    factor: Floats | None
+    input_scale: Floats | None
+
+    def pack(self, input_scale: float | None = None) -> Packed:
+        """Read codes and block scales; `input_scale` for a checkpoint that has none."""
+        found = self.input_scale if input_scale is None else np.array(input_scale, np.float32)
+        if found is None:
+            raise CanvasError(
+                f"{_module(self.weight.parts[0])} has no input_scale in {self.weight.checkpoint.path}",
+                "give prompts to calibrate with: canvasrt export CHECKPOINT --calibration FILE",
+            )
+        *rows, width = self.form.shape
+        nvfp4 = self.form.format == "nvfp4"
+        values = self._stack("weight", (*rows, width // 2 if nvfp4 else width))
+        blocks = self._stack("weight_scale", (*rows, width // BLOCK)) if nvfp4 else None
+        return Packed(self.form.format, values, self.scale, found, blocks, self.factor)
+
+    def wide(self) -> Iterator[Tensor]:
+        """What it stands for in float32, a part at a time, in the order of `Weight.read`."""
+        rows = self.scale * (1 if self.factor is None else self.factor)
+        *experts, out, _ = self.form.shape
+        shape = (experts[0] if experts else 1, out)
+        scales = np.broadcast_to(rows.reshape(-1, rows.shape[-1] if rows.ndim else 1), shape)
+        first = 0
+        for part in self.weight.parts:
+            codes = self._codes(part, "weight")
+            scale = scales.reshape(-1, 1)[first : first + len(codes)]
+            first += len(codes)
+            if self.form.format == "fp8":
+                yield torch.from_numpy(from_e4m3(codes) * scale)
+            else:
+                blocks = self._codes(part, "weight_scale")
+                yield torch.from_numpy(dequantize_nvfp4(codes, blocks, 1) * scale)
+
+    def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
+        """One tensor of each part, stacked along the outputs."""
+        out = np.empty(shape, np.uint8)
+        flat = out.reshape(-1, shape[-1])
+        first = 0
+        for part in self.weight.parts:
+            codes = self._codes(part, kind)
+            flat[first : first + len(codes)] = codes
+            first += len(codes)
+        return out
+
+    def _codes(self, part: str, kind: str) -> Bytes:
+        """One tensor's bytes, checked."""
+        name = f"{_module(part)}.{kind}"
+        codes = self.weight.checkpoint.read(name).view(torch.uint8).numpy()
+        if kind == "weight_scale":
+            # Zero is 0x00, and from 0x80 on numbers are negative.
+            wrong = (codes == 0) | (codes >= _NAN)
+            what = "block scales that are zero, negative or not finite"
+        else:
+            wrong = (codes & _NAN == _NAN) if self.form.format == "fp8" else np.zeros(0, bool)
+            what = "numbers that are not finite"
+        if wrong.any():
+            raise self._damaged(name, f"{int(wrong.sum())} {what}")
+        return codes
+
+    def _damaged(self, name: str, what: str) -> CanvasError:
+        return CanvasError(f"{name} in {self.weight.checkpoint.path} has {what}", _AGAIN)
+
+
+def read_codes(weight: Weight) -> Codes | None:
+    """What the checkpoint has of a graph's weight, or None where it is not quantized.
+
+    Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not finite, for shapes that
+    disagree with the configuration, and for parts of one weight in several formats.
+    """
+    held = weight.checkpoint
+    formats = {part: _FORMATS.get(held.dtype(part)) for part in weight.parts if part in held}
+    kinds = set(formats.values())
+    if not formats or kinds == {None}:
+        return None
+    if len(kinds) > 1:
+        first, *others = formats
+        other = next(part for part in others if formats[part] != formats[first])
+        raise CanvasError(
+            f"{first} is {formats[first] or 'not quantized'} and {other} is"
+            f" {formats[other] or 'not quantized'}, but they are one product in the graph",
+            "quantize the bf16 checkpoint with canvasrt instead",
+        )
+    (format,) = kinds
+    assert format is not None
+    return _read(weight, format)
+
+
+def _read(weight: Weight, format: Format) -> Codes:
+    experts = weight.shape[0] if len(weight.shape) == 3 else 1
+    each = [_PartScales(weight, part, format) for part in weight.parts]
+    rows = sum(part.rows for part in each)
+    wanted = weight.shape[0] if len(weight.shape) == 2 else weight.shape[0] * weight.shape[1]
+    if rows != wanted:
+        weight.refuse(" + ".join(weight.parts), f"{rows} rows", f"{wanted} rows")
+    scales = np.concatenate([part.by_row() for part in each]).reshape(experts, -1)
+    scale, factor = _split(scales, format, batched=len(weight.shape) == 3)
+    inputs = [part.input_scale for part in each]
+    missing = [part.module for part in each if part.input_scale is None]
+    if missing and len(missing) != len(inputs):
+        raise CanvasError(
+            f"{weight.checkpoint.path} has no tensor {missing[0]}.input_scale, but others beside it",
+            _AGAIN,
+        )
+    form = Form(format, weight.shape, scale.shape, None if factor is None else factor.shape)
+    found = None if missing else np.array(max(value for value in inputs if value is not None))
+    return Codes(weight, form, scale, factor, found)
+
+
+def _split(scales: Floats, format: Format, batched: bool) -> tuple[Floats, Floats | None]:
+    """Scales of each row `[E, out]` as the graph takes them: what stands before the product, and factors behind it."""
+    if (scales == scales[0, 0]).all():
+        return np.array(scales[0, 0]), None
+    if format == "fp8" and not batched:
+        return scales[0], None
+    # A power of two, so that the factors are the checkpoint's scales to the last bit.
+    scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
+    factor = scales / scale
+    if batched:
+        by_expert = (factor == factor[:, :1]).all()
+        factor = (factor[:, :1] if by_expert else factor)[:, None, :]
+    else:
+        factor = factor[0]
+    return np.array(scale), factor
+
+
+class _PartScales:
+    """The scales of one part of a weight, checked."""
+
+    def __init__(self, weight: Weight, part: str, format: Format) -> None:
+        self._weight, self.module = weight, _module(part)
+        shape = weight.checkpoint.shape(part)
+        width = weight.shape[-1]
+        packed = width // 2 if format == "nvfp4" else width
+        if len(shape) != 2 or shape[1] != packed:
+            weight.refuse(part, f"shape {shape}", f"{packed} columns of {format}")
+        self.rows = shape[0]
+        if format == "nvfp4":
+            blocks = (self.rows, width // BLOCK)
+            self._check_blocks(f"{self.module}.weight_scale", blocks)
+            self._scales = self._numbers("weight_scale_2", ((), (1,)))
+        else:
+            rows = self.rows
+            self._scales = self._numbers("weight_scale", ((), (1,), (rows,), (rows, 1)))
+        found = f"{self.module}.input_scale" in weight.checkpoint
+        self.input_scale = self._numbers("input_scale", ((), (1,)))[0] if found else None
+
+    def by_row(self) -> Floats:
+        """A scale for each output."""
+        return np.broadcast_to(self._scales, self.rows)
+
+    def _numbers(self, kind: str, shapes: tuple[tuple[int, ...], ...]) -> Floats:
+        name = f"{self.module}.{kind}"
+        self._require(name)
+        tensor = self._weight.checkpoint.read(name)
+        if tuple(tensor.shape) not in shapes:
+            self._weight.refuse(name, f"shape {tuple(tensor.shape)}", f"{shapes[-1]}")
+        values = tensor.to(torch.float32).reshape(-1).numpy()
+        wrong = values[~(np.isfinite(values) & (values > 0))]
+        if wrong.size:
+            raise CanvasError(
+                f"{name} in {self._weight.checkpoint.path} is {wrong[0]}: a scale is positive and finite",
+                _AGAIN,
+            )
+        return values
+
+    def _check_blocks(self, name: str, shape: tuple[int, int]) -> None:
+        self._require(name)
+        held = self._weight.checkpoint
+        if held.dtype(name) != torch.float8_e4m3fn or held.shape(name) != shape:
+            found = f"{held.dtype(name)} {held.shape(name)}".removeprefix("torch.")
+            self._weight.refuse(name, found, f"float8_e4m3fn {shape}")
+
+    def _require(self, name: str) -> None:
+        if name not in self._weight.checkpoint:
+            raise CanvasError(
+                f"{self._weight.checkpoint.path} has no tensor {name}, the scale of a quantized weight",
+                _AGAIN,
+            )
+
+
+def _module(part: str) -> str:
+    return part.removesuffix(".weight")

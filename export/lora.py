@@ -1,0 +1,250 @@
+"""PEFT LoRA adapters, merged into a checkpoint's weights as they are read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from canvasrt.bundle import hash_files
+from canvasrt.errors import CanvasError
+from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.shards import Shard
+from canvasrt.export.weights import DECODER, ENCODER
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+_HINT = "merge it with PEFT's merge_and_unload(), save the whole checkpoint, and export that"
+# What makes of a LoRA something that is no sum, or changes more than the weights that it names.
+_UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow",
+    "velora_config": "VeLoRA",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "lora_bias": "LoRA with a bias",
+    "fan_in_fan_out": "transposed weights",
+    "modules_to_save": "modules saved whole",
+    "trainable_token_indices": "trained tokens",
+    "layer_replication": "replicated layers",
+}
+# Initialisations that change the base model's own weights; PEFT can save such an adapter converted.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_TABLE = ("embed_tokens", "lm_head")
+# The names that the one text stack goes by, `model.` where a tool does not split it in two.
+_STACKS = (f"{ENCODER}.", f"{DECODER}.", "model.")
+_OURS = ("model.encoder.", f"{DECODER}.")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an adapter adds to one tensor: `alpha / rank · B A`, of experts `B[e] A[e]`; by `root` over √rank."""
+
+    file: Shard
+    module: str
+    alpha: float
+    root: bool
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.file.tensors[self._name("A")].shape, self.file.tensors[self._name("B")].shape
+
+    def add_to(self, chunk: Tensor, first: int, total: int) -> None:
+        """Add, in place, to the rows from `first` on of a tensor with `total` rows, in float32."""
+        a, b = (self.file.read(self._name(each)).to(torch.float32) for each in "AB")
+        rank = len(a) if chunk.dim() == 2 else len(a) // total
+        scale = self.alpha / (math.sqrt(rank) if self.root else rank)
+        if chunk.dim() == 2:
+            chunk.addmm_(b[first : first + len(chunk)], a, alpha=scale)
+            return
+        # PEFT's order: A has the ranks of an expert side by side, B the experts of a rank.
+        a = a.view(total, -1, a.shape[-1])
+        b = b.view(len(b), -1, total)
+        for expert, weight in enumerate(chunk, first):
+            weight.addmm_(b[:, :, expert], a[expert], alpha=scale)
+
+    def _name(self, part: str) -> str:
+        return f"{self.module}.lora_{part}.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter folder, and what it adds to each tensor of a checkpoint by name."""
+
+    path: Path
+    weight: float
+    deltas: dict[str, list[Delta]]
+
+    def to_json(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {"files": hash_files(self.path, (CONFIG, WEIGHTS)), "weight": self.weight}
+
+
+class Adapted(Checkpoint):
+    """A checkpoint with adapters merged in, `W + Σ weight · scale · B A`, summed in float32."""
+
+    def __init__(self, path: Path, adapters: Sequence[Adapter]) -> None:
+        """Open the checkpoint; raises `CanvasError` for an adapter that does not fit it."""
+        super().__init__(path)
+        self._adapters = list(adapters)
+        for adapter in self._adapters:
+            for name, deltas in adapter.deltas.items():
+                for delta in deltas:
+                    self._check(adapter, name, delta)
+
+    def read(self, name: str) -> Tensor:
+        return torch.cat(list(self.chunks(name))).view(self.shape(name))
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        deltas = [each for adapter in self._adapters for each in adapter.deltas.get(name, ())]
+        first = 0
+        for chunk in super().chunks(name):
+            if deltas:
+                chunk = chunk.to(torch.float32, copy=True)
+            for delta in deltas:
+                delta.add_to(chunk, first, self.shape(name)[0])
+            yield chunk
+            first += len(chunk)
+
+    def _check(self, adapter: Adapter, name: str, delta: Delta) -> None:
+        other = f"{adapter.path} is for another base model than {self.path}"
+        hint = "name the adapter's own base checkpoint"
+        if name not in self:
+            raise CanvasError(f"{other}: that has no {name}", hint)
+        shape = self.shape(name)
+        a, b = delta.shapes
+        experts = shape[0] if len(shape) == 3 else 1
+        fits = a[1:] == shape[-1:] and b[:1] == shape[-2:-1] and a[0] == b[1] and not a[0] % experts
+        if not fits:
+            raise CanvasError(
+                f"{other}: {name} has shape {shape} there, and lora_A {a} with lora_B {b} here",
+                hint,
+            )
+
+
+def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
+    """Read an adapter's configuration and the names of its tensors; `weight` scales all that it adds.
+
+    The encoder's and the decoder's text weights are one in the graphs, as in transformers. What an adapter adds to
+    either is added to it, and where it has both their sum is, as PEFT's own merge does. Raises `CanvasError` for a
+    folder that holds no adapter, and for kinds that cannot be merged, by name.
+    """
+    folder = Path(path).expanduser()
+    config = _read_config(folder)
+    try:
+        shard = Shard(folder / WEIGHTS)
+    except FileNotFoundError:
+        raise CanvasError(
+            f"{folder} has no {WEIGHTS}",
+            "save the adapter with PEFT's save_pretrained(), which writes safetensors",
+        ) from None
+    if not math.isfinite(weight):
+        raise CanvasError(f"the weight of adapter {folder} is {weight}", "give a finite number")
+    deltas: dict[str, list[Delta]] = {}
+    for name in shard.tensors:
+        _check_known(folder, name, shard)
+        module = name.removesuffix(".lora_A.weight")
+        if module != name:
+            tensor, delta = _delta(shard, module, config, weight)
+            deltas.setdefault(tensor, []).append(delta)
+    if not deltas:
+        raise CanvasError(f"{folder / WEIGHTS} holds no LoRA weights", "give a PEFT LoRA adapter")
+    return Adapter(folder, weight, deltas)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CanvasError(
+            f"{folder} is no adapter: there is no {CONFIG} in it",
+            "name the folder that PEFT's save_pretrained() wrote",
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as cause:
+        raise CanvasError(f"{file} is not JSON: {cause}", "fetch the adapter again") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else None
+        raise CanvasError(f"{file} is of a {kind!r} adapter, and only LORA is merged", _HINT)
+    found = [what for key, what in _UNSUPPORTED.items() if config.get(key)]
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(_CHANGES_BASE):
+        found.append(f"base weights changed by {init!r}")
+    if config.get("bias", "none") != "none":
+        found.append("trained biases")
+    if found:
+        raise CanvasError(f"{file}: {', '.join(found)}: canvasrt merges plain LoRA only", _HINT)
+    return config
+
+
+def _check_known(folder: Path, name: str, shard: Shard) -> None:
+    if any(f".{table}." in f".{name}" for table in _TABLE):
+        raise CanvasError(
+            f"{folder / WEIGHTS} holds {name}, but embedding and output are one table, which the"
+            " host reads too",
+            _HINT,
+        )
+    partner = name.replace(".lora_B.weight", ".lora_A.weight")
+    if not partner.endswith(".lora_A.weight"):
+        raise CanvasError(
+            f"{folder / WEIGHTS} holds {name}, which is no LoRA of a matrix product", _HINT
+        )
+    if partner not in shard.tensors:
+        raise CanvasError(f"{folder / WEIGHTS} has {name} without its lora_A", "fetch it again")
+
+
+def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> tuple[str, Delta]:
+    """The tensor that a module's LoRA changes, and how."""
+    if f"{module}.lora_B.weight" not in shard.tensors:
+        raise CanvasError(f"{shard.file} has no {module}.lora_B.weight", "fetch the adapter again")
+    key = module.removeprefix("base_model.model.")
+    plain = re.sub(r"(\.base_layer)+$", "", key)
+    if plain.endswith(".experts"):
+        key = f"{plain}.{_expert_parameter(shard, module, config)}"
+        target = _ours(key)
+    else:
+        target = f"{_ours(key)}.weight"
+    alpha = _alpha(config, key) * weight
+    return target, Delta(shard, module, alpha, bool(config.get("use_rslora")))
+
+
+def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
+    """Which of the experts' batched weights a LoRA is of: PEFT wraps them in order, the last one outermost.
+
+    The order is that of the module's parameters, gate_up_proj first.
+    """
+    names = {str(each).rpartition(".")[2] for each in config.get("target_parameters") or ()}
+    both = [name for name in ("gate_up_proj", "down_proj") if name in names]
+    inner = module.count(".base_layer")
+    if inner >= len(both):
+        raise CanvasError(
+            f"{shard.file} has a LoRA of {module}, which target_parameters does not name",
+            "fetch the adapter again",
+        )
+    return both[len(both) - 1 - inner]
+
+
+def _ours(key: str) -> str:
+    """A module or parameter as a checkpoint names it, the text stack as the decoder's."""
+    for stack in _STACKS:
+        if key.startswith(stack) and not (stack == "model." and key.startswith(_OURS)):
+            return f"{DECODER}.{key[len(stack) :]}"
+    return key
+
+
+def _alpha(config: dict[str, Any], key: str) -> float:
+    """PEFT's rule: of the first pattern that the end of a module's name matches."""
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", key):
+            return float(value)
+    return float(config.get("lora_alpha", 8))

@@ -1,0 +1,225 @@
+"""A checkpoint that is quantized already, as a whole: which weights of its graphs stay so, and what the bundle says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+from canvasrt.export.checkpoint import Checkpoint, bytes_of
+from canvasrt.export.codes import Codes, read_codes
+from canvasrt.export.quantize.formats import LARGEST, Form
+from canvasrt.export.quantize.forms import quantize_graph, stored
+from canvasrt.export.segments import Segment
+from canvasrt.export.weights import Weight, weights
+from canvasrt.external import Stored
+from canvasrt.model import ModelConfig
+from canvasrt.quantization import Quantization
+from canvasrt.recipes import Choice, Exclusion, Recipe, Rule, load_recipe, quantizable, recipe_names
+from canvasrt.staging import scratch
+
+_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
+
+
+class Prequantized:
+    """The quantized weights of a checkpoint."""
+
+    def __init__(
+        self,
+        how: Quantization,
+        parts: Sequence[Segment],
+        source: Checkpoint,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        packs: bool,
+    ) -> None:
+        """Find them, and check their scales.
+
+        Args: `dtype` that of the graphs; `packs` whether codes go into the graphs. Else, and for weights that have no
+        quantized form, such as the vision tower's, what they stand for does.
+        """
+        self._how, self._config, self._dtype = how, config, dtype
+        self._source = source
+        self._held: dict[str, Codes] = {}
+        for part in parts:
+            for weight in weights(part.module, part.sources, source):
+                found = read_codes(weight)
+                if found is not None:
+                    self._held[global_name(part, weight.name)] = found
+        able = quantizable(config)
+        self._packed = [name for name in self._held if packs and name in able]
+        self._inputs: dict[str, float] = {}
+        self._prompts = ""
+        if not self._held or (packs and not self._packed):
+            raise CanvasError(
+                f"{source.path} says that it is quantized ({how.algorithm}), but holds no quantized weight",
+                "fetch the checkpoint again, or remove what names the quantization from its configuration",
+            )
+
+    @property
+    def static(self) -> bool:
+        """Whether the checkpoint has scales for the inputs of all that stays quantized."""
+        return all(self._held[name].input_scale is not None for name in self._packed)
+
+    @property
+    def saved(self) -> int:
+        """Bytes by which the graphs are smaller than without quantized weights."""
+        count = {"fp8": 8, "nvfp4": 4.5}
+        forms = [self._held[name].form for name in self._packed]
+        sizes = [(torch.Size(form.shape).numel(), count[form.format]) for form in forms]
+        return int(sum(n * (self._dtype.itemsize - bits / 8) for n, bits in sizes))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the manifest's options say beside the graphs' own."""
+        said: dict[str, Any] = {"checkpoint_quantization": self._how.to_json()}
+        if not self._packed:
+            return said
+        forms = {name: self._held[name].form for name in self._packed}
+        recipe = _recipe(self._how, forms, self._config)
+        base = (
+            str(self._dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+        )
+        return said | {
+            "precision": recipe.precision,
+            "base_precision": base,
+            "recipe": recipe.to_json(),
+        }
+
+    @property
+    def made_from(self) -> dict[str, Any]:
+        """What the manifest names beside the checkpoint."""
+        return {"calibration": self._prompts} if self._prompts else {}
+
+    def holds(self, part: Segment, weight: Weight) -> bool:
+        """Whether the checkpoint has a weight quantized, in whatever form it goes into the graph."""
+        return global_name(part, weight.name) in self._held
+
+    def formats(self, part: Segment) -> dict[str, str]:
+        """The format of each weight that stays quantized in a graph, by global name."""
+        names = [global_name(part, name) for name in part.sources]
+        return {name: self._held[name].form.format for name in names if name in self._packed}
+
+    def calibrate(
+        self, export_wide: Callable[[Path], Bundle], out: Path, prompts: Path | None
+    ) -> None:
+        """Find the scales that the checkpoint leaves to each call, by generating from `prompts`.
+
+        TensorRT's scales are constants. `export_wide` writes plain graphs, which are run for it, beside `out`.
+        """
+        from canvasrt.export.quantize.calibrate import calibrate
+
+        forms = {name: self._held[name].form for name in self._packed}
+        recipe = _recipe(self._how, forms, self._config)
+        with scratch(out.resolve().parent / f"{out.name}.calibration") as folder:
+            found = calibrate(export_wide(folder / "graphs"), recipe, prompts)
+        # Where all that came in was zero any scale will do: this one is 1.
+        self._inputs = {
+            name: (found.amax[name] or LARGEST[form.format]) / LARGEST[form.format]
+            for name, form in forms.items()
+            if self._held[name].input_scale is None
+        }
+        self._prompts = found.sha256
+
+    def rewrite(
+        self, part: Segment, model: ir.Model, each: Sequence[Weight]
+    ) -> Iterator[Weight | Stored]:
+        """Put the quantized forms into a graph; its weights to be written, each read when it is its turn."""
+        names = {weight.name: global_name(part, weight.name) for weight in each}
+        packed = {local: name for local, name in names.items() if name in self._packed}
+        if packed:
+            quantize_graph(model, {local: self._held[name].form for local, name in packed.items()})
+        return self._items(model, each, names)
+
+    def _items(
+        self, model: ir.Model, each: Sequence[Weight], names: Mapping[str, str]
+    ) -> Iterator[Weight | Stored]:
+        for weight in each:
+            name = names[weight.name]
+            held = self._held.get(name)
+            if held is None:
+                yield weight
+            elif name in self._packed:
+                yield from stored(model, weight.name, held.pack(self._inputs.get(name)))
+            else:
+                yield self._widened(weight, held)
+
+    def _widened(self, weight: Weight, held: Codes) -> Stored:
+        def read() -> Iterator[memoryview]:
+            return (bytes_of(part.to(self._dtype)) for part in held.wide())
+
+        return Stored(weight.name, _DTYPES[self._dtype], weight.shape, read)
+
+
+def global_name(part: Segment, name: str) -> str:
+    """A graph's weight, `layers.<place>.attention.qkv.weight`, as recipes name it: `layers.<layer>.attention.qkv`."""
+    name = name.removesuffix(".weight")
+    first, _, rest = name.partition(".")
+    if not part.layers:
+        return name if part.name == "head" else f"{part.name}.{name}"
+    assert first == "layers", name
+    place, _, rest = rest.partition(".")
+    return f"layers.{part.layers[int(place)]}.{rest}"
+
+
+def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:
+    """The checkpoint's choices as a recipe: one of canvasrt's where it is the same, with its limits, else its own.
+
+    Args: `forms` what is quantized, by global name.
+    """
+    choices = {
+        name: Choice(form.format, "per_channel" if _by_channel(form) else "per_tensor")
+        for name, form in forms.items()
+    }
+    same = [recipe for recipe in map(load_recipe, recipe_names()) if _agree(recipe, forms, config)]
+    base = same[0] if same else load_recipe(how.precision)
+    rest = [name for name in quantizable(config) if name not in forms]
+    return Recipe(
+        name=base.name if same else f"{how.precision}-checkpoint",
+        description=f"As the checkpoint has it: {how.algorithm}, written by {how.producer}.",
+        rules=tuple(
+            Rule(pattern, choice)
+            for choice in dict.fromkeys(choices.values())
+            for pattern in _patterns([n for n in choices if choices[n] == choice], config)
+        ),
+        excluded=tuple(
+            Exclusion(pattern, "the checkpoint does not have it quantized")
+            for pattern in _patterns(rest, config)
+        ),
+        limits=base.limits,
+        targets=load_recipe(how.precision).targets,
+    )
+
+
+def _by_channel(form: Form) -> bool:
+    return bool(form.format == "fp8" and (form.scale_shape or (form.factor_shape or (1,))[-1] > 1))
+
+
+def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bool:
+    try:
+        wanted = recipe.formats(config)
+    except CanvasError:  # widths that a format does not have
+        return False
+    return {name: choice.format for name, choice in wanted.items()} == {
+        name: form.format for name, form in forms.items()
+    }
+
+
+def _patterns(names: list[str], config: ModelConfig) -> list[str]:
+    """Names, those of all layers as one pattern."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        first, _, rest = name.partition(".")
+        kind = f"layers.*.{rest.partition('.')[2]}" if first == "layers" else name
+        found.setdefault(kind, []).append(name)
+    whole = len(config.layers)
+    return [
+        pattern
+        for kind, each in found.items()
+        for pattern in ([kind] if len(each) == whole else each)
+    ]

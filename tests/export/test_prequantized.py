@@ -1,0 +1,376 @@
+"""Checkpoints that are quantized already: their codes are in the graphs, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from canvasrt import lowbits
+from canvasrt.build.lower import lower
+from canvasrt.bundle import Bundle, Manifest
+from canvasrt.errors import CanvasError
+from canvasrt.export import graphs
+from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.codes import Codes, read_codes
+from canvasrt.export.graphs import export
+from canvasrt.export.quantize.formats import dequantize
+from canvasrt.export.segments import segments
+from canvasrt.export.weights import weights
+from canvasrt.model import ModelConfig
+from canvasrt.quantization import quantization_of
+from canvasrt.recipes import Recipe
+
+from .conftest import Graphs
+from .quantized_checkpoints import (
+    NVFP4_EXPERTS,
+    base_model,
+    modelopt_quantized,
+    save_compressed,
+    save_modelopt,
+)
+from .test_graph_parity import empty_cache, encode
+
+LAYERS, EXPERTS = 2, 8
+
+
+@pytest.fixture(scope="module")
+def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ModelOpt's NVFP4 checkpoint, by its own recipe for this model."""
+    folder = tmp_path_factory.mktemp("nvfp4") / "checkpoint"
+    save_modelopt(modelopt_quantized(NVFP4_EXPERTS), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(nvfp4: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export(nvfp4, tmp_path_factory.mktemp("nvfp4-graphs") / "graphs")
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray], np.ndarray]:
+    """ModelOpt's FP8 checkpoint, and what its own fake quantization computes for a prompt: keys by layer."""
+    from modelopt.torch.export.quant_utils import sync_tied_input_amax
+
+    folder = tmp_path_factory.mktemp("fp8") / "checkpoint"
+    save_modelopt(modelopt_quantized("FP8"), folder)
+    model = modelopt_quantized("FP8")
+    # As the export does: encoder and decoder are one weight, with one scale for what comes in.
+    sync_tied_input_amax(model)
+    _load(model, load_file(folder / "model.safetensors"))
+    tokens = np.random.default_rng(3).integers(6, 512, (2, 30))
+    with torch.no_grad():
+        cache = model(input_ids=torch.from_numpy(tokens)).past_key_values
+    return folder, [layer.keys.numpy() for layer in cache.layers], tokens
+
+
+@pytest.fixture(scope="module")
+def fp8_graphs(fp8: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """On a float32 base: factors behind a bfloat16 product are bfloat16, which shifts what is rounded next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(graphs.DTYPES, "bf16", torch.float32)
+        return export(fp8[0], tmp_path_factory.mktemp("fp8-graphs") / "graphs")
+
+
+def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put what a checkpoint's codes stand for into a model, whose inputs alone are then rounded."""
+    for name, module in model.named_modules():
+        if "weight_quantizer" in name and hasattr(module, "disable"):
+            module.disable()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if f"{name}_scale" in tensors:
+            parameter.data.copy_(tensors[name].float() * tensors[f"{name}_scale"])
+    for index, layer in enumerate(model.model.decoder.layers):
+        for kind in ("gate_up", "down"):
+            codes, scales = (
+                torch.from_numpy(stacked(tensors, index, kind, each))
+                for each in ("weight", "weight_scale")
+            )
+            wide = codes.view(torch.float8_e4m3fn).float() * scales[:, :1, None]
+            getattr(layer.experts, f"{kind}_proj").data.copy_(wide)
+
+
+@pytest.fixture(scope="module")
+def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dynamic") / "checkpoint"
+    save_compressed(base_model(), folder)
+    return folder
+
+
+@pytest.fixture
+def copy(nvfp4: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(nvfp4, tmp_path / "checkpoint"))
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def weights_of(bundle: Bundle, segment: str = "body_0") -> dict[str, np.ndarray]:
+    """Every weight of a graph: codes as bytes, the rest as float32."""
+    graph = ir.load(bundle.path / f"{segment}.onnx").graph
+    found = {}
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        raw = np.frombuffer(tensor.tobytes(), np.uint8)
+        if tensor.dtype == ir.DataType.FLOAT:
+            raw = raw.view(np.float32)
+        elif tensor.dtype == ir.DataType.BFLOAT16:
+            raw = lowbits.from_bf16(raw.view(np.uint16))
+        shape = tensor.shape.numpy()
+        packed = name.endswith(".values") and tensor.dtype == ir.DataType.FLOAT4E2M1
+        found[name] = raw.reshape((*shape[:-1], shape[-1] // 2) if packed else shape)
+    return found
+
+
+def stacked(tensors: Mapping[str, torch.Tensor], layer: int, kind: str, suffix: str) -> np.ndarray:
+    """A tensor of each expert, as the graph has them together: gate above up."""
+    names = ("gate_proj", "up_proj") if kind == "gate_up" else ("down_proj",)
+    each = [
+        torch.cat(
+            [
+                torch.atleast_1d(tensors[f"model.decoder.layers.{layer}.experts.{i}.{n}.{suffix}"])
+                for n in names
+            ]
+        )
+        for i in range(EXPERTS)
+    ]
+    found = torch.stack(each)
+    return (found.view(torch.uint8) if found.dtype.itemsize == 1 else found.float()).numpy()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("kind", ["gate_up", "down"])
+def test_nvfp4_codes_are_the_checkpoints(
+    nvfp4: Path, exported: Bundle, layer: int, kind: str
+) -> None:
+    tensors, found = load_file(nvfp4 / "model.safetensors"), weights_of(exported)
+    name = f"layers.{layer}.experts.{kind}"
+    assert np.array_equal(found[f"{name}.values"], stacked(tensors, layer, kind, "weight"))
+    blocks = stacked(tensors, layer, kind, "weight_scale")
+    assert np.array_equal(found[f"{name}.block_scales"], blocks)
+    scales = stacked(tensors, layer, kind, "weight_scale_2")[:, :1, None]
+    assert found[f"{name}.factor"].shape == (EXPERTS, 1, 1)
+    # A power of two before the product; behind it bfloat16, as the product is.
+    assert np.log2(found[f"{name}.scale"]) % 1 == 0
+    np.testing.assert_allclose(
+        found[f"{name}.scale"] * found[f"{name}.factor"], scales, rtol=2.0**-8
+    )
+    inputs = stacked(tensors, layer, kind, "input_scale")
+    assert found[f"{name}.input_scale"] == inputs.max()
+
+
+def test_the_rest_is_bf16_as_it_was(nvfp4: Path, exported: Bundle) -> None:
+    tensors, found = load_file(nvfp4 / "model.safetensors"), weights_of(exported)
+    name = "model.decoder.layers.1.self_attn.o_proj.weight"
+    assert np.array_equal(found["layers.1.attention.o.weight"], tensors[name].float().numpy())
+
+
+def test_the_manifest_says_what_it_is(exported: Bundle) -> None:
+    options = exported.manifest.options
+    assert options["precision"] == "nvfp4"
+    assert options["base_precision"] == "bf16"
+    assert options["checkpoint_quantization"]["producer"].startswith("modelopt ")
+    recipe = Recipe.from_json(options["recipe"])
+    assert recipe.name == "nvfp4-experts"
+    wanted = {
+        name: choice.format for name, choice in recipe.formats(exported.manifest.model).items()
+    }
+    assert exported.manifest.segments[0]["quantized"] == wanted
+    assert "quantized" not in exported.manifest.segments[1]
+
+
+def test_fp8_computes_what_modelopt_does(fp8: Any, fp8_graphs: Bundle, tmp_path: Path) -> None:
+    """The lowered graphs against the model under ModelOpt's fake quantization. (That of NVFP4 needs a GPU.)"""
+    _, keys, tokens = fp8
+    lowered = tmp_path / "lowered"
+    lowered.mkdir()
+    embedding = lower(fp8_graphs, lowered)
+    data = fp8_graphs.manifest.data | {"embedding": embedding}
+    run = Graphs(Bundle(lowered, Manifest(data)))
+    cache = encode(run, tokens, empty_cache(run, len(tokens)), 0)
+    for (ours, _), theirs in zip(cache, keys, strict=True):
+        assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
+    tensors, found = load_file(fp8[0] / "model.safetensors"), weights_of(fp8_graphs)
+    prefix = "model.decoder.layers.0.self_attn"
+    parts = [f"{prefix}.{name}_proj" for name in "qkv"]
+    codes = torch.cat([tensors[f"{part}.weight"].view(torch.uint8) for part in parts])
+    name = "layers.0.attention.qkv.weight"
+    assert np.array_equal(found[f"{name}.values"], codes.numpy())
+    # One product of three matrices with a scale each: a scale for each output.
+    scales = [
+        np.full(len(tensors[f"{part}.weight"]), tensors[f"{part}.weight_scale"]) for part in parts
+    ]
+    assert np.array_equal(found[f"{name}.scale"], np.concatenate(scales))
+    inputs = [float(tensors[f"{part}.input_scale"]) for part in parts]
+    assert float(found[f"{name}.input_scale"]) == max(inputs)
+    down = stacked(tensors, 1, "down", "weight")
+    assert np.array_equal(found["layers.1.experts.down.values"], down)
+    assert fp8_graphs.manifest.options["precision"] == "fp8"
+    head = weights_of(fp8_graphs, "head")
+    gate = tensors["model.decoder.self_conditioning.gate_proj.weight"].view(torch.uint8)
+    assert np.array_equal(head["signal_mlp.gate_up.weight.values"][: len(gate)], gate.numpy())
+
+
+def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
+    """TensorRT's scales of activations are constants: generation over the widened weights gives them."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [7 + i, 9, 30]}) + "\n" for i in range(2)))
+    how = quantization_of(dynamic)
+    assert how is not None
+    assert (how.precision, how.static) == ("fp8", False)
+    bundle = export(dynamic, tmp_path / "graphs", calibration=prompts)
+    tensors, found = load_file(dynamic / "model.safetensors"), weights_of(bundle)
+    name = "layers.1.experts.gate_up"
+    assert np.array_equal(found[f"{name}.values"], stacked(tensors, 1, "gate_up", "weight"))
+    scales = stacked(tensors, 1, "gate_up", "weight_scale").reshape(EXPERTS, 1, -1)
+    np.testing.assert_allclose(
+        found[f"{name}.factor"] * found[f"{name}.scale"], scales, rtol=2.0**-8
+    )
+    o_proj = "model.decoder.layers.0.self_attn.o_proj"
+    scale = tensors[f"{o_proj}.weight_scale"].float().numpy().reshape(-1)
+    assert np.array_equal(found["layers.0.attention.o.weight.scale"], scale)
+    # Inputs of the experts are normalised: their largest magnitude is known roughly.
+    assert 0.3 < found[f"{name}.input_scale"] * 448 < 100
+    assert bundle.manifest.made_from["calibration"]
+    assert {path.name for path in tmp_path.iterdir()} == {"graphs", "prompts.jsonl"}
+
+
+def test_asked_for_plain_graphs_it_is_widened(
+    nvfp4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(nvfp4 / "model.safetensors")
+    # The body alone: tracing the head takes time.
+    cut = graphs.segments
+    monkeypatch.setattr(graphs, "segments", lambda *args: cut(*args)[:1])
+    bundle = export(nvfp4, tmp_path / "graphs", precision="fp32")
+    assert bundle.manifest.options["precision"] == "fp32"
+    found = weights_of(bundle)["layers.1.experts.down"]
+    codes, blocks, scale = (
+        stacked(tensors, 1, "down", kind) for kind in ("weight", "weight_scale", "weight_scale_2")
+    )
+    for expert in range(EXPERTS):
+        expected = lowbits.dequantize_nvfp4(codes[expert], blocks[expert], scale[expert, 0])
+        np.testing.assert_allclose(found[expert], expected, rtol=1e-6)
+
+
+_GATE = "model.decoder.layers.1.experts.3.gate_proj"
+
+
+def _set(name: str, value: Any) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            _set(f"{_GATE}.weight_scale_2", torch.tensor(0.0)),
+            r"gate_proj\.weight_scale_2 .* is 0\.0",
+        ),
+        (
+            _set(f"{_GATE}.weight_scale_2", torch.tensor(-1.0)),
+            r"gate_proj\.weight_scale_2 .* is -1",
+        ),
+        (
+            _set(f"{_GATE}.input_scale", torch.tensor(torch.inf)),
+            r"gate_proj\.input_scale .* is inf",
+        ),
+        (
+            lambda t: t.pop(f"{_GATE}.weight_scale"),
+            r"no tensor .*3\.gate_proj\.weight_scale, the scale",
+        ),
+        (lambda t: t.pop(f"{_GATE}.weight_scale_2"), r"no tensor .*3\.gate_proj\.weight_scale_2"),
+        (lambda t: t.pop(f"{_GATE}.input_scale"), r"no tensor .*3\.gate_proj\.input_scale"),
+        (lambda t: t.pop(f"{_GATE}.weight"), r"no tensor .*3\.gate_proj\.weight"),
+        (
+            _set(f"{_GATE}.weight", torch.zeros(64, 60, dtype=torch.uint8)),
+            r"gate_proj\.weight .* shape \(64, 60\), but config.json asks for 64 columns",
+        ),
+        (
+            _set(f"{_GATE}.weight", torch.zeros(48, 64, dtype=torch.uint8)),
+            r"gate_proj\.weight_scale .* but config.json asks for float8_e4m3fn \(48, 8\)",
+        ),
+        (
+            _set(f"{_GATE}.weight", torch.zeros(64, 128, dtype=torch.bfloat16)),
+            r"gate_proj\.weight is not quantized",
+        ),
+    ],
+)
+def test_damaged_scales_and_shapes(
+    copy: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    edit(copy, change)
+    with pytest.raises(CanvasError, match=message):
+        export(copy, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
+
+
+def codes_of(folder: Path, name: str) -> Codes:
+    """A weight of the body as the checkpoint has it."""
+    config, _ = ModelConfig.from_checkpoint(folder)
+    body = segments(config)[0]
+    each = weights(body.module, body.sources, Checkpoint(folder))
+    found = read_codes(next(weight for weight in each if weight.name == name))
+    assert found is not None
+    return found
+
+
+def test_scales_that_differ(copy: Path) -> None:
+    """Gate and up apart: a factor for each output; inputs apart: the largest."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{_GATE}.weight_scale_2"] *= 3
+        tensors[f"{_GATE}.input_scale"] *= 5
+
+    before = codes_of(copy, "layers.1.experts.gate_up")
+    assert before.factor is not None
+    edit(copy, change)
+    after = codes_of(copy, "layers.1.experts.gate_up")
+    assert after.form.factor_shape == (EXPERTS, 1, 128)
+    ratio = np.ones((EXPERTS, 1, 128))
+    ratio[3, :, :64] = 3
+    assert after.factor is not None
+    changed = (after.factor * after.scale) / (before.factor * before.scale)
+    np.testing.assert_allclose(changed, ratio, rtol=1e-6)
+    assert before.input_scale is not None
+    assert after.input_scale == np.float32(5) * before.input_scale
+    wide = torch.cat(list(after.wide())).numpy().reshape(after.form.shape)
+    np.testing.assert_allclose(wide, dequantize(after.pack()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("code", [0x00, 0x80, 0xB0, 0x7F, 0xFF])
+def test_block_scales_are_positive_and_finite(copy: Path, code: int) -> None:
+    edit(copy, lambda t: t[f"{_GATE}.weight_scale"].view(torch.uint8)[5, 2].fill_(code))
+    with pytest.raises(CanvasError, match=r"3\.gate_proj\.weight_scale .* has 1 block scales"):
+        codes_of(copy, "layers.1.experts.gate_up").pack()
+
+
+def test_scales_that_nothing_names(copy: Path, tmp_path: Path) -> None:
+    (copy / "hf_quant_config.json").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    del config["quantization_config"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CanvasError, match=r"gate_proj\.weight .* is uint8, which alone is no number"
+    ):
+        export(copy, tmp_path / "out")
+
+
+def test_another_precision_is_refused(nvfp4: Path, tmp_path: Path) -> None:
+    with pytest.raises(CanvasError, match="not exported in 'fp8'"):
+        export(nvfp4, tmp_path / "out", precision="fp8")
