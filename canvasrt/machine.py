@@ -22,8 +22,6 @@ BUILDER_MODULES = {
     "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
     "tensorrt": ("tensorrt", "tensorrt"),
 }
-# Builders whose engines this version's runtime can run.
-_RUN = ("onnxruntime",)
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,26 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def builds_here(target: Target) -> str:
-    """Why engines for a target cannot be built on this machine; empty when some of its precisions can."""
-    from canvasrt.build.checks import precisions_built
+def available_bytes() -> int:
+    """The memory that is free, or that a container's limit leaves where that is less."""
+    free = memory_bytes()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        pass
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        # Files in memory count as used and are given back when something needs the room.
+        return min(free, limit - used + int(stat[stat.index("inactive_file") + 1]))
+    except (OSError, ValueError):
+        return free
 
-    if not precisions_built(target):
-        return f"no {' or '.join(target.precisions)} in this version"
+
+def builds_here(target: Target) -> str:
+    """Why engines for a target cannot be built on this machine; empty when they can."""
     module, extra = BUILDER_MODULES[target.builder]
     if not target.builds_anywhere and not has_gpu(target):
         return f"needs its GPU ({target.gpu})"
@@ -94,8 +106,6 @@ def runs_here(target: Target) -> str:
     """Why engines of a target cannot run on this machine; empty when they can."""
     if target.capability is not None and not has_gpu(target):
         return f"needs its GPU ({target.gpu})"
-    if target.builder not in _RUN:
-        return "not in this version"
     module, extra = BUILDER_MODULES[target.builder]
     return "" if extras.is_installed(module) else f"needs canvasrt[{extra}]"
 

@@ -7,7 +7,7 @@ from collections import deque
 
 import numpy as np
 
-from canvasrt.runtime.model import DenoiseInput, DenoiseOutput, Model
+from canvasrt.runtime.model import DenoiseInput, DenoiseOutput, Hidden, Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.request import (
     Block,
@@ -42,7 +42,7 @@ class ActiveRequest:
         self._tokens: list[int] = []
         self._steps: list[int] = []
         self._step = 0
-        self._hidden = np.empty(0, np.float32)
+        self._hidden: Hidden = None
         self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
 
     def next_step(self) -> DenoiseInput:

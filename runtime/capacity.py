@@ -37,3 +37,11 @@ class Capacity:
 def rounded(capacity: float, tokens: int) -> int:
     """`capacity` rounded up to a small multiple, so that few shapes occur; from 1 to `tokens`."""
     return min(tokens, max(1, math.ceil(capacity / MULTIPLE) * MULTIPLE))
+
+
+def stepped(capacity: int, most: int) -> int:
+    """`capacity` rounded up to 2ᵏ or 3·2ᵏ from 8 on, at most `most`: an engine is captured once a shape."""
+    size = 8
+    while size < capacity:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(most, size)

@@ -15,7 +15,8 @@ __all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Resul
 
 
 class Generator:
-    """Runs requests over one model, up to `max_batch` at a time; the others wait in order.
+    """Runs requests over one model, up to `max_batch` at a time and no more than its engines take; the
+    others wait in order.
 
     `add` and `cancel` may be called from other threads while one thread calls `step`.
     """
@@ -24,7 +25,7 @@ class Generator:
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
-        self.max_batch = max_batch
+        self.max_batch = min(max_batch, model.max_batch or max_batch)
         self._waiting: deque[ActiveRequest] = deque()
         self._running: list[ActiveRequest] = []
         self._cancelled: set[int] = set()
@@ -57,7 +58,7 @@ class Generator:
             self._running.append(self._waiting.popleft())
         self._encode()
         events += self._denoise()
-        self._running = [each for each in self._running if not each.finished]
+        self._leave([each for each in self._running if each.finished])
         return events
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
@@ -94,8 +95,13 @@ class Generator:
             if each.id in gone:
                 events.append(Finished(each.id, each.result("cancelled")))
         self._waiting = deque(each for each in self._waiting if each.id not in gone)
-        self._running = [each for each in self._running if each.id not in gone]
+        self._leave([each for each in self._running if each.id in gone])
         return events
+
+    def _leave(self, leaving: Sequence[ActiveRequest]) -> None:
+        for each in leaving:
+            self.model.release(each.row)
+            self._running.remove(each)
 
     def _encode(self) -> None:
         """One chunk of every request that has tokens to encode."""

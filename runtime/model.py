@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.errors import CanvasError
+from canvasrt.extras import require
 from canvasrt.model import ModelConfig, SamplerDefaults
-from canvasrt.runtime.cache import PastBatch, RequestCache
-from canvasrt.runtime.capacity import Capacity, rounded
-from canvasrt.runtime.engine import Arrays, Backend, Segment
+from canvasrt.runtime.engine import Backend, DeviceBackend
+from canvasrt.runtime.passes import (
+    Counters,
+    DenoiseInput,
+    DenoiseOutput,
+    EncodeInput,
+    Hidden,
+    Row,
+)
 
-Input = TypeVar("Input")
+__all__ = ["Counters", "DenoiseInput", "DenoiseOutput", "EncodeInput", "Hidden", "Model", "Row"]
+
+Input = TypeVar("Input", EncodeInput, DenoiseInput)
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
 
@@ -27,79 +34,20 @@ PREFILL_CHUNK = 512
 DEFAULT_MAX_CONTEXT = 32_768
 
 
-@dataclass
-class Row:
-    """What the model keeps for one request: its cache, and what its experts' loads have been."""
+class Model(ABC):
+    """The engines of one bundle, with the embedding table mapped from disk. Not thread-safe."""
 
-    cache: RequestCache
-    past: PastBatch = field(default_factory=PastBatch)
-    capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EncodeInput:
-    """Clean tokens to add to a request's cache."""
-
-    row: Row
-    tokens: np.ndarray  # int64 [n], n >= 1
-
-
-@dataclass(frozen=True)
-class DenoiseInput:
-    """One request's part of a denoising pass."""
-
-    row: Row
-    hidden: np.ndarray  # float32 [canvas, hidden_size]
-    temperature: np.float32
-    entropy_bound: float
-    uniforms: np.ndarray  # float32 [canvas]
-    noise: np.ndarray  # int64 [canvas]
-
-
-@dataclass(frozen=True)
-class DenoiseOutput:
-    """One request's result of a denoising pass; arrays of `[canvas]`, but for the hidden states."""
-
-    canvas: np.ndarray  # int64, renoised
-    argmax: np.ndarray  # int64
-    entropy: np.ndarray  # float32, nats
-    accepted: np.ndarray  # bool
-    next_hidden: np.ndarray  # float32 [canvas, hidden_size]
-
-
-@dataclass
-class Counters:
-    """What the passes of a model cost so far; seconds are wall time inside the passes."""
-
-    encode_passes: int = 0
-    encode_tokens: int = 0
-    encode_seconds: float = 0.0
-    denoise_passes: int = 0
-    denoise_seconds: float = 0.0
-    overflows: int = 0
-
-
-@dataclass(frozen=True)
-class Body:
-    """One body segment and the layers that it holds."""
-
-    segment: Segment
-    layers: tuple[int, ...]
-
-
-class Model:
-    """The segments of one bundle, with the embedding table mapped from disk. Not thread-safe."""
+    # The most requests of a pass; None where there is no limit.
+    max_batch: int | None = None
+    device_name = "cpu"
 
     def __init__(
         self,
         config: ModelConfig,
         sampler: SamplerDefaults,
-        bodies: Sequence[Body],
-        head: Segment,
         table: np.ndarray,
         max_context: int,
         rows_apart: bool,
-        max_workers: int = 1,
         bundle: Bundle | None = None,
     ) -> None:
         self.config = config
@@ -108,14 +56,10 @@ class Model:
         self.counters = Counters()
         self.prefill_chunk = PREFILL_CHUNK
         self.bundle = bundle
-        self._bodies = tuple(bodies)
-        self._head = head
         self._table = table
         self.rows_apart = rows_apart
-        self._scale = np.float32(config.hidden_size**0.5)
-        self._past = PastBatch()
-        self._pool = ThreadPoolExecutor(max_workers, "canvasrt") if max_workers > 1 else None
-        self._counting = threading.Lock()
+        # The reference rounds it to the table's dtype.
+        self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
 
     @classmethod
     def load(
@@ -123,47 +67,39 @@ class Model:
         path: str | Path,
         threads: int | None = None,
         check: bool = True,
-        backend: Backend | None = None,
+        backend: Backend | DeviceBackend | None = None,
+        device: str | None = None,
+        share_passes: bool = False,
     ) -> Model:
         """Loads a graph or engine bundle.
 
-        threads: CPU threads (None: every core); check: verify the files' hashes first.
+        threads: CPU threads (None: every core); check: verify the files' hashes first; device: `cpu` or `cuda`
+        (None: what the bundle was built for); share_passes: on a GPU, let requests share passes, which is
+        faster, and may let what shares a pass change the last bits of a request's results, and so its tokens;
+        backend: what runs it, in place of the one chosen by these.
         Raises CanvasError for a bundle that is damaged, or that this machine cannot run.
         """
+        from canvasrt.runtime.backends import choose
+        from canvasrt.runtime.host import HostModel
+
         bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
-        manifest = bundle.manifest
-        backend = backend or _backend(manifest.target, threads, pass_work(manifest.model))
-        opened = {
-            entry["name"]: backend.open(entry["name"], bundle.file(entry["file"]))
-            for entry in manifest.segments
-            if entry["name"] != "vision"
-        }
-        bodies = [
-            Body(opened[entry["name"]], tuple(entry["layers"]))
-            for entry in manifest.segments
-            if "layers" in entry
-        ]
-        config = manifest.model
-        limit = min(config.max_position_embeddings, DEFAULT_MAX_CONTEXT)
-        return cls(
-            config,
-            manifest.sampler,
-            bodies,
-            opened["head"],
-            _map_table(bundle),
-            int(manifest.options.get("max_context") or limit),
-            backend.rows_apart,
-            backend.max_workers,
-            bundle,
-        )
+        backend = backend or choose(bundle.manifest, device, threads, share_passes)
+        if isinstance(backend, DeviceBackend):
+            from canvasrt.runtime.resident import DeviceModel
+
+            return DeviceModel.open(bundle, backend)
+        return HostModel.open(bundle, backend)
 
     @property
     def canvas_length(self) -> int:
         return self.config.canvas_length
 
+    @abstractmethod
     def new_row(self) -> Row:
         """The empty state of a new request."""
-        return Row(RequestCache(self.config))
+
+    def release(self, row: Row) -> None:  # noqa: B027 - most models hold nothing
+        """Gives back what a request's state holds; it is not used again."""
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
@@ -188,100 +124,25 @@ class Model:
         """One denoising step of each request, in order. Caches are read, not written."""
         start = time.perf_counter()
         batches = self._batches(inputs)
-        outputs = [output for part in self._map(self._denoise_pass, batches) for output in part]
+        done: dict[int, DenoiseOutput] = {}
+        for batch, outputs in zip(batches, self._map(self._denoise_pass, batches), strict=True):
+            done |= {id(item): out for item, out in zip(batch, outputs, strict=True)}
         self.counters.denoise_passes += len(batches)
         self.counters.denoise_seconds += time.perf_counter() - start
-        return outputs
+        return [done[id(item)] for item in inputs]
 
+    @abstractmethod
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
-        if self.rows_apart:
-            return [[item] for item in inputs]
-        return [inputs] if inputs else []
+        """The inputs by the pass that takes them, in any order."""
 
     def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
-        """Passes side by side where there are several; they share no state."""
-        if self._pool is None or len(batches) < 2:
-            return [run(batch) for batch in batches]
-        return list(self._pool.map(run, batches))
+        return [run(batch) for batch in batches]
 
-    def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
-        counts = [len(item.tokens) for item in batch]
-        tokens = np.full((len(batch), max(counts)), self.config.pad_token_id, np.int64)
-        positions = np.full(tokens.shape, -1, np.int64)
-        for index, (item, count) in enumerate(zip(batch, counts, strict=True)):
-            tokens[index, :count] = item.tokens
-            begin = item.row.cache.length
-            positions[index, :count] = np.arange(begin, begin + count)
-        rows = [item.row for item in batch]
-        feeds = self._feeds(rows, positions, causal=True)
-        hidden = self.embed(tokens)
-        for body in self._bodies:
-            out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
-            hidden = out["hidden_out"]
-            for layer in body.layers:
-                keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
-                for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                    here = slice(index, index + 1)
-                    row.cache.append(layer, keys[here, :, :count], values[here, :, :count])
-        for row, count in zip(rows, counts, strict=True):
-            row.cache.advance(count)
+    @abstractmethod
+    def _encode_pass(self, batch: Sequence[EncodeInput]) -> None: ...
 
-    def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        length = self.canvas_length
-        rows = [item.row for item in batch]
-        begin = np.array([row.cache.length for row in rows], np.int64)
-        positions = begin[:, None] + np.arange(length, dtype=np.int64)
-        feeds = self._feeds(rows, positions, causal=False)
-        hidden = _stack([item.hidden for item in batch])
-        for body in self._bodies:
-            tokens = positions.size
-            hidden = self._run_body(body, feeds | {"hidden": hidden}, rows, "denoise", tokens)[
-                "hidden_out"
-            ]
-        out = self._head.run(
-            {
-                "hidden": hidden,
-                "temperature": np.array([item.temperature for item in batch], np.float32),
-                "entropy_bound": np.array([item.entropy_bound for item in batch], np.float32),
-                "uniforms": _stack([item.uniforms for item in batch]),
-                "noise": _stack([item.noise for item in batch]),
-            }
-        )
-        names = ("canvas", "argmax", "entropy", "accepted", "next_hidden")
-        return [DenoiseOutput(*(out[name][i] for name in names)) for i in range(len(batch))]
-
-    def _feeds(self, rows: Sequence[Row], positions: np.ndarray, causal: bool) -> Arrays:
-        past = rows[0].past if len(rows) == 1 else self._past
-        return past.feeds([row.cache for row in rows]) | {
-            "positions": positions,
-            "groups": np.full(positions.shape, -1, np.int64),
-            "causal": np.full(len(rows), causal),
-        }
-
-    def _run_body(
-        self, body: Body, feeds: Arrays, rows: Sequence[Row], phase: str, tokens: int
-    ) -> Arrays:
-        """Runs a segment, and again with more room while an expert is given more than its capacity."""
-        segment = body.segment
-        fed = {name: feeds[name] for name in segment.inputs if name != "slots"}
-        wanted = None if phase == "encode" else ("hidden_out", "load")
-        learned = [
-            row.capacities.setdefault((segment.name, phase), Capacity(self.config)) for row in rows
-        ]
-        capacity = max(each.choose(tokens) for each in learned)
-        while True:
-            fed["slots"] = np.arange(capacity, dtype=np.int64)
-            out = segment.run(fed, wanted)
-            over = out["load"][out["load"] > capacity]
-            if not over.size:
-                break
-            # Only the first overflowing layer's load can be relied on; the later ones saw its result.
-            with self._counting:
-                self.counters.overflows += 1
-            capacity = rounded(int(over[0]) * 1.1, tokens)
-        for each in learned:
-            each.record(int(out["load"].max()), tokens)
-        return out
+    @abstractmethod
+    def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]: ...
 
 
 def pass_work(config: ModelConfig) -> int:
@@ -296,28 +157,26 @@ def pass_work(config: ModelConfig) -> int:
     return weights * config.canvas_length
 
 
-def _backend(target: dict | None, threads: int | None, work: int) -> Backend:
-    name = (target or {}).get("backend", "onnxruntime")
-    if name != "onnxruntime":
-        raise CanvasError(
-            f"the bundle was built for {name}, which this runtime cannot run yet",
-            "build it for the target `cpu`",
-        )
-    from canvasrt.runtime.onnxruntime import OrtBackend
-
-    return OrtBackend(threads, work)
+def max_context(manifest: Manifest) -> int:
+    """The most tokens, prompt and answer, of one request."""
+    limit = min(manifest.model.max_position_embeddings, DEFAULT_MAX_CONTEXT)
+    return int(manifest.options.get("max_context") or limit)
 
 
-def _stack(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)
-
-
-def _map_table(bundle: Bundle) -> np.ndarray:
+def map_table(bundle: Bundle) -> np.ndarray:
     """The embedding table `[vocab_size, hidden_size]`, mapped from its file and read on demand."""
     entry = bundle.manifest.embedding
-    if entry is None:
+    if not entry:
         raise CanvasError(
             f"{bundle.path} carries no embedding table", "export the checkpoint again"
         )
-    dtype = np.dtype(entry["dtype"]).newbyteorder("<")
+    dtype = host_dtype(entry["dtype"])
     return np.memmap(bundle.file(entry["file"]), dtype=dtype, mode="r", shape=tuple(entry["shape"]))
+
+
+def host_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of that name, or ml_dtypes' where NumPy has none (bfloat16, float8_e4m3fn)."""
+    try:
+        return np.dtype(name).newbyteorder("<")
+    except TypeError:
+        return np.dtype(getattr(require("ml_dtypes", "gpu"), name))

@@ -48,6 +48,17 @@ class OrtBackend:
         self.profile = profile
 
     def open(self, name: str, file: Path) -> OrtSegment:
+        return self._session(name, str(file), file, self._options(name))
+
+    def open_bytes(self, name: str, graph: bytes, folder: Path) -> OrtSegment:
+        """Loads a graph that is no file, whose external data is in `folder`."""
+        options = self._options(name)
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(folder)
+        )
+        return self._session(name, graph, folder, options)
+
+    def _options(self, name: str) -> ort.SessionOptions:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -57,8 +68,13 @@ class OrtBackend:
         if self.profile:
             options.enable_profiling = True
             options.profile_file_prefix = f"{self.profile}-{name}"
+        return options
+
+    def _session(
+        self, name: str, graph: str | bytes, file: Path, options: ort.SessionOptions
+    ) -> OrtSegment:
         try:
-            session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its exception types share no base of their own
             raise CanvasError(
                 f"ONNX Runtime cannot load {file}: {str(error).splitlines()[0]}",

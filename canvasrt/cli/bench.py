@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, BundlePath
+from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses
 from canvasrt.errors import CanvasError
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def bench(
     batch: Batch = 1,
     rounds: Rounds = 5,
     threads: Threads = None,
+    device: Device = None,
+    share_passes: SharePasses = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure a bundle: time a forward pass, steps a block, tokens a second, first-token latency.
@@ -85,7 +87,7 @@ def bench(
     from canvasrt.runtime.onnxruntime import available_cores
 
     threads = threads or available_cores()
-    model = Model.load(bundle, threads)
+    model = Model.load(bundle, threads, device=device, share_passes=share_passes)
     work = _requests(model, prompt_tokens, blocks, steps, early_stop, batch, rounds + 1)
     sides = {"canvasrt": _ours(model)}
     if against:
@@ -98,6 +100,7 @@ def bench(
     settings = {
         "bundle": str(bundle),
         "threads": threads,
+        "device": model.device_name,
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": work[0][0].params.max_new_tokens,
@@ -201,9 +204,11 @@ def _render(
     from canvasrt.cli.output import table
 
     stop = "early stop" if settings["early_stop"] else f"{settings['steps']} steps a block"
+    cpu = f"{settings['threads']} threads"
+    where = cpu if settings["device"] == "cpu" else settings["device"]
     console.print(
         f"{settings['bundle']}: {settings['batch']} at a time, {settings['prompt_tokens']} prompt"
-        f" and {settings['new_tokens']} new tokens, {stop}, {settings['threads']} threads",
+        f" and {settings['new_tokens']} new tokens, {stop}, on {where}",
         markup=False,
     )
 

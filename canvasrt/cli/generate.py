@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, BundlePath
+from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ def generate(
     stream: Stream = False,
     drafts: Drafts = False,
     threads: Threads = None,
+    device: Device = None,
+    share_passes: SharePasses = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text from a bundle, in this process.
@@ -113,7 +115,7 @@ def generate(
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.sampling import SamplingParams
 
-    model = Model.load(bundle, threads)
+    model = Model.load(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=ids is None)
     if ids is None:
         assert tokenizer is not None

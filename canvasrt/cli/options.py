@@ -62,16 +62,28 @@ Precision = Annotated[
         "-p",
         metavar="NAME",
         show_default=False,
-        help="The precision of the weights; without it, that of the graphs or the target's first.",
+        help="What the weights become: fp32, bf16, a quantization recipe's name (fp8, nvfp4,"
+        " nvfp4-experts) or file. Without it: as in the source, or the target's first.",
     ),
 ]
 GraphPrecision = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--precision",
         "-p",
         metavar="NAME",
-        help="What the graphs compute in: fp32 for cpu, bf16 for GPU targets.",
+        show_default=False,
+        help="What the graphs compute in: fp32 for cpu, bf16 for GPU targets. Without it fp32, or, of a checkpoint"
+        " that is quantized, as it is.",
+    ),
+]
+Adapter = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="DIR[=WEIGHT]",
+        show_default=False,
+        help="A PEFT LoRA adapter to merge in, scaled by WEIGHT or else 1; may be given several times.",
     ),
 ]
 MaxContext = Annotated[
@@ -90,8 +102,62 @@ MaxBatch = Annotated[
         "--max-batch", metavar="N", min=1, help="How many requests are denoised together."
     ),
 ]
+LayersPerSegment = Annotated[
+    int | None,
+    typer.Option(
+        "--layers-per-segment",
+        metavar="N",
+        min=1,
+        show_default=False,
+        help="Layers of one engine; without it 6. Fewer take less memory to build.",
+    ),
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        show_default=False,
+        help="Prompts (JSONL) that a quantization is calibrated on; without it, those of canvasrt.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Print the plan and whether it fits in memory; write nothing."),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda",
+        show_default="what the bundle was built for",
+        help="Where to run; cuda takes plain graphs through ONNX Runtime.",
+    ),
+]
+SharePasses = Annotated[
+    bool,
+    typer.Option(
+        "--share-passes",
+        help="On a GPU, run requests in shared passes: faster, and their last bits may depend on each other.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
+    """Folders and weights of `--adapter DIR[=WEIGHT]`; UsageError for a weight that is no number."""
+    from canvasrt.errors import UsageError
+
+    found = []
+    for value in values or ():
+        folder, equals, weight = value.rpartition("=")
+        if not equals or Path(value).is_dir():
+            folder, weight = value, "1"
+        try:
+            found.append((Path(folder), float(weight)))
+        except ValueError:
+            raise UsageError(
+                f"--adapter {value}: {weight!r} is no number",
+                "for example --adapter my-adapter=0.5",
+            ) from None
+    return found

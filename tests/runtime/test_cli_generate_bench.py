@@ -189,12 +189,20 @@ def test_a_bundle_that_is_damaged(demo, capsys, tmp_path: Path) -> None:
     assert "no bundle" in refused(capsys, "generate", tmp_path / "nothing", "x")
 
 
+def test_the_device_that_was_asked_for_is_used_or_refused(demo, capsys) -> None:
+    ask(capsys, "generate", demo.bundle, "17+25=", "--device", "cpu", "--json")
+    assert "'tpu'" in refused(capsys, "generate", demo.bundle, "x", "--device", "tpu", code=2)
+    for command in (["generate", demo.bundle, "x"], ["bench", demo.bundle]):
+        assert "built for the CPU" in refused(capsys, *command, "--device", "cuda")
+
+
 def test_bench_reports_what_is_promised(demo, capsys) -> None:
     arguments = ["bench", demo.bundle, "--steps", 3, "--rounds", 2, "--threads", 1]
     data = json.loads(ask(capsys, *arguments, "--batch", 2, "--json"))
     side = data["canvasrt"]
     assert side["steps_per_block"] == 3
     assert side["rounds"] == 2
+    assert data["settings"]["device"] == "cpu"
     for name in ("forward_ms", "tokens_per_second", "first_tokens_ms"):
         assert 0 < side[name]["min"] <= side[name]["median"] <= side[name]["max"]
     shown = ask(capsys, *arguments)

@@ -1,41 +1,258 @@
-"""`canvasrt verify --reference`: a bundle agrees with its own checkpoint, and with no other."""
+"""`canvasrt verify --reference`: a bundle agrees with its own checkpoint; where one does not, the report says where."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 from safetensors.torch import load_file, save_file
 
-from canvasrt import fidelity
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cli.app import run
 from canvasrt.errors import CanvasError
+from canvasrt.fidelity import failures, measure, write_report
+from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.reference import ReferenceModel
+from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.sampling import SamplingParams
+
+Edit = Callable[[np.ndarray], np.ndarray]
+
+
+def edited(bundle: Path, out: Path, edits: Mapping[str, Edit], **options: Any) -> Path:
+    """A copy of a bundle with some weights changed, and a manifest that knows of it."""
+    made = load_bundle(bundle).manifest
+    shutil.copytree(bundle, out)
+    for file in sorted(out.glob("body_*.onnx")):
+        for name, value in ir.load(file).graph.initializers.items():
+            if name in edits:
+                tensor: Any = value.const_value
+                weights = np.memmap(
+                    tensor.path, np.float32, "r+", tensor.offset, tuple(tensor.shape.numpy())
+                )
+                weights[:] = edits[name](weights)
+                weights.flush()
+    (out / "manifest.json").unlink()
+    write_manifest(
+        out,
+        kind=made.kind,
+        made_from=made.made_from,
+        options={**made.options, **options},
+        model=made.model,
+        sampler=made.sampler,
+        segments=made.segments,
+        embedding=made.embedding,
+        tokenizer=made.tokenizer,
+        target=made.target,
+    )
+    return out
+
+
+def off_by_a_tenth(weights: np.ndarray) -> np.ndarray:
+    return weights * np.float32(1.1)
+
+
+def noisy(weights: np.ndarray) -> np.ndarray:
+    noise = np.random.default_rng(0).normal(0, weights.std(), weights.shape)
+    return weights + noise.astype(np.float32)
 
 
 def test_a_bundle_agrees_with_its_checkpoint(tiny: Any, capsys: Any) -> None:
     assert run(["verify", str(tiny.bundle), "--reference", str(tiny.checkpoint), "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["fidelity"]
-    assert result["positions"] == 4 * 12 * 32
-    assert result["argmax_agreement"] == 1
-    assert result["entropy_error_max"] < 1e-3
+    quality = json.loads(capsys.readouterr().out)["quality"]
+    steps = quality["steps"]
+    assert steps["prompt_kind"] == "random"
+    assert steps["all"]["positions"] == 4 * 12 * 32
+    assert steps["all"]["argmax_agreement"] == 1
+    assert steps["all"]["entropy_error_max"] < 1e-3
+    assert all(0 <= part["kl_mean"] < 1e-8 for part in steps["by_phase"].values())
+    assert len(steps["by_step"]) == 12
+    assert [each["layers"] for each in quality["segments"]] == [[0, 1, 2, 3], [4, 5]]
+    for part in (*quality["segments"], *quality["layers"]):
+        errors = [part[key] for key in ("hidden_out", "keys", "values") if key in part] or [part]
+        assert all(0 < each[phase] < 1e-5 for each in errors for phase in ("encode", "denoise"))
+    assert 0 < quality["head"]["logits"] < 1e-5
+    assert 0 < quality["head"]["next_hidden"] < 1e-5
+    assert {each["error"] for each in quality["weights"]} == {0}
+    assert len(quality["experts"]) == 6 * 8
+    assert quality["pace"]["steps_growth"] == 0
+    assert quality["answers"] is None
 
 
 def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
     tiny: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    edited = shutil.copytree(tiny.checkpoint, tmp_path / "edited")
-    tensors = load_file(edited / "model.safetensors")
+    copy = shutil.copytree(tiny.checkpoint, tmp_path / "edited")
+    tensors = load_file(copy / "model.safetensors")
     tensors["model.decoder.layers.3.layer_scalar"] *= 1.05
-    save_file(tensors, edited / "model.safetensors", {"format": "pt"})
-    assert run(["verify", str(tiny.bundle), "--reference", str(edited)]) == 1
-    assert "does not compute what" in capsys.readouterr().err
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    assert run(["verify", str(tiny.bundle), "--reference", str(copy), "--questions", "0"]) == 1
+    captured = capsys.readouterr()
+    assert "does not compute what" in captured.err
+    assert re.search(r"Layers, the worst first\n.*\n3 +sliding", captured.out)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     from canvasrt.demo import CHECKPOINT
 
     with pytest.raises(CanvasError, match="of different shapes"):
-        fidelity.measure(tiny.bundle, CHECKPOINT)
+        measure(load_bundle(tiny.bundle), CHECKPOINT, questions=0)
+
+
+def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "report"
+    arguments = ["verify", str(demo.bundle), "--reference", "demo", "--questions", "3"]
+    assert run([*arguments, "--report", str(out), "--json"]) == 0
+    quality = json.loads((out / "report.json").read_text())
+    assert quality == json.loads(capsys.readouterr().out)["quality"]
+    everything = quality["answers"]["all"]
+    assert everything["asked"] == 8 * 3
+    # Under the same noise the two sides are the same token for token.
+    assert everything["lost"] == everything["gained"] == 0
+    assert everything["bundle"] == everything["reference"]
+    assert quality["pace"]["bundle"] == quality["pace"]["reference"]
+    low, high = everything["loss_interval"]
+    assert low < 0 < high
+    text = (out / "report.md").read_text()
+    assert "**Within its limits.**" in text
+    assert "| brackets | 3 |" in text
+    page = (out / "report.html").read_text()
+    assert "Within its limits." in page
+    drawings = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
+    assert len(drawings) == 6
+    for drawing in drawings:
+        assert "aria-label" in ElementTree.fromstring(drawing).attrib
+    ids = re.findall(r' id="([^"]+)"', page)
+    shared = {each for each in ids if ids.count(each) > 1}
+    assert not {each for each in shared if f"#{each}" in page}, "plots share what they refer to"
+    assert "http://" not in re.sub(r"http://www\.w3\.org\S*", "", page)
+
+    assert run([*arguments, "--report", str(out)]) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_scales_of_one_layer_that_are_off_are_found(demo: Any, tmp_path: Path) -> None:
+    # Behind a norm, or in front of one, a scale would change nothing at all.
+    wrong = dict.fromkeys(["layers.2.mlp.gate_up.weight"], off_by_a_tenth)
+    wrong |= {f"layers.2.experts.gate_up.{expert}": off_by_a_tenth for expert in range(8)}
+    bundle = edited(demo.bundle, tmp_path / "wrong", wrong)
+    report = measure(load_bundle(bundle), demo.checkpoint, questions=0)
+    assert not report["ok"]
+    assert "worst layer, relative error (layer 2)" in failures(report)
+    assert "relative error (layers.2." in failures(report)
+    worst = report["worst"]
+    assert worst["layers"][0]["layer"] == 2
+    others = [each["denoise"] for each in report["layers"] if each["layer"] != 2]
+    assert worst["layers"][0]["denoise"] > 1e3 * max(others)
+    found = {each["name"]: each["error"] for each in worst["weights"]}
+    assert found == pytest.approx(
+        {"layers.2.mlp.gate_up": 0.1, "layers.2.experts.gate_up": 0.1}, rel=1e-3
+    )
+
+
+def test_one_bad_expert_is_found(demo: Any, tmp_path: Path) -> None:
+    bundle = edited(demo.bundle, tmp_path / "wrong", {"layers.1.experts.down.5": noisy})
+    report = measure(load_bundle(bundle), demo.checkpoint, questions=0)
+    assert not report["ok"]
+    (expert,) = report["worst"]["experts"]
+    assert (expert["layer"], expert["expert"]) == (1, 5)
+    assert expert["gate_up"] == 0 < 0.5 < expert["down"]
+    assert expert["output"] > 0.5
+    assert report["worst"]["layers"][0]["layer"] == 1
+    assert "relative error (layers.1.experts.down, expert 5)" in failures(report)
+    assert "mean KL divergence" in failures(report)
+
+
+def test_a_recipes_limits_decide(demo: Any, tmp_path: Path, capsys: Any) -> None:
+    names = ("attention.qkv.weight", "attention.o.weight", "mlp.gate_up.weight", "mlp.down.weight")
+    wrong = {f"layers.{layer}.{name}": noisy for layer in range(4) for name in names}
+    limits = {"answers_lost": 2.0, "steps_growth": 0.05, "kl_mean": 100.0}
+    recipe = {"name": "mine", "limits": limits}
+    bundle = edited(demo.bundle, tmp_path / "wrong", wrong, recipe=recipe)
+    arguments = ["verify", str(bundle), "--reference", "demo", "--questions", "5", "--json"]
+    assert run(arguments) == 1
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)["quality"]
+    assert [(each["name"], each["ok"]) for each in report["limits"]] == [
+        ("answers_lost", False),
+        ("steps_growth", report["pace"]["steps_growth"] <= 0.05),
+        ("kl_mean", True),
+        ("weight_error_others", False),
+    ]
+    assert "right answers lost, in 100" in captured.err
+    assert report["answers"]["all"]["lost"] > 5
+
+
+def test_weights_that_are_no_numbers_are_reported(demo: Any, tmp_path: Path, capsys: Any) -> None:
+    nothing = {"layers.0.experts.down.3": lambda weights: weights * np.float32(np.nan)}
+    bundle = edited(demo.bundle, tmp_path / "wrong", nothing)
+    out = tmp_path / "report"
+    arguments = [
+        "verify",
+        str(bundle),
+        "--reference",
+        "demo",
+        "--questions",
+        "0",
+        "--report",
+        str(out),
+    ]
+    assert run(arguments) == 1
+    assert "(layers.0.experts.down, expert 3): inf, at most" in capsys.readouterr().err
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    report = json.loads((out / "report.json").read_text(), parse_constant=refuse)
+    assert not report["ok"]
+    assert "Outside its limits." in (out / "report.html").read_text()
+
+
+class WithoutInside(ObservedModel):
+    """Stands for engines of a GPU, whose graphs and logits cannot be seen."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        super().__init__(bundle)
+        self.backend = self.head = None
+
+
+def test_engines_that_cannot_be_looked_into(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canvasrt.fidelity.report.ObservedModel", WithoutInside)
+    report = measure(load_bundle(demo.bundle), demo.checkpoint, questions=1)
+    assert report["ok"]
+    assert report["segments"] is report["experts"] is report["steps"]["all"]["kl_mean"] is None
+    assert report["answers"]["all"]["asked"] == 8
+    write_report(report, "demo", tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Within its limits, but not measured: mean KL divergence" in text
+    assert "## Segments" not in text
+    assert (tmp_path / "report" / "report.html").read_text().count("<svg ") == 3
+
+
+@pytest.mark.parametrize("length", [7, 64, 65])
+def test_the_reference_generates_what_transformers_does(
+    tiny: Any, prompt: Any, length: int
+) -> None:
+    """Three blocks, with prompts at the edge of the window, and steps that early stop cuts short."""
+    params = SamplingParams(
+        seed=length,
+        max_new_tokens=96,
+        max_denoising_steps=11,
+        entropy_bound=1.0,
+        confidence_threshold=1.0,
+    )
+    ids = prompt(length, length)
+    expected = tiny.reference.generate([ids], [params])
+    (result,) = Generator(ReferenceModel(tiny.checkpoint)).run([Request(ids, params)])  # type: ignore[arg-type]
+    assert result.token_ids == expected.tokens[0]
+    assert result.steps == expected.trace.steps(0)

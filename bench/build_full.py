@@ -1,0 +1,243 @@
+"""What it takes to build a model: seconds, peak memory and bytes of each stage and segment.
+
+    python bench/build_full.py --layers 30 -o DIR     # the released shape, in NVFP4, for rtx-5090
+    python bench/build_full.py --shape narrow -o DIR  # the same in a minute
+
+Writes a random checkpoint, exports it, and builds its engines, each as `canvasrt` does, with nothing cached; then
+`DIR/build.json` and `DIR/build.md`. Memory is that of all processes of a stage together, sampled; files that they map
+count while they are in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from canvasrt import extras
+from canvasrt.build import build
+from canvasrt.bundle import load_bundle
+from canvasrt.machine import memory_bytes
+
+EVERY = 0.05  # seconds between samples
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_GRAPH = re.compile(r'"graph": "[^"]*/(\w+)\.onnx"')
+
+
+@dataclass
+class Peak:
+    """The most memory that was seen, in bytes: resident, and of it what is no mapped file."""
+
+    resident: int = 0
+    own: int = 0
+
+    def see(self, resident: int, own: int) -> None:
+        self.resident, self.own = max(self.resident, resident), max(self.own, own)
+
+
+class Sampler:
+    """Watches this process's descendants while it is entered, all together and each builder by its segment."""
+
+    def __init__(self) -> None:
+        self.whole = Peak()
+        self.segments: dict[str, Peak] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(EVERY):
+            sizes = {pid: _memory(pid) for pid in _descendants(os.getpid())}
+            self.whole.see(sum(r for r, _ in sizes.values()), sum(o for _, o in sizes.values()))
+            for pid, size in sizes.items():
+                if segment := _segment(pid):
+                    self.segments.setdefault(segment, Peak()).see(*size)
+
+
+def _descendants(root: int) -> list[int]:
+    """Processes that came from `root`, and itself: the builders of a build that runs in this process."""
+    found = [root]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                found += map(int, task.read_text().split())
+            except OSError:  # it has ended meanwhile
+                continue
+    return found
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process, and those of them that are no file's."""
+    try:
+        _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
+    except (OSError, ValueError):
+        return 0, 0
+    return int(resident) * _PAGE, (int(resident) - int(shared)) * _PAGE
+
+
+def _segment(pid: int) -> str | None:
+    """The segment that a builder's process makes; None for other processes."""
+    try:
+        found = _GRAPH.search(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+@dataclass
+class Row:
+    """One line of the table; bytes are of what it wrote."""
+
+    name: str
+    seconds: float
+    peak: Peak
+    bytes: int
+
+
+@dataclass
+class Report:
+    """Everything that was measured."""
+
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    stages: list[Row] = field(default_factory=list)
+    segments: list[Row] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Export and build: what a user waits for."""
+        return sum(row.seconds for row in self.stages if row.name != "checkpoint")
+
+    @property
+    def peak(self) -> int:
+        return max(row.peak.resident for row in self.stages if row.name != "checkpoint")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": self.seconds, "peak": self.peak}
+
+    def to_markdown(self) -> str:
+        title = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        lines = [
+            f"{title}; {', '.join(f'{name} {value}' for name, value in self.machine.items())}",
+            "",
+            "| stage or segment | seconds | peak memory | of it no file | bytes written |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
+        for row in (*self.stages, *self.segments):
+            sizes = (row.peak.resident, row.peak.own, row.bytes)
+            cells = (row.name, f"{row.seconds:.1f}", *(f"{size / 1e9:.2f} GB" for size in sizes))
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", f"export and build: {self.seconds:.0f} s, at most {self.peak / 1e9:.2f} GB"]
+        return "\n".join(lines) + "\n"
+
+
+def run(command: Sequence[str], name: str, out: Path) -> Row:
+    """Run one stage as a process of its own."""
+    start = time.monotonic()
+    with Sampler() as sampler:
+        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    return Row(name, time.monotonic() - start, sampler.whole, _size(out))
+
+
+def run_build(graphs: Path, target: str, out: Path) -> tuple[Row, list[Row]]:
+    """Build engines from graphs; the stage's row, and one a segment."""
+    begun: dict[str, float] = {}
+    took: dict[str, float] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        if found := re.match(r"building (\w+) for", what):
+            if done:
+                took[found[1]] = time.monotonic() - begun[found[1]]
+            else:
+                begun[found[1]] = time.monotonic()
+
+    start = time.monotonic()
+    with Sampler() as sampler:
+        bundle = build(graphs, target, out, progress=progress)
+    whole = Row("build", time.monotonic() - start, sampler.whole, _size(out))
+    rows = [
+        Row(
+            entry["name"],
+            took[entry["name"]],
+            sampler.segments.get(entry["name"], Peak()),
+            bundle.manifest.files[entry["file"]]["bytes"],
+        )
+        for entry in bundle.manifest.segments
+    ]
+    return whole, rows
+
+
+def measure(shape: str, layers: int | None, format: str, target: str, work: Path) -> Report:
+    """Make the checkpoint in `work`, export it and build it there."""
+    os.environ["CANVASRT_CACHE"] = str(work / "cache")
+    checkpoint, graphs, engines = work / "checkpoint", work / "graphs", work / "engines"
+    asked = ["--layers", str(layers)] if layers else []
+    options = {"shape": shape, "format": format, "target": target}
+    machine = {
+        "processors": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory_bytes() / 1e9, 1),
+        "tensorrt-rtx": extras.version("tensorrt-rtx"),
+    }
+    report = Report(options, machine)
+    command = ["canvasrt.export.synthetic", "--shape", shape, "--format", format, *asked]
+    report.stages.append(run([*command, "-o", str(checkpoint)], "checkpoint", checkpoint))
+    plain = ["--precision", "bf16"] if format == "bf16" else []
+    command = ["canvasrt", "export", str(checkpoint), *plain, "-o", str(graphs)]
+    report.stages.append(run(command, "export", graphs))
+    options["layers"] = len(load_bundle(graphs, check=False).manifest.model.layers)
+    # The graphs hold all that it held: the disk is better used for engines.
+    shutil.rmtree(checkpoint)
+    built, report.segments = run_build(graphs, target, engines)
+    report.stages.append(built)
+    machine["largest_child_gb"] = round(
+        resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2
+    )
+    return report
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def main() -> None:
+    """Measure what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="an empty folder")
+    parser.add_argument("--shape", default="released", help="default: released")
+    parser.add_argument("--layers", type=int, help="default: the shape's own number")
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--target", default="rtx-5090")
+    parser.add_argument("--keep", action="store_true", help="keep graphs and engines")
+    args = parser.parse_args()
+    work = args.output / "work"
+    work.mkdir(parents=True)
+    try:
+        report = measure(args.shape, args.layers, args.format, args.target, work)
+    finally:
+        if not args.keep:
+            shutil.rmtree(work)
+    (args.output / "build.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    (args.output / "build.md").write_text(report.to_markdown())
+    print(report.to_markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What no implementation can be faster than: the bytes of the weights, and the arithmetic, at the rates measured here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench.shape import Prepared
+from canvasrt.extras import is_installed
+from canvasrt.runtime.model import pass_work
+
+
+def rates(small: bool) -> dict[str, Any]:
+    """Bytes a second of a copy (read and written ones both count), and operations a second of a matrix product."""
+    if is_installed("torch"):
+        import torch
+
+        if torch.cuda.is_available() and not small:
+            return _on_cuda(torch)
+    size = 1 << 24
+    source, to = np.ones(size, np.uint8), np.empty(size, np.uint8)
+    copied = _best(lambda: np.copyto(to, source))
+    width = 512
+    a = np.ones((width, width), np.float32)
+    multiplied = _best(lambda: a @ a)
+    return {
+        "device": "cpu",
+        "copy_bytes_per_second": 2 * size / copied,
+        "matrix_operations_per_second": 2 * width**3 / multiplied,
+        "matrix": f"{width}³ fp32",
+    }
+
+
+def _on_cuda(torch: Any) -> dict[str, Any]:
+    size, width = 1 << 32, 8192
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    to = torch.empty_like(source)
+    a = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
+
+    def timed(work: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        return run
+
+    copied = _best(timed(lambda: to.copy_(source)))
+    multiplied = _best(timed(lambda: a @ a))
+    return {
+        "device": torch.cuda.get_device_name(),
+        "copy_bytes_per_second": 2 * size / copied,
+        "matrix_operations_per_second": 2 * width**3 / multiplied,
+        "matrix": f"{width}³ bf16",
+    }
+
+
+def _best(work: Callable[[], Any], times: int = 10) -> float:
+    """Seconds of the fastest of some runs."""
+    took = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - begin)
+    return min(took)
+
+
+def floor_ms(prepared: Prepared, measured: dict[str, Any], batch: int) -> dict[str, float]:
+    """Milliseconds of a denoising pass: every weight read once, and the products that are needed.
+
+    Keys, values and scores are left out: at a context of 32K they add to both.
+    """
+    reading = prepared.weight_bytes / measured["copy_bytes_per_second"]
+    work = 2 * pass_work(prepared.config) * batch
+    computing = work / measured["matrix_operations_per_second"]
+    return {
+        "reading": 1e3 * reading,
+        "computing": 1e3 * computing,
+        "floor": 1e3 * max(reading, computing),
+    }

@@ -1,0 +1,277 @@
+"""What runs on the GPU that is here: TensorRT-RTX's and TensorRT's engines, and ONNX Runtime's CUDA provider.
+
+    python -m bench.probe -o results
+
+It builds one segment of the demo model for several compute capabilities, tries to load and to run each, and prints what
+happened in the tool's own words. Each try is a process of its own, since one that crashes is an answer too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from canvasrt.bundle import load_bundle
+from canvasrt.errors import CanvasError
+from canvasrt.extras import is_installed, version
+from canvasrt.machine import gpus
+
+Json = dict[str, Any]
+
+# How the compute capability is set before a build; `gpu` is that of the GPU that is here.
+CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")
+MODULES = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
+DISTRIBUTIONS = (*MODULES.values(), "onnxruntime", "onnxruntime-gpu", "torch", "cuda-bindings")
+TIMEOUT = 300
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench.probe", description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--out", type=Path, help="where probe.json is written")
+    parser.add_argument("--modules", default=",".join(MODULES))
+    parser.add_argument("--capabilities", default=",".join(CAPABILITIES))
+    parser.add_argument("--try", dest="child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        module, capability, graphs, engine = options.child
+        print(json.dumps(attempt(module, capability, Path(graphs), Path(engine))))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="canvasrt-probe-") as folder:
+        data = probe(Path(folder), options.modules.split(","), options.capabilities.split(","))
+    for name, outcome in data["outcomes"].items():
+        print(f"{name}: " + "; ".join(f"{step}: {said}" for step, said in outcome.items()))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "probe.json").write_text(json.dumps(data, indent=2) + "\n")
+    return 0
+
+
+def probe(folder: Path, modules: list[str], capabilities: list[str]) -> Json:
+    """Every try; what each step of it said, by the module and the capability."""
+    from canvasrt.export.graphs import export
+
+    export("demo", folder / "graphs", precision="bf16")
+    outcomes: dict[str, dict[str, str]] = {}
+    for module in modules:
+        for capability in capabilities:
+            name = f"{module}, {capability}"
+            if not is_installed(module):
+                outcomes[name] = {"build": f"skipped: {module} is not installed"}
+                continue
+            print(f"trying {name}", file=sys.stderr, flush=True)
+            outcomes[name] = _in_a_process(module, capability, folder)
+    print("trying ONNX Runtime's CUDA provider", file=sys.stderr, flush=True)
+    outcomes["onnxruntime, CUDA"] = {"generate": _said(lambda: _provider(folder))}
+    print("trying the demo's engines", file=sys.stderr, flush=True)
+    outcomes["engines of the demo"] = {"generate": _said(lambda: _engines(folder))}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpus": [gpu.to_json() for gpu in gpus()],
+        "versions": {name: version(name) for name in DISTRIBUTIONS},
+        "outcomes": outcomes,
+    }
+
+
+def _in_a_process(module: str, capability: str, folder: Path) -> dict[str, str]:
+    engine = folder / f"{module}-{capability}.engine"
+    here = Path(__file__).parents[1]
+    tried = [module, capability, str(folder / "graphs"), str(engine)]
+    command = [sys.executable, "-m", "bench.probe", "--try", *tried]
+    try:
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return {"process": f"did not end in {TIMEOUT} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines and lines[-1].startswith("{"):
+        return dict(json.loads(lines[-1]))
+    last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+    return {"process": f"ended with code {done.returncode}: {' '.join(last)}"}
+
+
+def attempt(module: str, capability: str, graphs: Path, engine: Path) -> dict[str, str]:
+    """Build, load and run the head of `graphs`; what was said at each step, up to the first that failed."""
+    outcome = {"build": _said(lambda: _build(module, capability, graphs, engine))}
+    if engine.exists():
+        outcome["load and run"] = _said(lambda: _run(module, graphs, engine))
+    return outcome
+
+
+def _said(work: Any) -> str:
+    try:
+        return str(work())
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        return f"failed: {type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _build(module: str, capability: str, graphs: Path, engine: Path) -> str:
+    import importlib
+
+    trt = importlib.import_module(module)
+    said: list[str] = []
+
+    class Errors(trt.ILogger):  # type: ignore[name-defined, misc]
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                said.append(" ".join(message.split()))
+
+    builder = trt.Builder(Errors())
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, builder.logger)
+    length = load_bundle(graphs, check=False).manifest.model.canvas_length
+    if not parser.parse_from_file(str(graphs / "head.onnx")):
+        raise CanvasError(f"the graph cannot be parsed: {said}", "")
+    config = builder.create_builder_config()
+    if capability != "none":
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(getattr(trt.ComputeCapability, _named(capability)), 0)
+    profile = builder.create_optimization_profile()
+    for number in range(network.num_inputs):
+        value = network.get_input(number)
+        names = [value.get_dimension_name(axis) for axis in range(len(value.shape))]
+        fixed = [
+            {"batch": 1, "length": length}[name] if size < 0 else size
+            for name, size in zip(names, value.shape, strict=True)
+        ]
+        profile.set_shape(value.name, fixed, fixed, fixed)
+    config.add_optimization_profile(profile)
+    built = builder.build_serialized_network(network, config)
+    if built is None:
+        raise CanvasError("; ".join(said) or "no engine, and no reason given", "")
+    engine.write_bytes(built)
+    return f"{len(bytes(built))} bytes"
+
+
+def _named(capability: str) -> str:
+    if capability != "gpu":
+        return capability
+    if not gpus():
+        raise CanvasError("there is no GPU here", "")
+    major, minor = gpus()[0].capability
+    return f"SM{major}{minor}"
+
+
+def _run(module: str, graphs: Path, engine: Path) -> str:
+    """Loads the head and runs it once, through the runtime's own backend."""
+    import importlib
+
+    import numpy as np
+
+    from canvasrt.runtime.buffers import Block, constant
+    from canvasrt.runtime.cuda import CudaDevice
+    from canvasrt.runtime.engine import Call
+    from canvasrt.runtime.tensorrt import TensorRTBackend
+
+    config = load_bundle(graphs, check=False).manifest.model
+    device = CudaDevice("rtx")
+    here = {
+        "name": "this GPU",
+        "backend": MODULES[module],
+        "builder_version": importlib.import_module(module).__version__,
+        "compute_capability": ".".join(map(str, device.capability)),
+        "built_on": platform.machine(),
+    }
+    backend = TensorRTBackend(here, device=device)
+    opened = backend.open_engine("head", engine, None)
+    opened.prepare()
+    length, size = config.canvas_length, config.hidden_size
+    random = np.random.default_rng(0)
+    hidden = random.standard_normal((1, length, size)).astype(opened.inputs["hidden"])
+    given = {
+        "hidden": hidden,
+        "temperature": np.ones(1, np.float32),
+        "entropy_bound": np.ones(1, np.float32),
+        "uniforms": random.random((1, length), np.float32),
+        "noise": np.zeros((1, length), np.int64),
+    }
+    results = Block(
+        device,
+        {
+            "canvas": (np.int64, length),
+            "argmax": (np.int64, length),
+            "entropy": (np.float32, length),
+            "accepted": (np.bool_, length),
+        },
+    )
+    shapes = {name: array.shape for name, array in given.items()}
+    addresses = {name: constant(device, array) for name, array in given.items()}
+    for name in ("canvas", "argmax", "entropy", "accepted"):
+        shapes[name], addresses[name] = (1, length), results.address(name)
+    shapes["next_hidden"], addresses["next_hidden"] = hidden.shape, device.allocate(hidden.nbytes)
+    opened.launch(Call({"batch": 1, "length": length}, shapes, addresses, False))
+    results.download()
+    device.synchronize()
+    argmax = results.view("argmax", length)
+    entropy = results.view("entropy", length)
+    good = bool((argmax >= 0).all() and (argmax < config.vocab_size).all())
+    good = good and bool(np.isfinite(entropy).all() and (entropy >= -1e-3).all())
+    return f"ran on {device.name}, {'plausible' if good else 'WRONG'} numbers"
+
+
+def _provider(folder: Path) -> str:
+    """The demo's tokens through the CUDA provider, beside the CPU's."""
+    from canvasrt.runtime.onnxruntime_cuda import OrtCudaBackend
+
+    OrtCudaBackend()  # says at once what is missing
+    return _generated(_in_fp32(folder), folder, "cuda")
+
+
+def _engines(folder: Path) -> str:
+    """The demo's tokens through engines for the GPU that is here, beside the CPU's in fp32."""
+    from canvasrt.build import build
+    from canvasrt.targets import TARGETS
+
+    here = {gpu.capability for gpu in gpus()[:1]}
+    target = next((target for target in TARGETS if target.capability in here), None)
+    if target is None:
+        raise CanvasError("no target has the capability of the GPU here, or there is none", "")
+    bundle = build("demo", target, folder / "engines", "bf16")
+    return f"{target.name}: {_generated(bundle.path, folder, None)}"
+
+
+def _in_fp32(folder: Path) -> Path:
+    """The demo's graphs in fp32, exported once."""
+    from canvasrt.export.graphs import export
+
+    out = folder / "fp32"
+    return out if out.exists() else export("demo", out).path
+
+
+def _generated(path: Path, folder: Path, device: str | None) -> str:
+    """Tokens of four requests: apart, in shared passes, and on the CPU."""
+    from canvasrt.runtime.generator import Generator, Request
+    from canvasrt.runtime.model import Model
+    from canvasrt.runtime.sampling import SamplingParams
+
+    cpu = Model.load(_in_fp32(folder), check=False)
+    wanted = [
+        Request(
+            list(range(3, 40 + seed)),
+            SamplingParams.from_defaults(cpu.sampler, cpu.config, seed=seed, max_new_tokens=64),
+        )
+        for seed in range(4)
+    ]
+
+    def tokens(model: Model) -> list[list[int]]:
+        return [result.token_ids for result in Generator(model).run(wanted)]
+
+    apart, again = (tokens(Model.load(path, check=False, device=device)) for _ in range(2))
+    shared = tokens(Model.load(path, check=False, device=device, share_passes=True))
+    return (
+        f"ran; the same tokens a second time: {again == apart}; "
+        f"in shared passes: {shared == apart}; on the CPU in fp32: {apart == tokens(cpu)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

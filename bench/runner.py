@@ -1,0 +1,231 @@
+"""What a measurement asks of a side, and our own sides: graphs or engines on a device, and graphs on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from bench.replicas import ReplicaEngine, ReplicaSegment, TimedEngine
+from bench.shape import Prepared
+from canvasrt.bundle import Bundle
+from canvasrt.runtime.bench import measure, random_prompts
+from canvasrt.runtime.engine import Backend, DeviceBackend
+from canvasrt.runtime.generator import Request
+from canvasrt.runtime.host import Body, HostModel
+from canvasrt.runtime.model import DenoiseInput, Model, map_table
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.resident import DeviceModel
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.workspace import Stage
+
+WARM_UP = 4  # a call is captured when it comes a third time
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A run of some requests to their end, all steps taken. Seconds."""
+
+    tokens: int
+    seconds: float
+    first_tokens: float
+    step_seconds: tuple[float, ...]
+
+
+class Runner(Protocol):
+    """One side of the comparison."""
+
+    name: str
+
+    def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
+        """Milliseconds of denoising passes of `batch` requests with `context` tokens each in their caches."""
+        ...
+
+    def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
+        """Median milliseconds of each part of such a pass; empty where parts cannot be told."""
+        ...
+
+    def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
+        """Whole requests with prompts of `prompt` tokens."""
+        ...
+
+    def memory(self) -> int | None:
+        """Bytes of the device's memory in use; None on the CPU."""
+        ...
+
+    def loads(self) -> list[int]:
+        """A layer, the most tokens that one expert was given in the last pass."""
+        ...
+
+
+class OurRunner:
+    """What our two sides share: all goes through the runtime's own model."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        self.name = name
+        self.model = model
+
+    def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
+        rows = [self.model.new_row() for _ in range(batch)]
+        for row in rows:
+            self._fill(row, context)
+        took = self._passes(rows, repeats)
+        for row in rows:
+            self.model.release(row)
+        return took
+
+    def _passes(self, rows: Sequence[Any], repeats: int) -> list[float]:
+        config = self.model.config
+        hidden: list[Any] = []
+        for seed in range(len(rows)):
+            canvas = step_noise(seed, 0, 0, config.canvas_length, config.vocab_size)[1]
+            hidden.append(self.model.first_hidden(canvas))
+        took = []
+        for step in range(1, WARM_UP + repeats + 1):
+            inputs = []
+            for seed, row in enumerate(rows):
+                noise = step_noise(seed, 0, step, config.canvas_length, config.vocab_size)
+                inputs.append(DenoiseInput(row, hidden[seed], np.float32(0.6), 0.1, *noise))
+            begin = time.perf_counter()
+            outputs = self.model.denoise(inputs)
+            took.append(1e3 * (time.perf_counter() - begin))
+            hidden = [output.next_hidden for output in outputs]
+        return took[WARM_UP:]
+
+    def _fill(self, row: Any, context: int) -> None:
+        raise NotImplementedError
+
+    def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
+        config = self.model.config
+        params = SamplingParams.from_defaults(
+            self.model.sampler,
+            config,
+            max_new_tokens=blocks * config.canvas_length,
+            max_denoising_steps=steps,
+            adaptive_stop=False,
+            eos_token_ids=(),
+        )
+        prompts = random_prompts(config, batch, prompt)
+        sample = measure(self.model, [Request(ids, params) for ids in prompts])
+        first = statistics.median(sample.first_tokens)
+        return Generation(sample.tokens, sample.seconds, first, tuple(sample.step_seconds))
+
+
+class HostRunner(OurRunner):
+    """Our graphs through ONNX Runtime on the CPU."""
+
+    def __init__(self, prepared: Prepared, backend: Backend) -> None:
+        manifest, layers = prepared.graphs.manifest, prepared.shape.layers
+        segment = backend.open("body_0", prepared.graphs.file("body_0.onnx"))
+        self._parts = [
+            ReplicaSegment(segment, f"body_{copy}", copy * layers)
+            for copy in range(prepared.shape.copies)
+        ]
+        head = backend.open("head", prepared.graphs.file("head.onnx"))
+        self._head = ReplicaSegment(head, "head", 0)
+        bodies = [
+            Body(part, tuple(range(copy * layers, (copy + 1) * layers)))
+            for copy, part in enumerate(self._parts)
+        ]
+        model = HostModel(
+            prepared.config,
+            manifest.sampler,
+            bodies,
+            self._head,
+            map_table(prepared.graphs),
+            prepared.shape.max_context,
+            rows_apart=False,
+        )
+        super().__init__("canvasrt, ONNX Runtime on the CPU", model)
+
+    def _fill(self, row: Any, context: int) -> None:
+        for index, layer in enumerate(self.model.config.layers):
+            shape = (1, layer.num_kv_heads, context, layer.head_dim)
+            row.cache.append(index, *(np.zeros(shape, np.float32) for _ in "kv"))
+        row.cache.advance(context)
+
+    def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
+        parts = [*self._parts, self._head]
+        for part in parts:
+            part.seconds.clear()
+        self.pass_ms(batch, context, repeats)
+        return {part.name: 1e3 * statistics.median(part.seconds[WARM_UP:]) for part in parts}
+
+    def memory(self) -> int | None:
+        return None
+
+    def loads(self) -> list[int]:
+        return [int(load) for part in self._parts for load in part.load]
+
+
+class DeviceRunner(OurRunner):
+    """Our graphs or engines over a device's memory; a batch shares passes."""
+
+    def __init__(
+        self, name: str, prepared: Prepared, backend: DeviceBackend, bundle: Bundle | None = None
+    ) -> None:
+        """bundle: engines that were built from the prepared graphs; the graphs themselves when None."""
+        bundle = bundle or prepared.graphs
+        device: Any = backend.device
+        layers = prepared.shape.layers
+        entries = {entry["name"]: entry for entry in bundle.manifest.segments}
+        self._used = device.memory()[0] if hasattr(device, "memory") else 0
+        stages = []
+        for copy in range(prepared.shape.copies):
+            held = tuple(range(copy * layers, (copy + 1) * layers))
+            engine = ReplicaEngine(_open(backend, bundle, entries["body_0"]), copy, copy * layers)
+            stages.append(Stage(TimedEngine(engine, device), held))
+        stages.append(Stage(TimedEngine(_open(backend, bundle, entries["head"]), device)))
+        self._timed: list[Any] = [stage.engine for stage in stages]
+        self._device = device
+        super().__init__(
+            name,
+            DeviceModel(
+                prepared.config,
+                bundle.manifest.sampler,
+                stages,
+                map_table(prepared.graphs),
+                prepared.shape.max_context,
+                backend,
+            ),
+        )
+
+    def _fill(self, row: Any, context: int) -> None:
+        # Zeros, as the memory starts: reading them costs what reading keys and values costs.
+        assert isinstance(self.model, DeviceModel)
+        self.model.workspace.cache.take(row)
+        self.model.workspace.cache.make_room([row], [context])
+        row.length = context
+
+    def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
+        for engine in self._timed:
+            engine.marks = []
+        self.pass_ms(batch, context, repeats)
+        found = {}
+        for engine in self._timed:
+            took = [1e3 * self._device.elapsed(*pair) for pair in engine.marks]
+            found[engine.name] = statistics.median(took[WARM_UP:])
+            engine.marks = None
+        return found
+
+    def memory(self) -> int | None:
+        if not hasattr(self._device, "memory"):
+            return None
+        return self._used - self._device.memory()[0]
+
+    def loads(self) -> list[int]:
+        assert isinstance(self.model, DeviceModel)
+        results = self.model.workspace.results
+        return [
+            int(load)
+            for number, stage in enumerate(self.model.stages[:-1])
+            for load in results.view(f"load_{number}", len(stage.layers))
+        ]
+
+
+def _open(backend: DeviceBackend, bundle: Bundle, entry: Any) -> Any:
+    return backend.open_engine(entry["name"], bundle.file(entry["file"]), entry.get("profiles"))

@@ -1,0 +1,153 @@
+"""What is measured: the released model's shape with random weights, or a reduced one, written to disk once.
+
+One body segment is written and stands for all of them: their layers are of the same kinds in the same order, so that a
+pass costs the same, and the disk holds a fifth. Every copy has memory of its own on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.extras import require
+from canvasrt.model import ModelConfig
+
+# A sliding and a full layer, a few experts, and the released canvas.
+_SMALL: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 128,
+    "num_experts": 16,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 65_536,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which model: `layers` of one body segment, and `copies` of that."""
+
+    name: str
+    layers: int
+    copies: int
+    precision: str
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    repeats: int
+
+    @property
+    def max_context(self) -> int:
+        return max(self.contexts) + 1024
+
+
+FULL = Shape("released", 6, 5, "bf16", (1, 2, 4, 8), (512, 4096, 32_768), 16, 20)
+SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The files of a shape: a checkpoint of one segment's layers, its graphs, and the whole model's configuration."""
+
+    shape: Shape
+    checkpoint: Path
+    graphs: Bundle
+    config: ModelConfig
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all segments and the head; the table counts once."""
+        files = self.graphs.manifest.files
+        body = files["body_0.bin"]["bytes"] * self.shape.copies
+        return body + files["head.bin"]["bytes"] + files["embedding.bin"]["bytes"]
+
+
+def prepare(shape: Shape, folder: Path) -> Prepared:
+    """Write what is missing in `folder`. Needs what `canvasrt[export]` brings."""
+    require("torch", "export")
+    from canvasrt.export import synthetic
+    from canvasrt.export.graphs import export
+
+    synthetic.SHAPES.setdefault("small", synthetic.SHAPES["released"] | _SMALL)
+    checkpoint, graphs = folder / f"{shape.name}-checkpoint", folder / f"{shape.name}-graphs"
+    if not checkpoint.exists():
+        synthetic.write(checkpoint, shape.name, layers=shape.layers, format=shape.precision)
+    if not graphs.exists():
+        export(checkpoint, graphs, shape.layers, shape.precision)
+    bundle = load_bundle(graphs, kind="graphs", check=False)
+    return Prepared(shape, checkpoint, bundle, repeated(bundle.manifest.model, shape.copies))
+
+
+def repeated(config: ModelConfig, copies: int) -> ModelConfig:
+    """The configuration of a model that has the layers of `config` several times over."""
+    return replace(config, layers=config.layers * copies)
+
+
+def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
+    """One layer's router and experts alone, `x` `[tokens, D]` → the same, with random weights."""
+    torch = require("torch", "export")
+    import onnx_ir as ir
+
+    from canvasrt.export import onnx
+    from canvasrt.export.moe import Experts, Router
+    from canvasrt.external import Stored
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.precision]
+    file = folder / f"{shape.name}-experts.onnx"
+    if file.exists():
+        return file
+
+    class Mixture(torch.nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.experts = Router(config), Experts(config)
+
+        def forward(self, x: Any, slots: Any) -> Any:
+            index, weights = self.router(x)
+            valid = torch.ones_like(x[:, 0], dtype=torch.bool)
+            return self.experts(x, index, weights, valid, slots)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        module = Mixture()
+    finally:
+        torch.set_default_dtype(before)
+    inputs = {"x": torch.zeros(5, config.hidden_size, dtype=dtype), "slots": torch.arange(4)}
+    tokens, capacity = torch.export.Dim("tokens"), torch.export.Dim("capacity")
+    dynamic = {"x": {0: tokens}, "slots": {0: capacity}}
+    model = onnx.trace(module, inputs, dynamic, list(inputs), ["mixed", "load"])
+    kinds = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
+    weights = [
+        Stored(name, kinds[dtype], tuple(each.shape), partial(_random, each, dtype))
+        for name, each in module.named_parameters()
+    ]
+    onnx.write(model, weights, file, dtype)
+    return file
+
+
+def _random(parameter: Any, dtype: Any) -> Iterator[memoryview]:
+    """Values of variance 1 / inputs, a row of the first axis at a time; ones where there is one axis."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for row in parameter:
+        if row.dim() == 0:
+            values = torch.ones(1, dtype=dtype)
+        else:
+            values = torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5
+        flat = values.to(dtype).contiguous().view(torch.uint8).numpy()
+        yield np.ascontiguousarray(flat).reshape(-1).data

@@ -1,0 +1,57 @@
+"""What goes into a pass and what comes out, and what passes cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# What `Model.new_row` gives, and hidden states: an array, or what a model gave as `next_hidden`.
+Row = Any
+Hidden = Any
+
+
+@dataclass(frozen=True)
+class EncodeInput:
+    """Clean tokens to add to a request's cache."""
+
+    row: Row
+    tokens: np.ndarray  # int64 [n], n >= 1
+
+
+@dataclass(frozen=True)
+class DenoiseInput:
+    """One request's part of a denoising pass."""
+
+    row: Row
+    hidden: Hidden  # float32 [canvas, hidden_size] of the first step; then the last `next_hidden`
+    temperature: np.float32
+    entropy_bound: float
+    uniforms: np.ndarray  # float32 [canvas]
+    noise: np.ndarray  # int64 [canvas]
+
+
+@dataclass(frozen=True)
+class DenoiseOutput:
+    """One request's result of a denoising pass; arrays of `[canvas]`, but for the hidden states."""
+
+    canvas: np.ndarray  # int64, renoised
+    argmax: np.ndarray  # int64
+    entropy: np.ndarray  # float32, nats
+    accepted: np.ndarray  # bool
+    next_hidden: (
+        Hidden  # float32 [canvas, hidden_size], or a name for it where it stays on a device
+    )
+
+
+@dataclass
+class Counters:
+    """What the passes of a model cost so far; seconds are wall time inside the passes."""
+
+    encode_passes: int = 0
+    encode_tokens: int = 0
+    encode_seconds: float = 0.0
+    denoise_passes: int = 0
+    denoise_seconds: float = 0.0
+    overflows: int = 0

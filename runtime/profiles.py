@@ -1,0 +1,65 @@
+"""The optimization profiles of an engine, as its bundle's manifest has them: which one a call takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+UNLIMITED = 1 << 40
+
+
+@dataclass(frozen=True)
+class Range:
+    """The least, the usual and the largest size of one dimension."""
+
+    min: int
+    opt: int
+    max: int
+
+    def holds(self, size: int) -> bool:
+        return self.min <= size <= self.max
+
+
+class Profiles:
+    """The profiles of one engine, in the order in which they were built. With none, every size works."""
+
+    def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
+        # A profile may carry a name beside its dimensions.
+        self._profiles = [
+            {name: Range(**size) for name, size in each.items() if isinstance(size, Mapping)}
+            for each in profiles or ()
+        ]
+
+    def pick(self, dims: Mapping[str, int]) -> int | None:
+        """The number of the profile whose usual sizes are nearest; None when no profile holds `dims`."""
+        if not self._profiles:
+            return 0
+        fitting = [
+            (_distance(profile, dims), number)
+            for number, profile in enumerate(self._profiles)
+            if _holds(profile, dims)
+        ]
+        return min(fitting)[1] if fitting else None
+
+    def largest(self, name: str, dims: Mapping[str, int]) -> int:
+        """The largest size of `name` beside the other `dims`; 0 when no profile holds those."""
+        if not self._profiles:
+            return UNLIMITED
+        others = {key: size for key, size in dims.items() if key != name}
+        holding = [profile for profile in self._profiles if _holds(profile, others)]
+        return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
+
+
+def _holds(profile: Mapping[str, Range], dims: Mapping[str, int]) -> bool:
+    # A segment without a kind of layer has no dimension for its past.
+    return all(profile[name].holds(size) for name, size in dims.items() if name in profile)
+
+
+def _distance(profile: Mapping[str, Range], dims: Mapping[str, int]) -> float:
+    return sum(
+        abs(math.log((size + 1) / (profile[name].opt + 1)))
+        for name, size in dims.items()
+        if name in profile
+    )

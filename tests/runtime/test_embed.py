@@ -1,0 +1,31 @@
+"""Embeddings on the host, bit for bit those of transformers in the table's own dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from canvasrt.model import SamplerDefaults
+from canvasrt.runtime.host import HostModel
+from tests.runtime.test_cache import CONFIG
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scaled_embeddings(dtype: str) -> None:
+    """2816 is the released model's size: its root, 53.07, is 53 in bf16."""
+    from transformers.models.diffusion_gemma import modeling_diffusion_gemma as reference
+
+    kind = next(v for name, v in vars(reference).items() if name.endswith("ScaledWordEmbedding"))
+    size, count = 2816, 16
+    module = kind(count, size, 0, embed_scale=size**0.5).to(getattr(torch, dtype))
+    weight = module.weight.detach()
+    host = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    table = weight.float().numpy().astype(host)
+    config = replace(CONFIG, hidden_size=size, vocab_size=count)
+    model = HostModel(config, SamplerDefaults(), [], None, table, 64, True)  # type: ignore[arg-type]
+    found = model.embed(np.arange(count)).astype(host).astype(np.float32)
+    assert np.array_equal(found, module(torch.arange(count)).detach().float().numpy())
