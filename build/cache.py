@@ -1,4 +1,4 @@
-"""Engines kept between builds, found again by all that decides them."""
+"""Graphs and engines kept between builds, found again by all that decides them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canvasrt.bundle import canonical, hash_files
+from canvasrt.build.memo import HashMemo
+from canvasrt.bundle import Bundle, HashProgress, canonical, hash_files, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.staging import check_output, staging
 
@@ -25,41 +26,106 @@ def cache_folder() -> Path:
     return Path(base).expanduser().resolve() / "canvasrt"
 
 
+def check_cache() -> None:
+    """Raise CanvasError when nothing can be kept."""
+    folder = cache_folder()
+    try:
+        check_output(folder / "engines" / "new")
+    except CanvasError as error:
+        raise _unusable(folder, error) from error
+
+
+def hash_memo() -> HashMemo:
+    """What is known of large files' hashes."""
+    return HashMemo(cache_folder() / "hashes.json")
+
+
+def key_of(made_from: Mapping[str, Any]) -> str:
+    """The name of what is made from this: a SHA-256."""
+    return hashlib.sha256(canonical(made_from).encode()).hexdigest()
+
+
+def code_hash(paths: Sequence[Path]) -> str:
+    """The SHA-256 of source files, and of those under folders: what an older version made is not taken for this one's."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            name = file.relative_to(path).as_posix()
+            digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class GraphCache:
+    """A folder with one graph bundle for each export and each quantization."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or cache_folder()) / "graphs"
+
+    def has(self, made_from: Mapping[str, Any]) -> bool:
+        """Whether a bundle is here, damaged or not."""
+        return (self.folder / key_of(made_from)).is_dir()
+
+    def get(
+        self,
+        made_from: Mapping[str, Any],
+        make: Callable[[Path], object],
+        progress: HashProgress | None = None,
+    ) -> Bundle:
+        """The bundle that is made from this: the one that is here, whole, or else what `make` writes."""
+        folder = self.folder / key_of(made_from)
+        try:
+            return load_checked(folder, "graphs", progress)
+        except CanvasError:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            make(folder)
+        except CanvasError:
+            # Otherwise another build made the same in the meantime.
+            if not folder.is_dir():
+                raise
+        return load_bundle(folder, kind="graphs", check=False)
+
+
+def load_checked(path: Path, kind: str, progress: HashProgress | None = None) -> Bundle:
+    """`load_bundle`, without hashing again what has been hashed and not changed since."""
+    bundle = load_bundle(path, kind=kind, check=False)
+    hashes = hash_memo().hash_files(path, list(bundle.manifest.files), progress)
+    for name, entry in bundle.manifest.files.items():
+        if hashes[name] != entry["sha256"]:
+            raise CanvasError(
+                f"{path / name} differs from the manifest (SHA-256)",
+                "the bundle is damaged or was edited: make it again, or copy it again",
+            )
+    return bundle
+
+
 class EngineCache:
     """A folder with one folder an engine, named by the SHA-256 of what the engine was built from."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_folder()) / "engines"
 
-    def check(self) -> None:
-        """Raise CanvasError when nothing can be written here."""
-        try:
-            check_output(self.folder / "new")
-        except CanvasError as error:
-            raise self._unusable(error) from error
-
-    def key(self, made_from: Mapping[str, Any]) -> str:
-        """The name of the engine that is made from this."""
-        return hashlib.sha256(canonical(made_from).encode()).hexdigest()
-
     def find(self, made_from: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-        """The engine's file and its `sha256` and `bytes`; None when it is not here or damaged."""
-        folder = self.folder / self.key(made_from)
+        """The engine's file and its `sha256`, `bytes` and `facts`; None when it is not here or damaged."""
+        folder = self.folder / key_of(made_from)
         try:
             entry = json.loads((folder / _ENTRY).read_text(encoding="utf-8"))["file"]
-            if hash_files(folder, [_ENGINE])[_ENGINE] == entry["sha256"]:
+            if hash_memo().hash_files(folder, [_ENGINE])[_ENGINE] == entry["sha256"]:
                 return folder / _ENGINE, entry
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return None
 
-    def keep(self, made_from: Mapping[str, Any], engine: Path) -> dict[str, Any]:
-        """Keep an engine's file for later builds; return its `sha256` and `bytes`."""
+    def keep(
+        self, made_from: Mapping[str, Any], engine: Path, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Keep an engine's file and facts about it for later builds; return what `find` will."""
         entry = {
             "sha256": hash_files(engine.parent, [engine.name])[engine.name],
             "bytes": engine.stat().st_size,
+            "facts": dict(facts),
         }
-        folder = self.folder / self.key(made_from)
+        folder = self.folder / key_of(made_from)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with staging(folder) as tmp:
@@ -69,14 +135,15 @@ class EngineCache:
         except CanvasError as error:
             # Otherwise another build kept the same in the meantime.
             if self.find(made_from) is None:
-                raise self._unusable(error) from error
+                raise _unusable(self.folder, error) from error
         return entry
 
-    def _unusable(self, error: CanvasError) -> CanvasError:
-        return CanvasError(
-            f"engines cannot be kept in {self.folder}: {error.message}",
-            "set CANVASRT_CACHE to a folder that can be written, with space for the engines",
-        )
+
+def _unusable(folder: Path, error: CanvasError) -> CanvasError:
+    return CanvasError(
+        f"nothing can be kept in {folder}: {error.message}",
+        "set CANVASRT_CACHE to a folder that can be written, with space for graphs and engines",
+    )
 
 
 def take_over(source: Path, destination: Path) -> None:

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache import EngineCache
+from canvasrt.build.cache import cache_folder, check_cache
+from canvasrt.build.graphs import is_cached
+from canvasrt.build.host import check_disk, check_memory_here, same_disk
 from canvasrt.build.plan import Plan
+from canvasrt.build.precision import PLAIN, Precision, parse_precision
+from canvasrt.build.source import Source
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, require
 from canvasrt.machine import BUILDER_MODULES, has_gpu
 from canvasrt.targets import TARGETS, Target
 
-# Builder → the precisions that this version builds with it.
-PRECISIONS = {"onnxruntime": ("fp32",), "tensorrt-rtx": ("bf16",), "tensorrt": ("bf16",)}
-
-
-def precisions_built(target: Target) -> tuple[str, ...]:
-    """Those precisions of a target that this version builds."""
-    return tuple(name for name in target.precisions if name in PRECISIONS[target.builder])
-
 
 def check_plan(plan: Plan) -> None:
     """Raise CanvasError when a plan cannot be carried out here, or its engines would not fit their GPU."""
-    check_buildable(plan.target, plan.precision)
-    check_graphs(plan.target, plan.precision, plan.source.precision)
+    check_buildable(plan.target)
+    check_source(plan.target, plan.precision, plan.source)
+    check_extras(plan)
     check_memory(plan)
-    if plan.target.capability is not None:
-        EngineCache().check()
+    check_cache()
+    for name, need in plan.needs.segments.items():
+        check_memory_here(name, need)
 
 
-def check_buildable(target: Target, precision: str) -> None:
-    """Raise CanvasError when engines of a target and precision cannot be built by this version, or here."""
-    if precision not in precisions_built(target):
-        raise CanvasError(
-            f"{precision} engines for {target.name} are not built by this version yet:"
-            " quantization comes later",
-            _what_is_built(target),
-        )
+def check_buildable(target: Target) -> None:
+    """Raise CanvasError when engines of a target cannot be built here."""
     if target.capability is None:
         return
     module, extra = BUILDER_MODULES[target.builder]
@@ -53,15 +46,64 @@ def check_buildable(target: Target, precision: str) -> None:
     require(module, extra)
 
 
-def check_graphs(target: Target, precision: str, of_graphs: str | None) -> None:
-    """Raise CanvasError when graphs (None: a checkpoint) are not of the precision to build at."""
-    if of_graphs not in (None, precision):
+def check_source(target: Target, precision: Precision, source: Source) -> None:
+    """Raise CanvasError when what there is to build from cannot be built at a precision."""
+    have = source.precision
+    what = "graphs are" if source.graphs is not None else "checkpoint's weights are"
+    if source.is_quantized and (source.graphs is not None or precision.is_quantized):
+        if have != precision.name or not _same_recipe(source, precision):
+            raise CanvasError(
+                f"the {what} quantized already, to {have}, and this asks for"
+                f" {precision.text} engines for {target.name}",
+                f"build them as they are, for {_targets_with(str(have))},"
+                " or start from a checkpoint of plain weights",
+            )
+    elif source.graphs is not None and have != precision.exported:
         raise CanvasError(
-            f"the graphs are {of_graphs}, and {precision} engines for {target.name} need"
-            f" {precision} graphs",
+            f"the {what} {have}, and {precision.name} engines for {target.name} need"
+            f" {precision.exported} graphs",
             "build from the checkpoint instead, or from graphs of"
-            f" `canvasrt export CHECKPOINT --precision {precision} -o DIR`",
+            f" `canvasrt export CHECKPOINT --precision {precision.exported} -o DIR`",
         )
+
+
+def _same_recipe(source: Source, precision: Precision) -> bool:
+    """Whether graphs that are quantized already are what a recipe would make."""
+    if precision.recipe is None:
+        return True
+    made_with = source.graphs and source.graphs.manifest.options.get("recipe")
+    return made_with == precision.recipe.to_json()
+
+
+def check_extras(plan: Plan) -> None:
+    """Raise CanvasError when what exports or quantizes is not installed, before the first of it is used."""
+    if plan.source.graphs is None:
+        for module in ("torch", "onnx"):
+            require(module, "export")
+    if plan.precision.is_quantized and not plan.source.is_quantized:
+        for module, extra in (("modelopt", "export"), ("onnx", "export"), ("onnxruntime", "cpu")):
+            if not is_installed(module):
+                raise CanvasError(f"{module} is not installed", f"pip install 'canvasrt[{extra}]'")
+    if plan.target.capability is None:
+        require("onnx", "export")
+
+
+def check_space(plans: Sequence[Plan]) -> None:
+    """Raise CanvasError when the disks have no room for what plans of one source write.
+
+    Engines are counted once a capability and precision, and nothing whose graphs a former build has kept.
+    """
+    cache = cache_folder()
+    graphs: dict[str, int] = {}
+    engines: dict[Any, int] = {}
+    outputs: dict[Path, int] = {}
+    for plan in plans:
+        if not is_cached(plan):
+            graphs[plan.precision.text] = plan.needs.graphs
+            engines[plan.precision.text, plan.target.capability] = plan.needs.engines
+        if not same_disk(cache, plan.out):
+            outputs[plan.out.resolve()] = plan.needs.engines
+    check_disk({cache: sum(graphs.values()) + sum(engines.values()), **outputs})
 
 
 def check_memory(plan: Plan) -> None:
@@ -70,8 +112,8 @@ def check_memory(plan: Plan) -> None:
         return
     hint = ", or ".join(_what_fits(plan))
     raise CanvasError(
-        f"{plan.precision} engines for {plan.max_batch} requests of {plan.max_context} tokens take"
-        f" {_gb(plan.memory.total)}, and {plan.target.name} has {_gb(plan.target.memory)}",
+        f"{plan.precision.text} engines for {plan.max_batch} requests of {plan.max_context} tokens"
+        f" take {_gb(plan.memory.total)}, and {plan.target.name} has {_gb(plan.target.memory)}",
         f"this would fit: {hint}" if hint else "no precision or target of this table has room",
     )
 
@@ -90,25 +132,24 @@ def _what_fits(plan: Plan) -> Iterator[str]:
         if fitting is not None:
             found = True
             yield f"--{name.replace('_', '-')} {fitting}"
-    for precision in plan.target.precisions:
-        if precision != plan.precision and replace(plan, precision=precision).fits:
-            found = True
-            later = "" if precision in precisions_built(plan.target) else " (not built yet)"
-            yield f"--precision {precision}{later}"
+    if not plan.source.is_quantized:
+        for precision in plan.target.precisions:
+            other = parse_precision(precision)
+            if precision != plan.precision.name and replace(plan, precision=other).fits:
+                found = True
+                yield f"--precision {precision}"
     if not found:
         for target in TARGETS:
-            if plan.precision in target.precisions and replace(plan, target=target).fits:
+            if plan.precision.name in target.precisions and replace(plan, target=target).fits:
                 yield f"--target {target.name}"
 
 
-def _what_is_built(target: Target) -> str:
-    built = precisions_built(target)
-    if built:
-        return f"give --precision {built[0]}; --dry-run shows the plan for any"
-    others = [
-        each.name for each in TARGETS if each.builds_anywhere and "bf16" in precisions_built(each)
-    ]
-    return f"bf16 engines are, for {', '.join(others)}; --dry-run shows the plan for any target"
+def _targets_with(precision: str) -> str:
+    return ", ".join(
+        target.name
+        for target in TARGETS
+        if precision in target.precisions and (target.capability or precision not in PLAIN)
+    )
 
 
 def _gb(count: int) -> str:

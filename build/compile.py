@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from canvasrt.build.profiles import Profile, Range
 from canvasrt.errors import CanvasError
@@ -24,6 +27,9 @@ _log = logging.getLogger(__name__)
 
 # Looking for a GPU that is not there is logged as an error, and is none.
 _NO_GPU = "catchCudaError"
+# What the builder says of an engine's need, one line an engine.
+_ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -34,14 +40,17 @@ class Job:
     graph: Path
     engine: Path
     capability: tuple[int, int] | None
-    profile: Profile
+    profiles: Mapping[str, Profile]
 
     def to_json(self) -> str:
         """The text that the other process reads."""
-        sizes = {name: each.to_json() for name, each in self.profile.items()}
-        paths = {"graph": str(self.graph), "engine": str(self.engine)}
+        profiles = {
+            name: {dimension: size.to_json() for dimension, size in sizes.items()}
+            for name, sizes in self.profiles.items()
+        }
+        paths = {"graph": str(self.graph.absolute()), "engine": str(self.engine.absolute())}
         return json.dumps(
-            {"module": self.module, **paths, "capability": self.capability, "profile": sizes}
+            {"module": self.module, **paths, "capability": self.capability, "profiles": profiles}
         )
 
     @classmethod
@@ -49,33 +58,80 @@ class Job:
         """The inverse of `to_json`."""
         data = json.loads(text)
         capability = data["capability"] and tuple(data["capability"])
-        sizes = {name: Range(**each) for name, each in data["profile"].items()}
-        return cls(data["module"], Path(data["graph"]), Path(data["engine"]), capability, sizes)
+        profiles = {
+            name: {dimension: Range(**size) for dimension, size in sizes.items()}
+            for name, sizes in data["profiles"].items()
+        }
+        return cls(data["module"], Path(data["graph"]), Path(data["engine"]), capability, profiles)
 
 
-def compile_graph(job: Job) -> None:
+@dataclass(frozen=True)
+class Made:
+    """What a builder says of an engine: the bytes of device memory for what it computes, None when it did not say."""
+
+    activation_bytes: int | None
+
+
+class Children:
+    """The builder processes that are running; `kill` ends them, and keeps others from starting."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def kill(self) -> None:
+        """End every process at once."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.kill()
+
+    def start(self, command: list[str]) -> subprocess.Popen[str]:
+        """A process whose output is one stream of text. Raises CanvasError after `kill`."""
+        with self._lock:
+            if self._stopped:
+                raise CanvasError("the build was stopped")
+            process = subprocess.Popen(
+                command,
+                # The other process must import what this one does, from wherever it runs.
+                env={**os.environ, "PYTHONPATH": _import_path()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others
+            )
+            self._running.add(process)
+        return process
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        """Kill a process if it still runs, and wait for it."""
+        process.kill()
+        process.wait()
+        with self._lock:
+            self._running.discard(process)
+
+
+def _import_path() -> str:
+    return os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
+
+
+def compile_graph(job: Job, children: Children | None = None) -> Made:
     """Write the engine of a job. Raises CanvasError with TensorRT's own words when it refuses."""
-    # -P and the path: the other process must import what this one does, from wherever it runs.
+    children = children or Children()
     code = f"from {__name__} import main; main()"
-    command = [sys.executable, "-P", "-c", code, job.to_json()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C reaches this process alone, which ends the other one
-    ) as process:
-        try:
-            assert process.stdout is not None
-            errors = list(_errors(process.stdout))
-        except BaseException:
-            process.kill()
-            raise
+    process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
+    try:
+        assert process.stdout is not None
+        errors, made = _read(process.stdout)
+        process.wait()
+    finally:
+        children.end(process)
+        if process.stdout is not None:
+            process.stdout.close()
     if process.returncode == 0:
-        return
+        return made
     name = job.graph.stem
     if process.returncode < 0:
         raise CanvasError(
@@ -88,13 +144,18 @@ def compile_graph(job: Job) -> None:
     )
 
 
-def _errors(lines: Iterator[str]) -> Iterator[str]:
-    """The errors among what the other process says; everything is logged."""
+def _read(lines: Iterable[str]) -> tuple[list[str], Made]:
+    """The errors, and the facts, among what the other process says; everything is logged."""
+    errors: list[str] = []
+    activations = None
     for line in lines:
         _log.debug(line.rstrip())
         severity, _, text = line.rstrip().partition(": ")
         if severity in ("ERROR", "INTERNAL_ERROR") and _NO_GPU not in text:
-            yield text
+            errors.append(text)
+        if found := _ACTIVATIONS.search(text):
+            activations = max(activations or 0, int(found[1]))
+    return errors, Made(activations)
 
 
 def build(job: Job) -> None:
@@ -107,19 +168,48 @@ def build(job: Job) -> None:
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(job.graph)):
         raise CanvasError("the graph cannot be parsed")
+    _let_attention_be_decomposed(trt, network)
+    config = _config(trt, builder, network, job)
+    # Straight to the file: a whole engine in memory beside its weights would be a third more.
+    with job.engine.open("wb") as file:
+        if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
+            raise CanvasError("no engine was built")
+
+
+def _writer(trt: Any, file: BinaryIO) -> Any:
+    """A TensorRT stream writer over an open file."""
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        def write(self, data: bytes) -> int:
+            return file.write(data)
+
+    return Writer()
+
+
+def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
+    """The builder's configuration: the GPU, the profiles, and one stream."""
     config = builder.create_builder_config()
+    # With streams beside the first, what could run at once is kept in memory at once: all pieces of attention.
+    config.max_aux_streams = 0
     if job.capability is not None:
         config.num_compute_capabilities = 1
         major, minor = job.capability
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{major}{minor}"), 0)
-    config.add_optimization_profile(_optimization_profile(builder, network, job.profile))
-    engine = builder.build_serialized_network(network, config)
-    if engine is None:
-        raise CanvasError("no engine was built")
-    job.engine.write_bytes(engine)
+    for sizes in job.profiles.values():
+        config.add_optimization_profile(_optimization_profile(builder, network, sizes))
+    return config
 
 
-def _optimization_profile(builder: Any, network: Any, sizes: Mapping[str, Range]) -> Any:
+def _let_attention_be_decomposed(trt: Any, network: Any) -> None:
+    """Where no fused kernel takes an attention's sizes, which depends on the profiles, it is built of others."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        if layer.type == trt.LayerType.ATTENTION_INPUT:
+            layer.__class__ = trt.IAttentionInputLayer  # it comes as a plain layer
+            layer.attention.decomposable = True
+
+
+def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
     """TensorRT's profile: for each input, its shape with each dynamic dimension's sizes put in."""
     profile = builder.create_optimization_profile()
     for number in range(network.num_inputs):
@@ -141,15 +231,25 @@ def _logger(trt: Any) -> Any:
 
     class Lines(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.WARNING:
+            if severity <= trt.ILogger.WARNING or _ACTIVATIONS.search(message):
                 print(f"{severity.name}: {' '.join(message.split())}", flush=True)
 
     return Lines()
 
 
+def _die_with(parent: int) -> None:
+    """Have the system end this process when the one that started it is killed (Linux)."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise CanvasError("the build has ended")
+
+
 def main() -> None:
-    """Carry out the job that the only argument describes."""
+    """Carry out the job that the first argument describes; the second is the number of the process that waits."""
     try:
+        _die_with(int(sys.argv[2]))
         build(Job.from_json(sys.argv[1]))
     except (CanvasError, OSError) as error:
         print(f"ERROR: {error}", flush=True)

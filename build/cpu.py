@@ -1,8 +1,12 @@
-"""Engines for the CPU: ONNX Runtime runs the graphs; only the experts get a form that suits it better."""
+"""Engines for the CPU: ONNX Runtime runs the graphs; only the experts get a form that suits it better.
+
+Quantized graphs are lowered first: the same numbers in float32.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from canvasrt.build.cache import take_over
 from canvasrt.build.plan import Plan
@@ -15,8 +19,12 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
     """Write the engine bundle of a plan from its graphs."""
     manifest = graphs.manifest
     with staging(plan.out) as tmp:
-        for number, name in enumerate(manifest.files):
-            progress(f"taking over graphs for {plan.target.name}", number, len(manifest.files))
+        if plan.precision.is_quantized:
+            embedding, taken = _lower(graphs, tmp, progress)
+        else:
+            embedding, taken = manifest.embedding, list(manifest.files)
+        for number, name in enumerate(taken):
+            progress(f"taking over graphs for {plan.target.name}", number, len(taken))
             take_over(graphs.path / name, tmp / name)
         bodies = [entry["file"] for entry in manifest.segments if "layers" in entry]
         rewritten = [name for name in bodies if _rewrite(tmp / name)]
@@ -28,13 +36,22 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             model=manifest.model,
             sampler=manifest.sampler,
             segments=manifest.segments,
-            embedding=manifest.embedding,
+            embedding=embedding,
             tokenizer=manifest.tokenizer,
             target={"name": plan.target.name, "backend": "onnxruntime"},
             packages=("onnxruntime",),
-            known={k: v for k, v in manifest.files.items() if k not in rewritten},
+            known={name: manifest.files[name] for name in taken if name not in rewritten},
         )
     return load_bundle(plan.out, kind="engines", check=False)
+
+
+def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+    """Write quantized graphs in float32; the embedding table's entry, and the files to take over beside them."""
+    require("onnx_ir", "export")
+    from canvasrt.build.lower import lower
+
+    embedding = lower(graphs, out, progress)
+    return embedding, [name for name in graphs.manifest.files if not (out / name).exists()]
 
 
 def _rewrite(file: Path) -> bool:

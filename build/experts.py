@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from onnx import NodeProto, TensorProto
 
 _INT64 = 7  # onnx.TensorProto.INT64
+# Of the functions that a lowered graph calls to round what a quantized product reads.
+DOMAIN = "canvasrt"
 GATE_UP, DOWN = ".experts.gate_up", ".experts.down"
 
 
@@ -24,7 +26,7 @@ def split_experts(model: onnx.ModelProto) -> bool:
 
     Rows are sorted by expert, split at the experts' counts, and put back in order. No capacity is needed, so no call
     can overflow: the `load` output becomes 0. The weights stay where they are, in the graph's external data.
-    A graph whose experts are not plain weights (quantized ones) stays as it is.
+    A graph whose experts are not plain weights stays as it is; `lower` makes quantized ones plain.
     """
     graph = model.graph
     weights = {item.name: item for item in graph.initializer}
@@ -86,10 +88,20 @@ class _Layer:
         self._add("Split", [both, halves], "gate", "up", axis=-1)
         gate = self._add("Gelu", [self._name("gate")], "gelu", approximate="tanh")
         gated = self._add("Mul", [gate, self._name("up")], "gated")
+        gated = self._round(gated)
         result = self._multiply(gated, sizes, self._down, "down")
         self._new.append(
             _node("Gather", [result, self._name("place")], [wanted], self._name("back"), axis=0)
         )
+
+    def _round(self, gated: str) -> str:
+        """`gated` as a quantized graph's second product sees it; rounding is by row, so order does not matter."""
+        last = self._products[1]
+        assert last is not None
+        node = self._producer[last.input[0]]
+        if node.domain != DOMAIN:
+            return gated
+        return self._add(node.op_type, [gated, node.input[1]], "rounded", domain=node.domain)
 
     def _sort(self, index: str) -> tuple[str, str, str]:
         """The order `[T·k]` by expert, the experts' counts `[E]`, and k; emits `place` `[T, k]` too."""

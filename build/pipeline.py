@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.checks import check_buildable, check_graphs, check_plan
-from canvasrt.build.plan import (
-    DEFAULT_MAX_BATCH,
-    Plan,
-    Source,
-    choose_precision,
-    graphs_precision,
-    plan,
-    read_source,
-)
-from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.extras import require
+from canvasrt.build.checks import check_buildable, check_plan, check_space
+from canvasrt.build.graphs import graphs_of
+from canvasrt.build.plan import DEFAULT_MAX_BATCH, Adapters, Options, Plan, plan
+from canvasrt.build.precision import choose
+from canvasrt.build.source import read_source, source_precision
+from canvasrt.bundle import Bundle
 from canvasrt.progress import Progress, no_progress
-from canvasrt.staging import check_output, scratch
+from canvasrt.staging import check_output
 from canvasrt.targets import Target, find_target
 
 Builder = Callable[[Plan, Bundle, Progress], Bundle]
@@ -41,37 +34,41 @@ def build(
     max_context: int | None = None,
     max_batch: int = DEFAULT_MAX_BATCH,
     progress: Progress | None = None,
+    layers_per_segment: int | None = None,
+    calibration: Path | None = None,
+    adapters: Adapters = (),
 ) -> Bundle:
     """Build the engine bundle of one target at `out`.
 
-    `source` is a checkpoint (folder, hub name, `demo`), which is exported first, or a graph bundle. A
-    bundle that is there already, made from the same with the same options, is returned as it is.
+    Args: `source` a checkpoint (folder, hub name, `demo`), which is exported first, or a graph bundle; `precision`
+    `fp32`, `bf16`, a recipe's name or a recipe file; `calibration` a file of prompts for a recipe; `adapters`
+    folders of LoRA adapters, each with what it is scaled by. A bundle that is there already, made from the same with the same options, is returned as it is.
     """
     targets = [find_target(target) if isinstance(target, str) else target]
-    plans = plan_all(source, targets, out, precision, max_context, max_batch, progress)
-    ((_, bundle),) = build_all(plans, progress)
+    options = Options(precision, max_context, max_batch, layers_per_segment, calibration, adapters)
+    ((_, bundle),) = build_all(plan_all(source, targets, out, options, progress), progress)
     return bundle
 
 
 def build_all(plans: Sequence[Plan], progress: Progress | None = None) -> list[tuple[Plan, Bundle]]:
-    """Carry out plans that share a source; the checkpoint is exported once a precision.
+    """Carry out plans that share a source; what they have in common is exported and quantized once.
 
     Everything that can be refused is refused before the first byte is written.
     """
     report = progress or no_progress
     bundles = [made.existing() for made in plans]
-    for made, found in zip(plans, bundles, strict=True):
-        if found is None:
-            check_plan(made)
-            check_output(made.out)
     missing = [number for number, found in enumerate(bundles) if found is None]
-    for precision in dict.fromkeys(plans[number].precision for number in missing):
-        group = [number for number in missing if plans[number].precision == precision]
-        first = plans[group[0]]
-        with _graphs(first.source, precision, first.out, report) as graphs:
-            for number in group:
-                builder = BUILDERS[plans[number].target.builder]
-                bundles[number] = builder(plans[number], graphs, report)
+    for number in missing:
+        check_plan(plans[number])
+        check_output(plans[number].out)
+    check_space([plans[number] for number in missing])
+    graphs: dict[str, Bundle] = {}
+    for number in missing:
+        made = plans[number]
+        kind = made.precision.text
+        if kind not in graphs:
+            graphs[kind] = graphs_of(made, report)
+        bundles[number] = BUILDERS[made.target.builder](made, graphs[kind], report)
     return [(made, bundle) for made, bundle in zip(plans, bundles, strict=True) if bundle]
 
 
@@ -79,9 +76,7 @@ def plan_all(
     source: Path | str,
     targets: Sequence[Target],
     out: Path | str,
-    precision: str | None,
-    max_context: int | None,
-    max_batch: int,
+    options: Options,
     progress: Progress | None = None,
     check: bool = True,
 ) -> list[Plan]:
@@ -89,43 +84,22 @@ def plan_all(
 
     With `check`, a target that cannot be built for here is refused before the source is read through.
     """
-    of_graphs = graphs_precision(source)
-    shared = any(precision in target.precisions for target in targets)
-    precisions = [
-        # A CPU has a precision of its own, which the GPUs' beside it does not change.
-        choose_precision(
-            target, None if shared and target.capability is None else precision, of_graphs
-        )
-        for target in targets
-    ]
-    for target, chosen in zip(targets, precisions, strict=True) if check else ():
-        check_buildable(target, chosen)
-        check_graphs(target, chosen, of_graphs)
+    precisions = choose(targets, options.precision, source_precision(source))
+    for target in targets if check else ():
+        check_buildable(target)
     opened = read_source(source, progress)
     folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
     return [
-        plan(opened, target, folder, chosen, max_context, max_batch)
-        for target, folder, chosen in zip(targets, folders, precisions, strict=True)
-    ]
-
-
-@contextlib.contextmanager
-def _graphs(source: Source, precision: str, out: Path, report: Progress) -> Iterator[Bundle]:
-    """The source's graphs; those of a checkpoint live beside `out` while engines are made."""
-    if source.graphs is not None:
-        yield source.graphs
-        return
-    require("torch", "export")
-    require("onnx", "export")
-    from canvasrt.export.graphs import export
-
-    out = out.resolve()
-    with scratch(out.parent / f"{out.name}.graphs") as tmp:
-        folder = tmp / "graphs"
-        export(
-            str(source.path),
+        plan(
+            opened,
+            target,
             folder,
-            precision=precision,
-            progress=lambda done, total: report(f"exporting graphs ({precision})", done, total),
+            precision,
+            options.max_context,
+            options.max_batch,
+            options.layers_per_segment,
+            options.calibration,
+            options.adapters,
         )
-        yield load_bundle(folder, kind="graphs", check=False)
+        for target, folder, precision in zip(targets, folders, precisions, strict=True)
+    ]

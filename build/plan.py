@@ -3,70 +3,127 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from canvasrt import checkpoints, extras, memory
-from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
+from canvasrt import extras, memory
+from canvasrt.build.cache import load_checked
+from canvasrt.build.host import Needs, host_needs
+from canvasrt.build.precision import Precision, choose
+from canvasrt.build.source import Source
+from canvasrt.bundle import MANIFEST, Bundle, hash_files, load_bundle, made_by
 from canvasrt.errors import CanvasError
-from canvasrt.model import ModelConfig
-from canvasrt.progress import Progress, no_progress
-from canvasrt.targets import Target, check_precision, find_target
+from canvasrt.targets import Target, find_target
 
 DEFAULT_MAX_CONTEXT = 32_768
 DEFAULT_MAX_BATCH = 4
+# As in export.segments, which needs torch.
+DEFAULT_LAYERS_PER_SEGMENT = 6
+# As in export.lora, which does too: the files of an adapter.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# Folders of LoRA adapters, and what each is scaled by.
+Adapters = tuple[tuple[Path, float], ...]
 
 
 @dataclass(frozen=True)
-class Source:
-    """A checkpoint, or the graphs that were exported from one; `made_from` holds its hashes."""
+class Options:
+    """What a user may ask of a build. None: what suits the source and the target."""
 
-    path: Path
-    model: ModelConfig
-    made_from: dict[str, Any]
-    graphs: Bundle | None
-
-    @property
-    def precision(self) -> str | None:
-        """That of the graphs; None for a checkpoint, which can be exported in any."""
-        return None if self.graphs is None else precision_of(self.graphs)
+    precision: str | None = None
+    max_context: int | None = None
+    max_batch: int = DEFAULT_MAX_BATCH
+    layers_per_segment: int | None = None
+    calibration: Path | None = None
+    adapters: Adapters = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One engine bundle to be made."""
+    """One engine bundle to be made.
+
+    `calibration` is a file of prompts, for a recipe that is calibrated; `adapters` are merged into the checkpoint.
+    """
 
     source: Source
     target: Target
-    precision: str
+    precision: Precision
     max_context: int
     max_batch: int
     out: Path
+    layers_per_segment: int = DEFAULT_LAYERS_PER_SEGMENT
+    calibration: Path | None = None
+    adapters: Adapters = ()
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """The part of the manifest that the user chose."""
-        return {
-            "precision": self.precision,
+        chosen: dict[str, Any] = {
+            "precision": self.precision.name,
             "max_context": self.max_context,
             "max_batch": self.max_batch,
+            "layers_per_segment": self.layers_per_segment,
         }
+        if self.precision.recipe is not None:
+            chosen["recipe"] = self.precision.recipe.to_json()
+        if self.calibration_hash is not None:
+            chosen["calibration"] = self.calibration_hash
+        if self.adapters:
+            chosen["adapters"] = self.adapter_hashes
+        return chosen
+
+    @cached_property
+    def adapter_hashes(self) -> list[dict[str, Any]]:
+        """The files of each adapter by SHA-256, and its weight, as the manifest of the graphs has them."""
+        return [
+            {"files": hash_files(path, ADAPTER_FILES), "weight": weight}
+            for path, weight in self.adapters
+        ]
+
+    @cached_property
+    def calibration_hash(self) -> str | None:
+        """The SHA-256 of the calibration file; None without one of the user's."""
+        if self.calibration is None or not self.precision.is_quantized:
+            return None
+        return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
+
+    @property
+    def formats(self) -> dict[str, str] | None:
+        """The format of each quantized weight, by its global name; None when nothing says before the export."""
+        if self.precision.recipe is None and self.source.is_quantized:
+            return self.source.formats
+        return self.precision.formats(self.source.model)
 
     @property
     def memory(self) -> memory.Estimate:
         """The memory that serving takes."""
+        recipe = self.precision.recipe
         return memory.estimate(
             self.source.model,
-            self.precision,
+            self.precision.name,
             self.max_context,
             self.max_batch,
             on_cpu=self.target.capability is None,
+            formats=self.formats,
+            kv_cache=recipe.kv_cache if recipe else None,
         )
 
     @property
     def fits(self) -> bool | None:
         """Whether that fits the target's memory; None where the target does not say how much it has."""
         return None if self.target.memory is None else self.memory.total <= self.target.memory
+
+    @property
+    def needs(self) -> Needs:
+        """What building takes of this machine."""
+        return host_needs(
+            self.source,
+            self.precision,
+            self.formats,
+            self.layers_per_segment,
+            on_cpu=self.target.capability is None,
+        )
 
     def existing(self) -> Bundle | None:
         """The bundle that a former build left at `out`, when it is just what this one would make.
@@ -82,7 +139,7 @@ class Plan:
                 f"{self.out} holds engines made {difference}",
                 "name another folder with -o, or remove this one first",
             )
-        return load_bundle(self.out, kind="engines")
+        return load_checked(self.out, "engines")
 
     def _difference(self, found: Bundle) -> str:
         manifest = found.manifest
@@ -91,7 +148,7 @@ class Plan:
         if (manifest.target or {}).get("name") != self.target.name:
             return f"for another target ({(manifest.target or {}).get('name')})"
         changed = [
-            f"{name} {manifest.options.get(name)}, now {value}"
+            _change(name, manifest.options.get(name), value)
             for name, value in self.options.items()
             if manifest.options.get(name) != value
         ]
@@ -113,68 +170,74 @@ class Plan:
             "target": self.target.name,
             "builder": self.target.builder,
             **self.options,
+            "recipe": self.precision.recipe.name if self.precision.recipe else None,
             "out": str(self.out),
             "layers": len(self.source.model.layers),
             "memory": self.memory.to_json(),
             "target_memory": self.target.memory,
             "fits": self.fits,
+            "needs": self.needs.to_json(),
         }
-
-
-def read_source(source: Path | str, progress: Progress | None = None) -> Source:
-    """Open a checkpoint or a graph bundle and hash it, once for all targets."""
-    report = progress or no_progress
-    path = Path(source).expanduser()
-    if (path / MANIFEST).exists():
-        bundle = load_bundle(
-            path, kind="graphs", progress=lambda done, total: report("checking graphs", done, total)
-        )
-        made_from = {"kind": "graphs", "digest": bundle.manifest.digest}
-        return Source(path, bundle.manifest.model, made_from, bundle)
-    folder = checkpoints.resolve(str(source))
-    model, _ = ModelConfig.from_checkpoint(folder)
-    hashes = checkpoints.fingerprint(
-        folder, lambda done, total: report("hashing the checkpoint", done, total)
-    )
-    return Source(folder, model, {"kind": "checkpoint", "files": hashes}, None)
-
-
-def graphs_precision(source: Path | str) -> str | None:
-    """The precision of a graph bundle, read from its manifest alone; None for a checkpoint."""
-    path = Path(source).expanduser()
-    if not (path / MANIFEST).exists():
-        return None
-    return precision_of(load_bundle(path, kind="graphs", check=False))
-
-
-def precision_of(graphs: Bundle) -> str:
-    """What a graph bundle's networks compute in."""
-    return graphs.manifest.options.get("precision", "fp32")
-
-
-def choose_precision(target: Target, asked: str | None, of_graphs: str | None) -> str:
-    """What to build at. UsageError names the valid ones when the target has not what was asked for."""
-    if asked is None and of_graphs in target.precisions:
-        return of_graphs
-    return check_precision(target, asked)
 
 
 def plan(
     source: Source,
     target: Target | str,
     out: Path | str,
-    precision: str | None = None,
+    precision: Precision | str | None = None,
     max_context: int | None = None,
     max_batch: int = DEFAULT_MAX_BATCH,
+    layers_per_segment: int | None = None,
+    calibration: Path | None = None,
+    adapters: Adapters = (),
 ) -> Plan:
     """Check the options of a build against the model and the target.
 
-    Without a `precision` it is that of the graphs, where the target has it, or the target's first.
+    Without a `precision` it is that of the source, where the target has it, or the target's first.
     """
     target = find_target(target) if isinstance(target, str) else target
+    if not isinstance(precision, Precision):
+        (precision,) = choose([target], precision, source.precision)
+    if max_batch < 1:
+        raise CanvasError(f"--max-batch {max_batch} is less than 1", "give 1 or more")
+    if calibration is not None and not calibration.is_file():
+        raise CanvasError(
+            f"no calibration file at {calibration}", "give a JSONL file of prompts, or leave it out"
+        )
+    _check_adapters(source, adapters)
+    return Plan(
+        source,
+        target,
+        precision,
+        _context(source, max_context),
+        max_batch,
+        Path(out).expanduser(),
+        _layers(source, layers_per_segment),
+        calibration,
+        adapters,
+    )
+
+
+def _check_adapters(source: Source, adapters: Adapters) -> None:
+    """Raise CanvasError for folders that hold no adapter, and for a source that none can be merged into."""
+    for path, _ in adapters:
+        for name in ADAPTER_FILES:
+            if not (path / name).is_file():
+                raise CanvasError(
+                    f"{path} is no adapter: it has no {name}", "name a folder that PEFT saved"
+                )
+    if adapters and source.graphs is not None:
+        raise CanvasError(
+            f"{source.path} holds graphs, and --adapter merges into a checkpoint",
+            "build from the checkpoint that the adapter was trained on",
+        )
+
+
+def _context(source: Source, asked: int | None) -> int:
+    """`--max-context`, checked; without it the model's limit or the default, whichever is less."""
     model = source.model
     limit = model.max_position_embeddings
-    context = min(limit, DEFAULT_MAX_CONTEXT) if max_context is None else max_context
+    context = min(limit, DEFAULT_MAX_CONTEXT) if asked is None else asked
     if context > limit:
         raise CanvasError(
             f"--max-context {context} is more than the model's {limit} positions",
@@ -186,13 +249,25 @@ def plan(
             f" {model.canvas_length} tokens",
             f"give at least {model.canvas_length + 1}",
         )
-    if max_batch < 1:
-        raise CanvasError(f"--max-batch {max_batch} is less than 1", "give 1 or more")
-    return Plan(
-        source,
-        target,
-        choose_precision(target, precision, source.precision),
-        context,
-        max_batch,
-        Path(out).expanduser(),
-    )
+    return context
+
+
+def _layers(source: Source, asked: int | None) -> int:
+    """`--layers-per-segment`, checked; graphs are cut already."""
+    if asked is not None and asked < 1:
+        raise CanvasError(f"--layers-per-segment {asked} is less than 1", "give 1 or more")
+    if source.graphs is None:
+        return asked or DEFAULT_LAYERS_PER_SEGMENT
+    cut = source.graphs.manifest.options.get("layers_per_segment", DEFAULT_LAYERS_PER_SEGMENT)
+    if asked not in (None, cut):
+        raise CanvasError(
+            f"{source.path} holds graphs of {cut} layers each, and --layers-per-segment is {asked}",
+            "build from the checkpoint, or leave the option out",
+        )
+    return cut
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    if isinstance(now, dict | list):
+        return f"another {name}" if before else f"without {name}"
+    return f"{name} {before}, now {now}"

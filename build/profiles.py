@@ -15,6 +15,8 @@ TYPICAL_CONTEXT = 2048
 # Soft tokens of an image, and the images of a call: the defaults of transformers' image processor.
 SOFT_TOKENS = 280
 
+ENCODE, DENOISE, DENOISE_BATCH, IMAGES = "encode", "denoise", "denoise_batch", "images"
+
 
 @dataclass(frozen=True)
 class Range:
@@ -33,43 +35,76 @@ class Range:
 Profile = dict[str, Range]
 
 
-def profile(
+def profiles(
     segment: Mapping[str, Any], model: ModelConfig, max_context: int, max_batch: int
-) -> Profile:
-    """The one wide profile of a segment, described by its manifest entry.
+) -> dict[str, Profile]:
+    """The profiles of a segment, described by its manifest entry, by name.
 
-    A profile a phase or a batch size would cost every engine megabytes, and TensorRT-RTX compiles its kernels
-    for the shapes that it meets anyway. `opt` is a denoising step of a full batch at a usual context.
+    `encode` takes a prefill chunk or a finished canvas, of any number of requests; `denoise` one request's canvas, and
+    `denoise_batch` those of several. A size is chosen for, not bound to, its `opt`; what a call must not exceed is `max`.
     """
+    rows = _rows(max_batch)
     if "layers" in segment:
         return _body(segment, model, max_context, max_batch)
     if segment["name"] == "head":
-        return {"batch": Range(1, max_batch, max_batch), "length": _always(model.canvas_length)}
+        canvas = _always(model.canvas_length)
+        return {name: {"batch": batch, "length": canvas} for name, batch in rows.items()}
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
     # The exporter names the number of patches by the expression that it is.
-    return {
-        "images": Range(1, 1, max_batch),
-        f"{square}*soft_tokens": Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS),
-    }
+    patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
+    return {IMAGES: {"images": Range(1, 1, max_batch), f"{square}*soft_tokens": patches}}
+
+
+def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
+    """As the manifest has them, in the engine's order."""
+    return [
+        {"name": name, **{dimension: size.to_json() for dimension, size in sizes.items()}}
+        for name, sizes in made.items()
+    ]
 
 
 def _body(
     segment: Mapping[str, Any], model: ModelConfig, max_context: int, max_batch: int
-) -> Profile:
+) -> dict[str, Profile]:
     canvas = model.canvas_length
     longest = max(canvas, min(PREFILL_CHUNK, max_context))
-    capacity = max_capacity(model, longest, max_batch)
-    ranges = {
-        "batch": Range(1, max_batch, max_batch),
-        "length": Range(1, canvas, longest),
-        "capacity": Range(1, min(capacity, _twice_the_mean(model, canvas * max_batch)), capacity),
-    }
     cached = {"full": max_context, "sliding": min(model.sliding_window - 1, max_context)}
-    for kind in sorted({model.layers[layer].kind for layer in segment["layers"]}):
+    past = {
         # 0: the first call of a request has no past.
-        ranges[f"past_{kind}"] = Range(0, min(TYPICAL_CONTEXT, cached[kind]), cached[kind])
-    return ranges
+        f"past_{kind}": Range(0, min(TYPICAL_CONTEXT, cached[kind]), cached[kind])
+        for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
+    }
+    made = {
+        ENCODE: {
+            "batch": Range(1, 1, max_batch),
+            "length": Range(1, longest, longest),
+            "capacity": _capacity(model, longest, 1, max_batch),
+            **past,
+        }
+    }
+    for name, batch in _rows(max_batch).items():
+        made[name] = {
+            "batch": batch,
+            "length": _always(canvas),
+            "capacity": _capacity(model, canvas, batch.opt, batch.max),
+            **past,
+        }
+    return made
+
+
+def _rows(max_batch: int) -> dict[str, Range]:
+    """The requests that are denoised together: one, and where there may be more, a full batch."""
+    rows = {DENOISE: _always(1)}
+    if max_batch > 1:
+        rows[DENOISE_BATCH] = Range(2, max_batch, max_batch)
+    return rows
+
+
+def _capacity(model: ModelConfig, length: int, usual_rows: int, most_rows: int) -> Range:
+    """Slots an expert of calls of `length` tokens a row."""
+    most = max_capacity(model, length, most_rows)
+    return Range(1, min(most, _twice_the_mean(model, length * usual_rows)), most)
 
 
 def max_capacity(model: ModelConfig, longest: int, max_batch: int) -> int:

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache import EngineCache, take_over
-from canvasrt.build.compile import Job, compile_graph
+from canvasrt.build import compile
+from canvasrt.build.cache import EngineCache, code_hash, take_over
+from canvasrt.build.compile import Children, Job
+from canvasrt.build.host import SHARE, builder_memory, check_memory_here
+from canvasrt.build.parallel import Task, run_all
 from canvasrt.build.plan import Plan
-from canvasrt.build.profiles import Profile, profile
+from canvasrt.build.profiles import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
 from canvasrt.extras import require
-from canvasrt.machine import BUILDER_MODULES
+from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
 
-# Raised when the way that engines are built changes, so that none of the old ones is taken from the cache.
-RECIPE = 1
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One engine to be made: its manifest entry, its profiles, and all that decides it."""
+
+    entry: Json
+    sizes: Mapping[str, Profile]
+    made_from: Json
+
+    @property
+    def name(self) -> str:
+        return self.entry["name"]
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.engine"
 
 
 def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
-    """Write the engine bundle of a plan from its graphs, a segment after the other."""
+    """Write the engine bundle of a plan from its graphs, segments side by side where memory allows."""
     module = require(*BUILDER_MODULES[plan.target.builder])
     manifest = graphs.manifest
     target = {
@@ -32,15 +54,10 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         # Whether an engine is the same on another architecture of the host is not documented.
         "built_on": platform.machine(),
     }
-    cache = EngineCache()
+    segments = [_segment(plan, graphs, entry, target) for entry in manifest.segments]
     with staging(plan.out) as tmp:
-        segments, known = [], {}
-        for entry in manifest.segments:
-            sizes = profile(entry, manifest.model, plan.max_context, plan.max_batch)
-            file = f"{entry['name']}.engine"
-            known[file] = _engine(plan, graphs, entry, sizes, target, cache, tmp / file, progress)
-            profiles = [{name: each.to_json() for name, each in sizes.items()}]
-            segments.append({**entry, "file": file, "profiles": profiles})
+        made = _engines(plan, graphs, segments, tmp, progress)
+        known = {each.file: _without_facts(made[each.name]) for each in segments}
         for name in (manifest.embedding["file"], *(manifest.tokenizer or ())):
             take_over(graphs.file(name), tmp / name)
             known[name] = manifest.files[name]
@@ -51,7 +68,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             options={**manifest.options, **plan.options},
             model=manifest.model,
             sampler=manifest.sampler,
-            segments=segments,
+            segments=[_described(each, made[each.name]) for each in segments],
             embedding=manifest.embedding,
             tokenizer=manifest.tokenizer,
             target=target,
@@ -61,40 +78,92 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
     return load_bundle(plan.out, kind="engines", check=False)
 
 
-def _engine(
-    plan: Plan,
-    graphs: Bundle,
-    entry: Mapping[str, Any],
-    sizes: Profile,
-    target: Mapping[str, Any],
-    cache: EngineCache,
-    out: Path,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Put a segment's engine at `out`, from the cache when it is there; its `sha256` and `bytes`."""
+def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
+    sizes = profiles(entry, graphs.manifest.model, plan.max_context, plan.max_batch)
     made_from = {
-        "recipe": RECIPE,
+        "code": _code(),
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
-        "precision": plan.precision,
-        "profile": {name: each.to_json() for name, each in sizes.items()},
+        "precision": plan.precision.name,
+        "profiles": to_json(sizes),
         # An engine depends on the capability and not on the target's name.
         **{name: value for name, value in target.items() if name != "name"},
     }
-    if found := cache.find(made_from):
-        progress(f"reusing {entry['name']} for {plan.target.name}", 1, 1)
-        take_over(found[0], out)
-        return found[1]
-    progress(f"building {entry['name']} for {plan.target.name}", 0, 1)
+    return Segment(entry, sizes, made_from)
+
+
+def _engines(
+    plan: Plan, graphs: Bundle, segments: list[Segment], out: Path, progress: Progress
+) -> dict[str, Json]:
+    """Put every segment's engine into `out`, from the cache where it is there; `sha256`, `bytes`, `facts` by name."""
+    cache = EngineCache()
+    made: dict[str, Json] = {}
+    tasks: list[Task[Json]] = []
+    children = Children()
+    for each in segments:
+        if found := cache.find(each.made_from):
+            progress(f"reusing {each.name} for {plan.target.name}", 1, 1)
+            take_over(found[0], out / each.file)
+            made[each.name] = found[1]
+            continue
+        need = builder_memory(each.name, _weights(graphs, each.entry))
+        check_memory_here(each.name, need)
+        tasks.append(Task(each.name, need, _builder(plan, graphs, each, out, cache, children)))
+    made |= run_all(
+        # The largest first: it decides how long all take.
+        sorted(tasks, key=lambda task: -task.memory),
+        available_bytes() // SHARE,
+        len(os.sched_getaffinity(0)),
+        started=lambda name: progress(f"building {name} for {plan.target.name}", 0, 0),
+        finished=lambda name: progress(f"building {name} for {plan.target.name}", 1, 1),
+        stop=children.kill,
+    )
+    return made
+
+
+def _builder(
+    plan: Plan, graphs: Bundle, segment: Segment, out: Path, cache: EngineCache, children: Children
+) -> Any:
+    """What builds one segment, called in a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
     capability = plan.target.capability if plan.target.builds_anywhere else None
-    compile_graph(Job(module, graphs.file(entry["file"]), out, capability, sizes))
-    progress(f"building {entry['name']} for {plan.target.name}", 1, 1)
-    return cache.keep(made_from, out)
+    graph, engine = graphs.file(segment.entry["file"]), out / segment.file
+
+    def run() -> Json:
+        said = compile.compile_graph(
+            Job(module, graph, engine, capability, segment.sizes), children
+        )
+        return cache.keep(segment.made_from, engine, {"activation_bytes": said.activation_bytes})
+
+    return run
 
 
-def _files(graphs: Bundle, entry: Mapping[str, Any]) -> list[str]:
+def _described(segment: Segment, made: Json) -> Json:
+    """A segment's entry in the manifest of its engine."""
+    return {
+        **segment.entry,
+        "file": segment.file,
+        "profiles": to_json(segment.sizes),
+        **made["facts"],
+    }
+
+
+def _without_facts(made: Json) -> Json:
+    return {name: value for name, value in made.items() if name != "facts"}
+
+
+def _weights(graphs: Bundle, entry: Json) -> int:
+    return sum(graphs.manifest.files[name]["bytes"] for name in _files(graphs, entry))
+
+
+def _files(graphs: Bundle, entry: Json) -> list[str]:
     """The files that hold a segment's graph and its weights."""
     names = [entry["file"], str(Path(entry["file"]).with_suffix(".bin"))]
     if entry["name"] == "head":
         names.append(graphs.manifest.embedding["file"])
     return [name for name in names if name in graphs.manifest.files]
+
+
+@cache
+def _code() -> str:
+    """How engines are built: a change of it makes the cache's engines another version's."""
+    return code_hash([Path(compile.__file__)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from canvasrt.bundle import HashProgress, hash_files
@@ -113,7 +114,11 @@ def _check_safetensors(path: Path) -> None:
         raise CanvasError(f"{path} has {size} bytes where its header says {expected}", again)
 
 
-def fingerprint(folder: Path, progress: HashProgress | None = None) -> dict[str, str]:
-    """SHA-256 of each file that shapes what is made from a checkpoint, by its name."""
+def fingerprint(
+    folder: Path,
+    progress: HashProgress | None = None,
+    hasher: Callable[..., dict[str, str]] = hash_files,
+) -> dict[str, str]:
+    """SHA-256 of each file that shapes what is made from a checkpoint, by its name; `hasher` works as `hash_files`."""
     names = [path.name for pattern in _HUB_FILES for path in folder.glob(pattern)]
-    return hash_files(folder, sorted(set(names)), progress)
+    return hasher(folder, sorted(set(names)), progress)

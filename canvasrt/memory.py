@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from canvasrt.model import Layer, ModelConfig
 
-# Bytes a weight of the experts, of the other matrices, and of the embedding table. NVFP4 is 4 bits and an
-# 8-bit scale for each 16; the recipe of the released NVFP4 checkpoint quantizes the experts alone.
-_WEIGHT_BYTES = {
-    "fp32": (4.0, 4.0, 4.0),
-    "bf16": (2.0, 2.0, 2.0),
-    "fp8": (1.0, 1.0, 2.0),
-    "nvfp4": (0.5625, 2.0, 2.0),
-}
-_WORKSPACE_TENSORS = 3  # vocabulary-sized, or expert-slot-sized, alive at once
+# Bytes a weight. NVFP4 is 4 bits and an 8-bit scale for each 16.
+_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# Engines share one workspace, the largest; builders take somewhat more than the tensors that are counted here.
+SPARE = 1.1
+# The most tokens of a row and of an image that one call takes, the query heads of a group whose scores are there at
+# once, and the largest head with a fused kernel: as build.profiles and export.layers have them.
+PREFILL_CHUNK, SOFT_TOKENS, FOLDED_HEADS, MAX_FUSED_HEAD_DIM = 512, 280, 2, 256
 
 
 @dataclass(frozen=True)
@@ -36,41 +35,88 @@ class Estimate:
 
 
 def estimate(
-    model: ModelConfig, precision: str, max_context: int, max_batch: int, on_cpu: bool = False
+    model: ModelConfig,
+    precision: str,
+    max_context: int,
+    max_batch: int,
+    on_cpu: bool = False,
+    formats: Mapping[str, str] | None = None,
+    kv_cache: str | None = None,
 ) -> Estimate:
-    """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32."""
-    experts, dense, table = _WEIGHT_BYTES["fp32" if on_cpu else precision]
+    """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
+
+    `formats` is the format of each quantized weight, by global name (None: of all that can be); `kv_cache` the format
+    of cached keys and values, where it is another than the graphs'.
+    """
     element = 4 if on_cpu or precision == "fp32" else 2
-    weights = (
-        len(model.layers) * expert_parameters(model) * experts
-        + dense_parameters(model) * dense
-        + model.vocab_size * model.hidden_size * table
-        + vision_parameters(model) * (4 if on_cpu or precision == "fp32" else 2)
-    )
     cached = sum(
         2 * layer.num_kv_heads * layer.head_dim * _cached_tokens(model, layer, max_context)
         for layer in model.layers
     )
-    tokens = model.canvas_length * max_batch
-    widest = max(model.vocab_size, model.top_k_experts * 4 * model.hidden_size)
+    weights = segment_bytes(model, precision, len(model.layers), formats, widened=on_cpu)
     return Estimate(
-        weights=round(weights),
-        kv_cache=cached * max_batch * element,
-        workspace=tokens * widest * 4 * _WORKSPACE_TENSORS,
+        weights=sum(weights.values()),
+        kv_cache=cached * max_batch * (1 if kv_cache and not on_cpu else element),
+        workspace=round(
+            SPARE
+            * max(
+                _body_workspace(model, max_context, max_batch, element),
+                _head_workspace(model, max_batch),
+                _vision_workspace(model, max_batch),
+            )
+        ),
     )
+
+
+def segment_bytes(
+    model: ModelConfig,
+    precision: str,
+    layers_per_segment: int,
+    formats: Mapping[str, str] | None = None,
+    widened: bool = False,
+) -> dict[str, int]:
+    """Bytes of the weights of each segment; `widened` is the fp32 form of a CPU."""
+    base = "fp32" if widened or precision == "fp32" else "bf16"
+    if formats is None:
+        quantized = precision if precision in ("fp8", "nvfp4") else base
+        formats = dict.fromkeys(_quantizable(model), quantized)
+    sizes: dict[str, float] = {}
+    for name, count in parameters(model).items():
+        segment = "head"
+        if name.startswith("layers."):
+            segment = f"body_{int(name.split('.')[1]) // layers_per_segment}"
+        elif name == "vision":
+            segment = name
+        width = _WEIGHT_BYTES[base if widened else formats.get(name, base)]
+        sizes[segment] = sizes.get(segment, 0) + count * width
+    return {segment: round(size) for segment, size in sizes.items()}
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """Weights of every matrix, by its global name; norms are too small to count."""
+    size = model.hidden_size
+    counts: dict[str, int] = {}
+    for index, layer in enumerate(model.layers):
+        counts |= {
+            f"layers.{index}.attention.qkv": size * _qkv_rows(model, layer),
+            f"layers.{index}.attention.o": size * model.num_attention_heads * layer.head_dim,
+            f"layers.{index}.mlp.gate_up": 2 * size * model.intermediate_size,
+            f"layers.{index}.mlp.down": size * model.intermediate_size,
+            f"layers.{index}.router.proj": size * model.num_experts,
+            f"layers.{index}.experts.gate_up": expert_parameters(model) // 3 * 2,
+            f"layers.{index}.experts.down": expert_parameters(model) // 3,
+        }
+    counts |= {
+        "signal_mlp.gate_up": 2 * size * model.intermediate_size,
+        "signal_mlp.down": size * model.intermediate_size,
+        "table": model.vocab_size * size,
+    }
+    return counts | ({"vision": vision_parameters(model)} if model.vision else {})
 
 
 def expert_parameters(model: ModelConfig) -> int:
     """Weights of one layer's routed experts."""
     return model.num_experts * 3 * model.hidden_size * model.moe_intermediate_size
-
-
-def dense_parameters(model: ModelConfig) -> int:
-    """Weights of all matrices of the text network outside of the experts and the embedding table."""
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    router = model.hidden_size * model.num_experts
-    attention = sum(_attention_parameters(model, layer) for layer in model.layers)
-    return len(model.layers) * (mlp + router) + attention + mlp  # the last: self-conditioning
 
 
 def vision_parameters(model: ModelConfig) -> int:
@@ -83,11 +129,58 @@ def vision_parameters(model: ModelConfig) -> int:
     return layers * (attention + 3 * hidden * config.get("intermediate_size", 0))
 
 
-def _attention_parameters(model: ModelConfig, layer: Layer) -> int:
-    queries = model.num_attention_heads * layer.head_dim
-    keys = layer.num_kv_heads * layer.head_dim
+def _quantizable(model: ModelConfig) -> list[str]:
+    """What is quantized where no recipe says: the matrices of the layers, without the routers."""
+    return [
+        name for name in parameters(model) if name.startswith("layers.") and "router" not in name
+    ]
+
+
+def _qkv_rows(model: ModelConfig, layer: Layer) -> int:
     projections = 2 if layer.kind == "sliding" else 1  # full layers share one for K and V
-    return model.hidden_size * (2 * queries + projections * keys)
+    return (model.num_attention_heads + projections * layer.num_kv_heads) * layer.head_dim
+
+
+def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, element: int) -> int:
+    """What one body segment computes at once: the largest of its layers' attention, or its experts' slots."""
+    length = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
+    attention = max(
+        _attention_workspace(model, layer, max_context, length, element) for layer in model.layers
+    )
+    tokens = length * max_batch
+    mean = -(-2 * tokens * model.top_k_experts // model.num_experts)
+    capacity = max(length, min(tokens, mean))
+    # Gathered rows, what the experts make of them, and what they give back.
+    slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
+    experts = model.num_experts * capacity * slot * element
+    return max(attention * max_batch, experts)
+
+
+def _attention_workspace(
+    model: ModelConfig, layer: Layer, max_context: int, length: int, element: int
+) -> int:
+    """Of one row: keys and values joined, and where there is no fused kernel, their copies and two sets of scores."""
+    keys = _cached_tokens(model, layer, max_context) + length
+    joined = 2 * layer.num_kv_heads * keys * layer.head_dim
+    if layer.head_dim <= MAX_FUSED_HEAD_DIM:
+        return (joined + length * keys) * element
+    heads = min(FOLDED_HEADS, model.num_attention_heads // layer.num_kv_heads)
+    scores = layer.num_kv_heads * heads * length * keys
+    return (joined * 3 // 2 + 2 * scores) * element
+
+
+def _head_workspace(model: ModelConfig, max_batch: int) -> int:
+    """The vocabulary-sized tensors that the sampler has at once, in fp32."""
+    tensors = 3 if max_batch == 1 else 3.5
+    return round(tensors * model.canvas_length * max_batch * model.vocab_size * 4)
+
+
+def _vision_workspace(model: ModelConfig, max_batch: int) -> int:
+    """The scores of an image's patches with each other, an image a request."""
+    if model.vision is None:
+        return 0
+    patches = SOFT_TOKENS * model.vision.get("pooling_kernel_size", 0) ** 2
+    return max_batch * model.vision.get("num_attention_heads", 0) * patches**2 * 2
 
 
 def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:

@@ -46,7 +46,7 @@ class Target:
 _RTX: Builder = "tensorrt-rtx"
 _TRT: Builder = "tensorrt"
 TARGETS: tuple[Target, ...] = (
-    Target("cpu", "none", None, None, "onnxruntime", ("fp32",), host="any"),
+    Target("cpu", "none", None, None, "onnxruntime", ("fp32", "fp8", "nvfp4"), host="any"),
     Target(
         "rtx-4090",
         "GeForce RTX 4090",

@@ -76,6 +76,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFixtures(config, log)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What builds keep goes to a folder of this run, one for all workers, and not to the user's."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["CANVASRT_CACHE"] = str(shared / "canvasrt-cache")
+
+
 @pytest.fixture
 def checkpoint_files(tmp_path: Path) -> Path:
     """A folder with a checkpoint's files; its weights are whole, and not those of any network."""

@@ -15,21 +15,27 @@ from canvasrt import __version__
 from canvasrt.cli.output import print_error
 from canvasrt.errors import CanvasError, UsageError
 
-_MAKE, _USE, _LOOK = "Make", "Use", "Look"
-# Command → the panel of the help page that it is on. Its function is in canvasrt/cli/<command>.py.
+_MAKE, _USE, _LOOK, _INSIDE = "Make", "Use", "Look", "Inside a container, as in NIM"
+# Command → the panel of the help page that it is on. Its function is in canvasrt/cli/<command>.py, with
+# underscores for hyphens.
 _COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
+    "quantize": _MAKE,
     "build": _MAKE,
     "package": _MAKE,
     "generate": _USE,
     "serve": _USE,
+    "deploy": _USE,
     "infer": _USE,
     "bench": _USE,
     "targets": _LOOK,
     "doctor": _LOOK,
     "inspect": _LOOK,
     "verify": _LOOK,
+    "list-model-profiles": _INSIDE,
+    "download-to-cache": _INSIDE,
+    "create-model-store": _INSIDE,
 }
 _BUG_HINT = "this is a bug in canvasrt: run it again with --debug, and report what that prints"
 
@@ -66,8 +72,9 @@ def make_app() -> typer.Typer:
     )
     app.callback()(_root)
     for name, panel in _COMMANDS.items():
-        module = importlib.import_module(f"canvasrt.cli.{name}")
-        app.command(name, rich_help_panel=panel)(getattr(module, name))
+        function = name.replace("-", "_")
+        module = importlib.import_module(f"canvasrt.cli.{function}")
+        app.command(name, rich_help_panel=panel)(getattr(module, function))
     return app
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
 
 DEFAULT_MAX_BATCH = 4
+# Options that a manifest has in full, and a summary does not need.
+LONG = ("recipe", "adapters")
 
 
 def build(
@@ -22,18 +24,22 @@ def build(
     precision: options.Precision = None,
     max_context: options.MaxContext = None,
     max_batch: options.MaxBatch = DEFAULT_MAX_BATCH,
+    layers_per_segment: options.LayersPerSegment = None,
+    calibration: options.Calibration = None,
+    adapter: options.Adapter = None,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Build engines for one or more targets; run again, it reuses what has not changed."""
     from canvasrt.build.pipeline import build_all, plan_all
+    from canvasrt.build.plan import Options
     from canvasrt.targets import parse_targets
 
     targets = parse_targets(target)
+    adapters = tuple(options.adapters(adapter))
+    wanted = Options(precision, max_context, max_batch, layers_per_segment, calibration, adapters)
     with progress() as report:
-        plans = plan_all(
-            source, targets, out, precision, max_context, max_batch, report, check=not dry_run
-        )
+        plans = plan_all(source, targets, out, wanted, report, check=not dry_run)
         if not dry_run:
             reused = [made.existing() is not None for made in plans]
             made = build_all(plans, report)
@@ -66,10 +72,10 @@ def _why_not(plan: Plan) -> str | None:
 
 
 def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
-    need = plan.memory
+    need, here = plan.memory, plan.needs
     console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
-    console.print(f"  builder    {plan.target.builder}, {plan.precision} weights")
+    console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
     console.print(f"  serves     {plan.max_batch} requests of {plan.max_context} tokens at once")
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},"
@@ -78,6 +84,10 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
     if plan.target.memory is not None:
         verdict = "fits" if plan.fits else "does not fit"
         console.print(f"  GPU        {plan.target.gpu}, {size(plan.target.memory)}: {verdict}")
+    console.print(
+        f"  building   {size(here.memory)} of memory; on disk {size(here.graphs)} of graphs"
+        f" and {size(here.engines)} of engines, less what is in the cache"
+    )
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
 
 
@@ -91,7 +101,7 @@ def _show_bundles(
             "digest": bundle.manifest.digest,
             "bytes": bundle.manifest.total_bytes,
             "reused": kept,
-            **plan.options,
+            **{name: value for name, value in plan.options.items() if name not in LONG},
         }
         for (plan, bundle), kept in zip(made, reused, strict=True)
     ]

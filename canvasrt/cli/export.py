@@ -12,7 +12,10 @@ PRECISIONS = ("fp32", "bf16")
 def export(
     checkpoint: options.Checkpoint,
     out: options.Out,
-    precision: options.GraphPrecision = "fp32",
+    precision: options.GraphPrecision = None,
+    layers_per_segment: options.LayersPerSegment = None,
+    adapter: options.Adapter = None,
+    calibration: options.Calibration = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Turn a checkpoint into ONNX graphs."""
@@ -21,21 +24,26 @@ def export(
     from canvasrt.extras import require
     from canvasrt.staging import check_output
 
-    if precision not in PRECISIONS:
+    if precision not in (None, *PRECISIONS):
         raise UsageError(
             f"graphs are not exported in {precision!r}", f"precisions: {', '.join(PRECISIONS)}"
         )
+    adapters = options.adapters(adapter)
     check_output(out)
     folder = checkpoints.resolve(checkpoint)
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.export.graphs import export as export_graphs
+    from canvasrt.export.segments import LAYERS_PER_SEGMENT
 
     with progress() as report:
         bundle = export_graphs(
             folder,
             out,
+            layers_per_segment=layers_per_segment or LAYERS_PER_SEGMENT,
             precision=precision,
+            adapters=adapters,
+            calibration=calibration,
             progress=lambda done, total: report("exporting graphs", done, total),
         )
     manifest = bundle.manifest

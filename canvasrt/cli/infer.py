@@ -29,9 +29,20 @@ Url = Annotated[
         help="The server; without it, this machine with the protocol's own port.",
     ),
 ]
-ProtocolName = Annotated[str, typer.Option("--protocol", metavar="NAME", help="http or grpc.")]
+ProtocolName = Annotated[
+    str, typer.Option("--protocol", metavar="NAME", help="http, grpc or openai.")
+]
 Stream = Annotated[
-    bool, typer.Option("--stream", help="Show each block as it is finished; over grpc.")
+    bool, typer.Option("--stream", help="Show each block as it is finished; over grpc or openai.")
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        show_default=False,
+        help="End the answer before this text; can be given again.",
+    ),
 ]
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="For the whole answer.")
@@ -52,6 +63,7 @@ def infer(
     t_max: TMax = None,
     entropy_bound: EntropyBound = None,
     early_stop: EarlyStop = True,
+    stop: Stop = None,
     stream: Stream = False,
     drafts: Drafts = False,
     timeout: Timeout = 600.0,
@@ -76,6 +88,7 @@ def infer(
             "t_max": t_max,
             "entropy_bound": entropy_bound,
             "early_stop": None if early_stop else False,
+            "stop": stop or None,
         },
     )
     ask(question, url, protocol, timeout, stream=stream, drafts=drafts, as_json=as_json)

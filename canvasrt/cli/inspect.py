@@ -64,14 +64,18 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
 def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
     """The sizes that each engine takes, a line a segment and profile."""
     rows = [
-        (segment["name"], *(f"{name} {_sizes(size)}" for name, size in profile.items()))
+        (
+            segment["name"],
+            profile.get("name", ""),
+            *(f"{name} {_sizes(size)}" for name, size in profile.items() if name != "name"),
+        )
         for segment in segments
         for profile in segment.get("profiles", ())
     ]
     if rows:
         console.print("\nprofiles (least..usual..most)")
-    for name, *sizes in rows:
-        console.print(f"  {name:<8}  {', '.join(sizes)}", markup=False)
+    for segment, name, *sizes in rows:
+        console.print(f"  {segment:<8}  {name:<13}  {', '.join(sizes)}", markup=False)
 
 
 def _sizes(size: dict[str, int]) -> str:

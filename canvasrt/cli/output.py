@@ -74,12 +74,12 @@ def progress() -> Iterator[Progress]:
         with _bars() as show:
             yield show
         return
-    last = ""
+    said: set[str] = set()
 
     def show_line(what: str, done: int, total: int) -> None:
-        nonlocal last
-        if what != last:
-            last = what
+        # Kinds of work may run side by side, and report in turns.
+        if what not in said:
+            said.add(what)
             print(what, file=sys.stderr, flush=True)
 
     yield show_line

@@ -1,19 +1,75 @@
-"""`canvasrt package`: engines to a folder that `docker build` takes."""
+"""`canvasrt package`: engines to a folder for `docker build`, or to an image."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from canvasrt.cli.options import AsJson, EnginesPath, Out
+from canvasrt.cli.options import AsJson
 
 
 def package(
-    bundle: EnginesPath,
-    out: Out,
+    bundles: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="BUNDLE...",
+            show_default=False,
+            help="What `canvasrt build` wrote; several, for different targets, go into one package.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="OUT",
+            show_default=False,
+            help="The folder to write; for the format docker, a file.",
+        ),
+    ],
     format: Annotated[
-        str, typer.Option("--format", metavar="NAME", help="context: a folder for docker build.")
+        str,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="context: a folder for docker build; oci: an OCI layout; docker: for docker load.",
+        ),
     ] = "context",
+    tag: Annotated[
+        str, typer.Option("--tag", metavar="NAME[:TAG]", help="What the image is called.")
+    ] = "canvasrt:latest",
+    engines: Annotated[
+        str,
+        typer.Option(
+            "--engines",
+            metavar="copy|mount",
+            help="Whether the image holds the engines, or they are mounted when it runs.",
+        ),
+    ] = "copy",
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="IMAGE",
+            show_default=False,
+            help="Built on this: a name for context; for oci and docker, a layout or archive on disk.",
+        ),
+    ] = None,
+    wheels: Annotated[
+        bool,
+        typer.Option(
+            "--wheels", help="Put all wheels into the folder, to build without a network."
+        ),
+    ] = False,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            "--python",
+            metavar="VERSION",
+            show_default=False,
+            help="The base's Python, such as 3.12, where its name does not tell.",
+        ),
+    ] = None,
     max_batch: Annotated[
         int | None,
         typer.Option(
@@ -26,31 +82,26 @@ def package(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write engines, a Triton model repository and a Dockerfile as one folder."""
+    """Write engines, a Triton model repository and an image, or all that one is built from."""
     from rich.console import Console
 
-    from canvasrt.cli.output import emit, progress, size
-    from canvasrt.containers.package import REPOSITORY
-    from canvasrt.containers.package import package as write_package
+    from canvasrt.cli.output import emit, progress
+    from canvasrt.containers.image import command
 
+    options = command.Options(
+        format=format,
+        tag=tag,
+        engines=engines,
+        base=base,
+        wheels=wheels,
+        python=python,
+        max_batch=max_batch,
+    )
     with progress() as show:
-        made = write_package(
-            bundle,
-            out,
-            format=format,
-            max_batch=max_batch,
-            progress=lambda done, total: show("checking the engines", done, total),
-        )
-    data = {
-        "path": str(Path(out).resolve()),
-        "digest": made.manifest.digest,
-        "bytes": made.manifest.total_bytes,
-        "model_repository": str(Path(out).resolve() / REPOSITORY),
-    }
+        data = command.run(bundles, out, options, show)
 
     def render(console: Console) -> None:
-        console.print(f"{out}: {size(made.manifest.total_bytes)}", markup=False)
-        console.print(f"  canvasrt serve {out}", markup=False)
-        console.print(f"  docker build -t canvasrt {out}", markup=False)
+        for line in command.lines(data):
+            console.print(line, markup=False)
 
     emit(data, as_json, render)

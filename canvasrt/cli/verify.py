@@ -1,5 +1,6 @@
 """`canvasrt verify`: is a bundle whole, and does it say what its checkpoint says."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,38 +17,77 @@ def verify(
             "--reference",
             metavar="CHECKPOINT",
             show_default=False,
-            help="Also compare its denoising steps with transformers on this checkpoint.",
+            help="Also compare what it computes with transformers on this checkpoint.",
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            metavar="DIR",
+            show_default=False,
+            help="Write the comparison there, as report.json, report.md and report.html.",
+        ),
+    ] = None,
+    questions: Annotated[
+        int,
+        typer.Option(
+            "--questions",
+            metavar="N",
+            min=0,
+            help="Ask N held-out questions of each of the demo's tasks; 0 generates nothing.",
+        ),
+    ] = 25,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check every file of a bundle against its hash, and with --reference what it computes."""
+    """Check every file of a bundle against its hash, and with --reference what it computes.
+
+    Exits 1 when the limits of the bundle's recipe, or of its precision, are exceeded.
+    """
     from canvasrt.bundle import load_bundle
     from canvasrt.checkpoints import resolve
-    from canvasrt.errors import CanvasError
+    from canvasrt.errors import CanvasError, UsageError
 
+    if report is not None and reference is None:
+        raise UsageError("--report needs something to compare with", "add --reference CHECKPOINT")
+    from canvasrt.containers.image.verify import check_package, is_image
+
+    if is_image(bundle):
+        if reference is not None:
+            raise UsageError(
+                "--reference compares engines", "verify the bundle in the image's stead"
+            )
+        _verify_image(bundle, as_json)
+        return
     checkpoint = None if reference is None else resolve(reference)
-    fidelity = None
-    with progress() as report:
+    found_quality: dict[str, Any] | None = None
+    with progress() as show:
         found = load_bundle(
-            bundle, progress=lambda done, total: report("checking files", done, total)
+            bundle, progress=lambda done, total: show("checking files", done, total)
         )
+        check_package(found)
         if checkpoint is not None:
-            from canvasrt.fidelity import measure
+            from canvasrt.fidelity import check_report_folder, measure, write_report
 
-            fidelity = measure(found.path, checkpoint, report)
+            if report is not None:
+                check_report_folder(report)
+            found_quality = measure(found, checkpoint, questions, show)
+            if report is not None:
+                write_report(found_quality, f"{bundle.name} against {reference}", report)
     manifest, unlisted = found.manifest, found.unlisted()
     data: dict[str, Any] = {
         "bundle": str(bundle),
-        "ok": fidelity is None or fidelity.ok,
+        "ok": found_quality is None or found_quality["ok"],
         "kind": manifest.kind,
         "digest": manifest.digest,
         "files": len(manifest.files),
         "bytes": manifest.total_bytes,
         "unlisted": unlisted,
     }
-    if fidelity is not None:
-        data["fidelity"] = fidelity.to_json()
+    if found_quality is not None:
+        from canvasrt.fidelity import finite
+
+        data["quality"] = finite(found_quality)
 
     def render(console: Any) -> None:
         console.print(
@@ -55,17 +95,68 @@ def verify(
         )
         if unlisted:
             console.print(f"not in the manifest, and read by nothing: {', '.join(unlisted)}")
-
-        if fidelity is not None:
-            console.print(
-                f"against {reference}: the same best token at {fidelity.argmax_agreement:.2%} of"
-                f" {fidelity.positions:,} positions; entropy off by {fidelity.entropy_error_mean:.1e}"
-                f" nats in the mean, {fidelity.entropy_error_max:.1e} at most"
-            )
+        if found_quality is not None:
+            _draw(console, found_quality, str(reference))
+            if report is not None:
+                console.print(f"report: {report / 'report.html'}")
 
     emit(data, as_json, render)
-    if fidelity is not None and not fidelity.ok:
+    if found_quality is not None and not found_quality["ok"]:
+        from canvasrt.fidelity import failures
+
         raise CanvasError(
-            f"{bundle} does not compute what {reference} does",
-            "give the checkpoint that it was made from, or build it again",
+            f"{bundle} does not compute what {reference} does: {failures(found_quality)}",
+            "give the checkpoint that it was made from; --report DIR shows where it loses most",
         )
+
+
+def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
+    """The verdict, the limits, and what loses most."""
+    from canvasrt.cli.output import table
+    from canvasrt.fidelity import markdown
+
+    overall = quality["steps"]["all"]
+    console.print(
+        f"against {reference}: {overall['argmax_agreement']:.2%} of {overall['positions']:,} positions have the same"
+        f" best token; entropy off by {markdown.small(overall['entropy_error_mean'])} nats in the mean,"
+        f" {markdown.small(overall['entropy_error_max'])} at most"
+    )
+    for title, heads, rows in (
+        ("Limits", ("", "measured", "limit", ""), markdown.limit_rows(quality)),
+        ("Denoising steps", markdown.STEP_HEADS, markdown.step_rows(quality)),
+        ("Exact answers", markdown.ANSWER_HEADS, markdown.answer_rows(quality)),
+        ("Pace", markdown.PACE_HEADS, markdown.pace_rows(quality)[-2:]),
+        ("Layers, the worst first", markdown.LAYER_HEADS, markdown.layer_rows(quality)),
+        ("Experts, the worst first", markdown.EXPERT_HEADS, markdown.expert_rows(quality)),
+    ):
+        if rows:
+            console.print(f"\n[bold]{title}[/bold]")
+            plain = [[cell.strip("*") for cell in row] for row in rows]
+            console.print(table(heads, plain))
+    console.print(f"\n{markdown.verdict(quality)}")
+
+
+def _verify_image(path: Path, as_json: bool) -> None:
+    """An image that `canvasrt package` wrote: its layers, and the package in it."""
+    from canvasrt.containers.image.verify import verify_image
+
+    with progress() as show:
+        found = verify_image(path, show)
+    data = {
+        "image": str(path),
+        "ok": True,
+        "digest": found.manifest.digest,
+        "layers": found.layers,
+        "bytes": found.bytes,
+        "files": len(found.manifest.files),
+        "components": found.components,
+    }
+
+    def render(console: Any) -> None:
+        console.print(
+            f"{path}: {found.layers} layers, {size(found.bytes)}; {len(found.manifest.files)} files of"
+            f" the package, and {found.components} components in its bill of materials, all as they say",
+            markup=False,
+        )
+
+    emit(data, as_json, render)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.build import build, plan
-from canvasrt.build.plan import read_source
+from canvasrt.build.source import read_source
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError, UsageError
 
@@ -109,7 +109,7 @@ def test_limits_on_the_context(checkpoint_files: Path, tmp_path: Path) -> None:
 def test_targets_without_a_builder_are_refused_before_anything_is_written(
     checkpoint_files: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CanvasError, match="engines for h100 are not built by this version yet"):
+    with pytest.raises(CanvasError, match="engines for h100 are built on its GPU"):
         build(checkpoint_files, "h100", tmp_path / "out" / "engines")
     with pytest.raises(UsageError, match="unknown target"):
         build(checkpoint_files, "h1000", tmp_path / "out" / "engines")

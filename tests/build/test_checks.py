@@ -8,49 +8,41 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build import plan
-from canvasrt.build.checks import check_buildable, check_graphs, check_memory, precisions_built
+from canvasrt.build import checks, host, plan
+from canvasrt.build.checks import check_buildable, check_memory, check_source
+from canvasrt.build.host import builder_memory, check_disk, check_memory_here
 from canvasrt.build.pipeline import plan_all
-from canvasrt.build.plan import Plan, Source
-from canvasrt.build.profiles import PREFILL_CHUNK, profile
-from canvasrt.errors import CanvasError
-from canvasrt.machine import Gpu, builds_here, runs_here
+from canvasrt.build.plan import Options, Plan
+from canvasrt.build.precision import Precision, parse_precision
+from canvasrt.build.source import Source
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
 from canvasrt.targets import TARGETS, find_target, parse_targets
 from tests.canvasrt.test_memory import RELEASED
 
-BODY = {"name": "body_0", "layers": [0, 1, 2, 3, 4, 5]}
-
 
 def released(target: str, precision: str, context: int = 32_768, batch: int = 4) -> Plan:
-    source = Source(Path("released"), RELEASED, {"kind": "checkpoint"}, None)
+    source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
     return plan(source, target, "out", precision, context, batch)
 
 
-def test_each_target_builds_what_this_version_has() -> None:
-    built = {target.name: precisions_built(target) for target in TARGETS}
-    assert built.pop("cpu") == ("fp32",)
-    assert built.pop("rtx-5090") == ()
-    assert set(built.values()) == {("bf16",)}
+@pytest.mark.parametrize("target", [target.name for target in TARGETS if target.builds_anywhere])
+def test_every_precision_of_a_target_has_a_recipe(target: str) -> None:
+    for name in find_target(target).precisions:
+        assert parse_precision(name).name == name
 
 
-@pytest.mark.parametrize(
-    ("target", "precision", "said", "hint"),
-    [
-        ("rtx-4090", "fp8", "fp8 engines for rtx-4090 are not built", "--precision bf16"),
-        ("rtx-5090", "nvfp4", "nvfp4 engines for rtx-5090", "rtx-4090, rtx-pro-6000, dgx-spark"),
-        ("h100", "bf16", r"built on its GPU \(H100\)", r"canvasrt[tensorrt]"),
-    ],
-)
-def test_refusals(target: str, precision: str, said: str, hint: str) -> None:
-    with pytest.raises(CanvasError, match=said) as raised:
-        check_buildable(find_target(target), precision)
-    assert hint in raised.value.hint
+def test_a_data_centre_target_is_refused_without_its_gpu() -> None:
+    with pytest.raises(CanvasError, match=r"built on its GPU \(H100\)") as raised:
+        check_buildable(find_target("h100"))
+    assert "canvasrt[tensorrt]" in raised.value.hint
+    assert "--dry-run" in raised.value.hint
 
 
 def test_a_missing_builder_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(CanvasError, match="tensorrt_rtx") as raised:
-        check_buildable(find_target("rtx-4090"), "bf16")
+        check_buildable(find_target("rtx-4090"))
     assert raised.value.hint == "pip install 'canvasrt[rtx]'"
 
 
@@ -62,72 +54,101 @@ def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
     monkeypatch.setattr("canvasrt.machine.gpus", lambda: (Gpu("H100", 80 * 10**9, (9, 0), "1"),))
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     assert builds_here(h100) == "needs canvasrt[tensorrt]"
-    assert runs_here(h100) == "not in this version"
     with pytest.raises(CanvasError) as raised:
-        check_buildable(h100, "bf16")
+        check_buildable(h100)
     assert raised.value.hint == "pip install 'canvasrt[tensorrt]'"
 
 
-def test_graphs_of_another_precision() -> None:
-    target = find_target("rtx-4090")
-    check_graphs(target, "bf16", None)
-    check_graphs(target, "bf16", "bf16")
-    with pytest.raises(CanvasError, match="the graphs are fp32") as raised:
-        check_graphs(target, "bf16", "fp32")
-    assert "canvasrt export CHECKPOINT --precision bf16" in raised.value.hint
+def test_what_is_quantized_already_is_built_as_it_is() -> None:
+    target = find_target("rtx-5090")
+    source = Source(Path("nvfp4"), RELEASED, {"kind": "checkpoint"}, None, "nvfp4")
+    check_source(target, Precision("nvfp4"), source)
+    with pytest.raises(CanvasError, match="checkpoint's weights are quantized already, to nvfp4"):
+        check_source(target, parse_precision("fp8"), source)
+    with pytest.raises(CanvasError, match="this asks for nvfp4-experts engines") as raised:
+        check_source(target, parse_precision("nvfp4-experts"), source)
+    assert "rtx-5090, rtx-pro-6000, dgx-spark" in raised.value.hint
 
 
-def test_a_cpu_beside_gpus_keeps_its_precision(checkpoint_files: Path, tmp_path: Path) -> None:
-    def precisions(names: str, precision: str | None) -> list[str]:
-        plans = plan_all(
-            checkpoint_files, parse_targets(names), tmp_path, precision, None, 1, check=False
-        )
-        return [each.precision for each in plans]
+def precisions(checkpoint: Path, names: str, precision: str | None) -> list[str]:
+    targets, options = parse_targets(names), Options(precision)
+    plans = plan_all(checkpoint, targets, checkpoint.parent / "out", options, check=False)
+    return [each.precision.text for each in plans]
 
-    assert precisions("rtx-4090,cpu", "bf16") == ["bf16", "fp32"]
-    assert precisions("rtx-4090,cpu", None) == ["fp8", "fp32"]
-    with pytest.raises(CanvasError, match="cpu has no precision 'bf16'"):
-        precisions("cpu", "bf16")
+
+def test_each_of_several_targets_gets_its_own_first_precision(checkpoint_files: Path) -> None:
+    names = "cpu,rtx-4090,rtx-5090,rtx-pro-6000,dgx-spark"
+    found = precisions(checkpoint_files, names, None)
+    assert found == ["fp32", "fp8", "nvfp4", "nvfp4", "nvfp4"]
+
+
+def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:
+    assert precisions(checkpoint_files, "rtx-4090,cpu", "bf16") == ["bf16", "fp32"]
+    assert precisions(checkpoint_files, "rtx-4090,cpu", "fp8") == ["fp8", "fp8"]
+    assert precisions(checkpoint_files, "dgx-spark", "nvfp4-experts") == ["nvfp4-experts"]
+    with pytest.raises(UsageError, match="cpu has no precision 'bf16'"):
+        precisions(checkpoint_files, "cpu", "bf16")
+    with pytest.raises(UsageError, match="rtx-4090 has no precision 'nvfp4'") as raised:
+        precisions(checkpoint_files, "rtx-5090,rtx-4090", "nvfp4")
+    assert "leave --precision out" in raised.value.hint
+    with pytest.raises(UsageError, match="no precision 'int4'") as raised:
+        precisions(checkpoint_files, "rtx-5090", "int4")
+    assert "nvfp4-experts" in raised.value.hint
 
 
 def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
     check_memory(released("rtx-pro-6000", "bf16"))
-    with pytest.raises(CanvasError, match=r"take 5\d\.\d GB, and rtx-4090 has 24\.0 GB") as raised:
+    check_memory(released("rtx-5090", "nvfp4"))
+    with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, and rtx-4090 has 24\.0 GB") as raised:
         check_memory(released("rtx-4090", "bf16"))
     assert "--target rtx-pro-6000" in raised.value.hint
     with pytest.raises(CanvasError) as raised:
         check_memory(released("rtx-pro-6000", "bf16", 262_144, 8))
     assert "--max-batch" in raised.value.hint
     assert "--max-context 131072" in raised.value.hint
-    assert "--precision fp8 (not built yet)" in raised.value.hint
+    assert "--precision nvfp4" in raised.value.hint
 
 
-def test_profiles_of_the_released_model() -> None:
-    sizes = profile(BODY, RELEASED, max_context=32_768, max_batch=4)
-    assert {name: (size.min, size.max) for name, size in sizes.items()} == {
-        "batch": (1, 4),
-        "length": (1, 512),
-        "capacity": (1, 512),
-        "past_full": (0, 32_768),
-        "past_sliding": (0, 1023),
-    }
-    assert sizes["capacity"].opt == 128
-    assert all(size.min <= size.opt <= size.max for size in sizes.values())
+def test_the_build_s_own_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < available_bytes() <= memory_bytes()
+    monkeypatch.setattr(host, "available_bytes", lambda: 3 * 10**9)
+    need = builder_memory("body_0", 2_760_000_000)
+    assert 6.4e9 < need < 8.5e9  # 6.4 GB were measured
+    with pytest.raises(CanvasError, match=r"body_0 takes about 7\.8 GB .* 3\.0 GB are") as raised:
+        check_memory_here("body_0", need)
+    assert "--layers-per-segment" in raised.value.hint
 
 
-def test_a_segment_has_the_pasts_of_its_layers() -> None:
-    sizes = profile({**BODY, "layers": [0, 1]}, RELEASED, 4096, 1)
-    assert "past_sliding" in sizes
-    assert "past_full" not in sizes
+def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 10 * 10**9
+
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: Usage)
+    check_disk({tmp_path: 9 * 10**9, tmp_path / "not" / "there": 10**9})
+    with pytest.raises(CanvasError, match=r"about 12\.0 GB .* 10\.0 GB are free") as raised:
+        check_disk({tmp_path: 9 * 10**9, tmp_path / "not" / "there": 3 * 10**9})
+    assert "CANVASRT_CACHE" in raised.value.hint
 
 
-def test_one_row_never_overflows_and_few_experts_get_what_they_start_with() -> None:
-    small = replace(RELEASED, num_experts=4, top_k_experts=2)
-    assert profile(BODY, small, 4096, 4)["capacity"].max == 2048
-    assert profile(BODY, small, 300, 1)["capacity"].max == 300
+def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported in bf16, quantized once for both targets, and an engine for each capability."""
+    needed: dict[Path, int] = {}
+    monkeypatch.setattr(checks, "check_disk", needed.update)
+    monkeypatch.setattr(checks, "same_disk", lambda one, other: True)
+    plans = [released("rtx-5090", "nvfp4"), released("rtx-pro-6000", "nvfp4")]
+    checks.check_space(plans)
+    (total,) = needed.values()
+    assert total == pytest.approx(50e9 + 2 * 15.4e9, rel=0.03)
+    checks.check_space([*plans, released("dgx-spark", "nvfp4")])
+    (more,) = needed.values()
+    assert more - total == pytest.approx(15.4e9, rel=0.03)
 
 
-def test_the_runtime_s_chunk_fits_the_profile() -> None:
-    from canvasrt.runtime import model
-
-    assert model.PREFILL_CHUNK == PREFILL_CHUNK
+def test_options_of_the_graphs(checkpoint_files: Path) -> None:
+    source = Source(checkpoint_files, replace(RELEASED), {"kind": "checkpoint"})
+    assert plan(source, "cpu", "out").layers_per_segment == 6
+    assert plan(source, "cpu", "out", layers_per_segment=2).layers_per_segment == 2
+    with pytest.raises(CanvasError, match="no calibration file at nowhere"):
+        plan(source, "rtx-5090", "out", calibration=Path("nowhere"))
+    smaller = plan(source, "rtx-5090", "out", layers_per_segment=2).needs.segments["body_0"]
+    assert smaller < plan(source, "rtx-5090", "out").needs.segments["body_0"]

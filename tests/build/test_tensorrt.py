@@ -11,9 +11,11 @@ import pytest
 from canvasrt.build import build, compile
 from canvasrt.build.cache import EngineCache
 from canvasrt.build.pipeline import build_all, plan_all
-from canvasrt.build.profiles import Range
+from canvasrt.build.plan import Options
+from canvasrt.build.profiles import Profile
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
+from canvasrt.machine import gpus
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
 
@@ -89,18 +91,24 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
     assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
     body, head = manifest.segments
     assert (body["file"], body["layers"]) == ("body_0.engine", [0, 1])
-    (profile,) = body["profiles"]
-    assert profile["past_full"] == {"min": 0, "opt": 1024, "max": 1024}
-    assert profile["past_sliding"] == {"min": 0, "opt": 31, "max": 31}
-    assert profile["length"] == {"min": 1, "opt": 256, "max": 512}
-    (profile,) = head["profiles"]
-    assert profile["length"] == {"min": 256, "opt": 256, "max": 256}
+    assert [profile["name"] for profile in body["profiles"]] == [
+        "encode",
+        "denoise",
+        "denoise_batch",
+    ]
+    encode = body["profiles"][0]
+    assert encode["past_full"] == {"min": 0, "opt": 1024, "max": 1024}
+    assert encode["past_sliding"] == {"min": 0, "opt": 31, "max": 31}
+    assert encode["length"] == {"min": 1, "opt": 512, "max": 512}
+    assert head["profiles"][1]["batch"] == {"min": 2, "opt": 2, "max": 2}
+    assert head["profiles"][1]["length"] == {"min": 256, "opt": 256, "max": 256}
+    assert body["activation_bytes"] > head["activation_bytes"] > 0
     weights = graphs.manifest.files["body_0.bin"]["bytes"]
     assert manifest.files["body_0.engine"]["bytes"] > weights
-    assert [line for line in said if "body" in line or "head" in line] == [
+    assert {line for line in said if "body" in line or "head" in line} == {
         f"building body_0 for {target}",
         f"building head for {target}",
-    ]
+    }
 
 
 def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
@@ -129,10 +137,10 @@ def test_several_targets_share_an_export_a_precision(
     checkpoint, out = graphs.path.parent / "checkpoint", tmp_path / "out"
     said: list[str] = []
     targets = parse_targets("cpu,rtx-4090,rtx-pro-6000")
-    plans = plan_all(checkpoint, targets, out, "bf16", **OPTIONS)
+    plans = plan_all(checkpoint, targets, out, Options("bf16", **OPTIONS))
     made = build_all(plans, lambda what, *_: said.append(what))
-    assert [plan.precision for plan, _ in made] == ["fp32", "bf16", "bf16"]
-    assert list(dict.fromkeys(said)) == [
+    assert [plan.precision.name for plan, _ in made] == ["fp32", "bf16", "bf16"]
+    assert [line for line in dict.fromkeys(said) if not line.startswith("checking")] == [
         "exporting graphs (fp32)",
         "taking over graphs for cpu",
         "exporting graphs (bf16)",
@@ -142,7 +150,7 @@ def test_several_targets_share_an_export_a_precision(
     assert sorted(path.name for path in out.iterdir()) == ["cpu", "rtx-4090", "rtx-pro-6000"]
     shown = command("inspect", out / "rtx-4090").stdout
     assert "compute_capability 8.9" in shown
-    assert "batch 1..2..2" in shown
+    assert "denoise_batch  batch 2" in shown
 
 
 def test_a_damaged_engine_in_the_cache_is_built_again(built: Built, tmp_path: Path) -> None:
@@ -162,13 +170,14 @@ def test_an_interrupted_build_goes_on_where_it_was(
     own = tmp_path / "own"
     compile_graph = compile.compile_graph
 
-    def interrupted(job: compile.Job) -> None:
+    def interrupted(job: compile.Job, children: compile.Children) -> compile.Made:
         if job.graph.stem == "head":
             raise KeyboardInterrupt
-        compile_graph(job)
+        return compile_graph(job, children)
 
     with monkeypatch.context() as patch:
-        patch.setattr("canvasrt.build.tensorrt.compile_graph", interrupted)
+        patch.setattr("canvasrt.build.compile.compile_graph", interrupted)
+        patch.setattr("canvasrt.build.tensorrt.available_bytes", lambda: 10**9)  # one by one
         with pytest.raises(KeyboardInterrupt):
             built("rtx-4090", "engines", own)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own"]
@@ -179,8 +188,9 @@ def test_an_interrupted_build_goes_on_where_it_was(
     ]
 
 
-def job(graph: Path, profile: dict[str, Range] | None = None) -> compile.Job:
-    return compile.Job("tensorrt_rtx", graph, graph.with_suffix(".engine"), (12, 0), profile or {})
+def job(graph: Path, sizes: Profile | None = None) -> compile.Job:
+    profiles = {"all": sizes or {}}
+    return compile.Job("tensorrt_rtx", graph, graph.with_suffix(".engine"), (12, 0), profiles)
 
 
 def test_tensorrt_s_own_reason_is_the_error(graphs: Bundle, tmp_path: Path) -> None:
@@ -216,17 +226,21 @@ def test_a_cache_that_cannot_be_written_is_said_before_the_build(
     built: Built, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CanvasError, match="engines cannot be kept in") as raised:
+    with pytest.raises(CanvasError, match="nothing can be kept in") as raised:
         built("rtx-4090", "engines", tmp_path / "file")
     assert "CANVASRT_CACHE" in raised.value.hint
 
 
-def test_the_runtime_says_that_it_cannot_run_them_yet(built: Built) -> None:
-    from canvasrt.runtime.model import Model
-
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_without_a_gpu_generate_says_in_one_line_that_it_needs_one(
+    built: Built, command: Command
+) -> None:
     bundle, _ = built("rtx-4090")
-    with pytest.raises(CanvasError, match="built for tensorrt-rtx"):
-        Model.load(bundle.path)
+    done = command("generate", bundle.path, "--prompt-ids", "3,4,5")
+    assert (done.returncode, done.stdout) == (1, "")
+    error, hint = done.stderr.strip().splitlines()
+    assert "built for rtx-4090: no GPU can be used: CUDA" in error
+    assert "nvidia-smi" in hint
 
 
 def test_the_cache_is_where_the_environment_says(

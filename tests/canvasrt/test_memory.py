@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from canvasrt.memory import dense_parameters, estimate, expert_parameters, vision_parameters
+from canvasrt.memory import (
+    estimate,
+    expert_parameters,
+    parameters,
+    segment_bytes,
+    vision_parameters,
+)
 from canvasrt.model import Layer, ModelConfig
 from canvasrt.targets import find_target
 
@@ -35,8 +41,7 @@ RELEASED = ModelConfig(
 def test_parameters_of_the_released_model() -> None:
     experts = 30 * expert_parameters(RELEASED)
     assert experts == pytest.approx(22.8e9, rel=0.01)
-    whole = experts + dense_parameters(RELEASED) + RELEASED.vocab_size * RELEASED.hidden_size
-    assert whole == pytest.approx(25.2e9, rel=0.01)
+    assert sum(parameters(RELEASED).values()) == pytest.approx(25.2e9, rel=0.01)
 
 
 def test_the_vision_tower_counts() -> None:
@@ -69,3 +74,32 @@ def test_only_full_layers_grow_with_the_context() -> None:
     short, long = (estimate(RELEASED, "fp8", n, 1).kv_cache for n in (4096, 8192))
     assert long - short == 5 * 2 * 2 * 512 * 4096 * 2
     assert estimate(RELEASED, "fp8", 8192, 4).kv_cache == 4 * long
+
+
+def test_a_recipe_decides_what_each_weight_takes() -> None:
+    every = estimate(RELEASED, "nvfp4", 8192, 1).weights
+    experts = {name: "nvfp4" for name in parameters(RELEASED) if "experts" in name}
+    alone = estimate(RELEASED, "nvfp4", 8192, 1, formats=experts).weights
+    assert every < alone < estimate(RELEASED, "fp8", 8192, 1).weights
+    assert alone == pytest.approx(9 / 16 * 22.8e9 + 2 * 2.4e9, rel=0.01)
+    assert estimate(RELEASED, "bf16", 8192, 1, formats={}).weights == 2 * sum(
+        parameters(RELEASED).values()
+    )
+
+
+def test_segments_are_the_weights_cut_up() -> None:
+    cut = segment_bytes(RELEASED, "nvfp4", 6)
+    assert list(cut) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
+    assert sum(cut.values()) == sum(segment_bytes(RELEASED, "nvfp4", 30).values())
+    assert cut["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as it was seen to be
+
+
+def test_an_fp8_cache_takes_half() -> None:
+    wide, narrow = (estimate(RELEASED, "fp8", 8192, 1, kv_cache=kv) for kv in (None, "fp8"))
+    assert wide.kv_cache == 2 * narrow.kv_cache
+
+
+def test_scores_of_wide_heads_are_bounded() -> None:
+    """All heads at once would be 4.4 GB of scores alone, and as much of what softmax makes of them."""
+    need = estimate(RELEASED, "nvfp4", 32_768, 4).workspace
+    assert need < 5e9

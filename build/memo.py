@@ -1,0 +1,83 @@
+"""SHA-256 of large files, remembered: hashing a checkpoint of 50 GB again would take a minute of every build."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from canvasrt.bundle import HashProgress, hash_files
+
+# Smaller files are hashed each time: that is as fast as asking.
+LARGE = 1 << 24
+# A file changed this lately (ns) may change once more without its times showing it.
+_SETTLED = 2 * 10**9
+_MOST = 4096
+
+Stamp = tuple[int, ...]
+
+
+class HashMemo:
+    """The hashes of large files by their place on disk, size and times of change; kept in one JSON file.
+
+    A file whose bytes changed and whose inode did not say so (a failing disk) is not noticed: `canvasrt verify` hashes
+    everything, always.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known = _read(file)
+
+    def hash_files(
+        self, root: Path, names: Iterable[str], progress: HashProgress | None = None
+    ) -> dict[str, str]:
+        """SHA-256 of files under `root`, by name, as `bundle.hash_files` gives them."""
+        names = list(names)
+        stamps = {name: _stamp(root / name) for name in names}
+        keys = {name: _key(stamp) for name, stamp in stamps.items()}
+        known = {name: self._known[keys[name]] for name in names if keys[name] in self._known}
+        fresh = hash_files(root, [name for name in names if name not in known], progress)
+        learned = {
+            keys[name]: value
+            for name, value in fresh.items()
+            if _is_settled(stamps[name]) and _stamp(root / name) == stamps[name]
+        }
+        if learned:
+            self._known |= learned
+            self._save()
+        return {name: known.get(name) or fresh[name] for name in names}
+
+    def _save(self) -> None:
+        """Replace the file; a memo that cannot be kept costs time and is no error."""
+        latest = dict(list((_read(self._file) | self._known).items())[-_MOST:])
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=self._file.name, dir=self._file.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                json.dump(latest, out)
+            os.replace(name, self._file)
+
+
+def _stamp(file: Path) -> Stamp:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _key(stamp: Stamp) -> str:
+    return ":".join(map(str, stamp))
+
+
+def _is_settled(stamp: Stamp) -> bool:
+    return stamp[2] >= LARGE and time.time_ns() - max(stamp[3:]) > _SETTLED
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

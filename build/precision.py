@@ -1,0 +1,98 @@
+"""What the weights of a build are: a plain number format, or what a quantization recipe makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.model import ModelConfig
+from canvasrt.recipes import Recipe, load_recipe
+from canvasrt.targets import Target, check_precision
+
+# What graphs are exported in.
+PLAIN = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`name` is that of a target's table. Without a recipe, quantized weights are as the source has them."""
+
+    name: str
+    recipe: Recipe | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.name not in PLAIN
+
+    @property
+    def exported(self) -> str:
+        """What the graphs under it compute in."""
+        return self.name if self.name in PLAIN else "bf16"
+
+    @property
+    def text(self) -> str:
+        """For a reader: the recipe's name where there is one."""
+        return self.recipe.name if self.recipe else self.name
+
+    def formats(self, model: ModelConfig) -> dict[str, str] | None:
+        """The format of each quantized weight, by its global name; None when no recipe says."""
+        if self.recipe is None:
+            return None if self.is_quantized else {}
+        return {name: choice.format for name, choice in self.recipe.formats(model).items()}
+
+
+def parse_precision(asked: str) -> Precision:
+    """`fp32`, `bf16`, a recipe's name or a recipe file. UsageError for a name that there is not."""
+    if asked in PLAIN:
+        return Precision(asked)
+    try:
+        recipe = load_recipe(asked)
+    except UsageError as error:
+        raise UsageError(
+            f"there is no precision {asked!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
+        ) from None
+    return Precision(recipe.precision, recipe)
+
+
+def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) -> list[Precision]:
+    """What to build each target at; `of_source` is what graphs or a quantized checkpoint are, None for a plain one.
+
+    Without `asked` it is the source's, where a target has it, or else the target's first. A CPU beside other targets
+    keeps its own when it has not what was asked for them.
+    """
+    if asked is None:
+        return [_default(target, of_source) for target in targets]
+    wanted = parse_precision(asked)
+    shared = any(wanted.name in target.precisions for target in targets)
+    chosen = []
+    for target in targets:
+        if shared and target.capability is None and wanted.name not in target.precisions:
+            chosen.append(_default(target, None))
+            continue
+        _check(target, wanted, several=len(targets) > 1)
+        # A source that is quantized to this already is built as it is.
+        named = asked == wanted.name and of_source == wanted.name
+        chosen.append(Precision(wanted.name) if named else wanted)
+    return chosen
+
+
+def _default(target: Target, of_source: str | None) -> Precision:
+    if of_source in target.precisions:
+        return Precision(str(of_source))
+    return parse_precision(target.precisions[0])
+
+
+def _check(target: Target, wanted: Precision, several: bool) -> None:
+    if several and wanted.name not in target.precisions:
+        raise UsageError(
+            f"{target.name} has no precision {wanted.name!r}",
+            f"leave --precision out, and each target gets its own first ({target.name}:"
+            f" {target.precisions[0]}), or build {target.name} by itself",
+        )
+    check_precision(target, wanted.name)
+    if wanted.recipe is not None and not wanted.recipe.suits(target):
+        raise CanvasError(
+            f"the recipe {wanted.recipe.name} is not meant for {target.name}",
+            f"it names {', '.join(wanted.recipe.targets)}; --precision {target.precisions[0]} is",
+        )

@@ -1,0 +1,6 @@
+"""How near a bundle is to transformers on its checkpoint: the quality report of `canvasrt verify --reference`."""
+
+from canvasrt.fidelity.report import failures, finite, measure
+from canvasrt.fidelity.write import check_report_folder, write_report
+
+__all__ = ["check_report_folder", "failures", "finite", "measure", "write_report"]

@@ -1,0 +1,104 @@
+"""What goes into each layer of the reference and comes out of it, pass by pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
+
+Phase = Literal["encode", "denoise"]
+
+
+@dataclass
+class Routed:
+    """Tokens that reached a layer's experts: `[T, D]` float32, and the experts that each was given, `[T, k]`."""
+
+    tokens: np.ndarray
+    experts: np.ndarray
+
+
+@dataclass
+class Pass:
+    """One pass of the reference. Lists go by layer."""
+
+    phase: Phase
+    length: int  # clean tokens in the cache before the pass
+    hidden: list[np.ndarray] = field(default_factory=list)  # [1, L, D], the layer's input
+    out: np.ndarray = field(default_factory=lambda: np.empty(0))  # of the last layer
+    past_keys: list[np.ndarray] = field(default_factory=list)  # [1, kv_heads, kept, head_dim]
+    past_values: list[np.ndarray] = field(default_factory=list)
+    keys: list[np.ndarray] = field(default_factory=list)  # of this pass's own tokens
+    values: list[np.ndarray] = field(default_factory=list)
+    routed: list[Routed] = field(default_factory=list)
+
+    def outputs(self) -> list[np.ndarray]:
+        """Each layer's output `[1, L, D]`."""
+        return [*self.hidden[1:], self.out]
+
+
+@contextlib.contextmanager
+def captured(
+    reference: ReferenceModel, row: ReferenceRow, phase: Phase, into: list[Pass] | None
+) -> Iterator[None]:
+    """Watch the one pass of `row` that runs inside, and put it `into` a list; without a list, do nothing."""
+    if into is None:
+        yield
+        return
+    inner = reference.module.model
+    layers: Any = (
+        inner.decoder.layers if phase == "denoise" else inner.encoder.language_model.layers
+    )
+    seen = Pass(phase, row.length)
+    if row.length:
+        seen.past_keys = [_copy(layer.keys) for layer in row.cache.layers]
+        seen.past_values = [_copy(layer.values) for layer in row.cache.layers]
+    hooks = []
+    for layer in layers:
+        hooks.append(layer.register_forward_pre_hook(partial(_input, seen)))
+        hooks.append(layer.experts.register_forward_pre_hook(partial(_experts, seen)))
+        if phase == "denoise":
+            layer.self_attn.append_to_cache = partial(_new, seen, layer.self_attn.append_to_cache)
+    hooks.append(layers[-1].register_forward_hook(partial(_output, seen)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in layers:
+            layer.self_attn.__dict__.pop("append_to_cache", None)
+    if phase == "encode":
+        kept = [min(layer.keys.shape[2], row.length - seen.length) for layer in row.cache.layers]
+        pairs = list(zip(row.cache.layers, kept, strict=True))
+        seen.keys = [_copy(layer.keys[:, :, -count:]) for layer, count in pairs]
+        seen.values = [_copy(layer.values[:, :, -count:]) for layer, count in pairs]
+    into.append(seen)
+
+
+def _input(seen: Pass, module: Any, arguments: tuple[Any, ...]) -> None:
+    seen.hidden.append(_copy(arguments[0]))
+
+
+def _output(seen: Pass, module: Any, arguments: Any, result: Any) -> None:
+    seen.out = _copy(result)
+
+
+def _experts(seen: Pass, module: Any, arguments: tuple[Any, ...]) -> None:
+    tokens, experts, _ = arguments
+    seen.routed.append(Routed(_copy(tokens), _copy(experts)))
+
+
+def _new(seen: Pass, append: Any, cache: Any, keys: Any, values: Any) -> Any:
+    seen.keys.append(_copy(keys))
+    seen.values.append(_copy(values))
+    return append(cache, keys, values)
+
+
+def _copy(tensor: Any) -> np.ndarray:
+    # Layers scale their result in place.
+    return tensor.detach().numpy().copy()

@@ -1,0 +1,206 @@
+"""Compares denoising steps: both sides are given the reference's canvases, each conditions on its own last step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from canvasrt.fidelity.capture import Pass, captured
+from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.prompts import Prompts
+from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
+from canvasrt.fidelity.stats import RelativeError, Series
+from canvasrt.progress import Progress
+from canvasrt.runtime.model import DenoiseInput, EncodeInput
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_STEPS = 12
+PHASES = ("early", "middle", "late")
+# How many prompts' passes are captured: the first, the middle and the last step of each, and its encoding.
+CAPTURED_PROMPTS = 8
+# An acceptance bound below zero accepts nothing: the head's next canvas is then the noise that it is given.
+NOTHING = -1.0
+# Positions whose logits are widened to float64 at a time: 32 MB of them in the released model.
+_POSITIONS = 16
+
+
+@dataclass
+class StepSeries:
+    """What one step, or several, came to, position by position. The divergence is missing where there are no logits."""
+
+    kl: Series = field(default_factory=Series)
+    same: Series = field(default_factory=Series)
+    entropy_error: Series = field(default_factory=Series)
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers of a report, KL divergence and entropy in nats."""
+        same, error = self.same.all, self.entropy_error.all
+        kl = self.kl.all if self.kl.pieces else None
+        return {
+            "positions": int(same.size),
+            "kl_mean": None if kl is None else float(kl.mean()),
+            "kl_p99": None if kl is None else float(np.percentile(kl, 99, method="higher")),
+            "argmax_agreement": float(same.mean()),
+            "entropy_error_mean": float(error.mean()),
+            "entropy_error_max": float(error.max()),
+        }
+
+
+@dataclass
+class HeadErrors:
+    """Relative errors of the head's results, fed what the reference's was fed."""
+
+    logits: RelativeError = field(default_factory=RelativeError)
+    next_hidden: RelativeError = field(default_factory=RelativeError)
+
+    def to_json(self) -> dict[str, float]:
+        """A number for each."""
+        return {"logits": self.logits.value, "next_hidden": self.next_hidden.value}
+
+
+@dataclass
+class Steps:
+    """The comparison of every step of every prompt, and the passes that were captured on the way."""
+
+    prompts: int
+    kind: str
+    by_step: list[StepSeries]
+    passes: list[Pass] = field(default_factory=list)
+    head: HeadErrors = field(default_factory=HeadErrors)
+
+    def phase(self, name: str) -> StepSeries:
+        """The steps of one third of the trajectory."""
+        return _joined(
+            each for i, each in enumerate(self.by_step) if phase_of(i, len(self.by_step)) == name
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All steps together, by third, and step by step."""
+        return {
+            "prompts": self.prompts,
+            "prompt_kind": self.kind,
+            "steps": len(self.by_step),
+            "all": _joined(self.by_step).to_json(),
+            "by_phase": {name: self.phase(name).to_json() for name in PHASES},
+            "by_step": [each.to_json() for each in self.by_step],
+        }
+
+
+def phase_of(index: int, count: int) -> str:
+    """The third of the trajectory that step `index` of `count` is in."""
+    return PHASES[index * len(PHASES) // count]
+
+
+def compare_steps(
+    observed: ObservedModel, reference: ReferenceModel, prompts: Prompts, progress: Progress
+) -> Steps:
+    """Denoise a block behind every prompt, without early stop, on both sides at once."""
+    count = max(len(PHASES), min(MAX_STEPS, reference.sampler.max_denoising_steps))
+    steps = Steps(len(prompts.tokens), prompts.kind, [StepSeries() for _ in range(count)])
+    for seed, tokens in enumerate(prompts.tokens):
+        progress("comparing denoising steps", seed, len(prompts.tokens))
+        params = SamplingParams.from_defaults(
+            reference.sampler, reference.config, seed=seed, max_denoising_steps=count
+        )
+        capture = seed in _chosen(len(prompts.tokens))
+        _compare_prompt(observed, reference, tokens, params, steps, capture)
+    progress("comparing denoising steps", len(prompts.tokens), len(prompts.tokens))
+    return steps
+
+
+def _chosen(prompts: int) -> set[int]:
+    """The prompts whose passes are captured, evenly spaced."""
+    count = min(CAPTURED_PROMPTS, prompts)
+    return {i * prompts // count for i in range(count)}
+
+
+def _compare_prompt(
+    observed: ObservedModel,
+    reference: ReferenceModel,
+    tokens: Sequence[int],
+    params: SamplingParams,
+    steps: Steps,
+    capture: bool,
+) -> None:
+    model, config = observed.model, reference.config
+    row: Any = model.new_row()
+    expected_row = reference.new_row()
+    prompt = np.array(tokens, np.int64)
+    for start in range(0, len(prompt), model.prefill_chunk):
+        model.encode([EncodeInput(row, prompt[start : start + model.prefill_chunk])])
+    with captured(reference, expected_row, "encode", steps.passes if capture else None):
+        reference.encode([EncodeInput(expected_row, prompt)])
+    canvas = step_noise(params.seed, 0, 0, config.canvas_length, config.vocab_size)[1]
+    hidden, expected_hidden = model.first_hidden(canvas), reference.first_hidden(canvas)
+    last = params.max_denoising_steps
+    for step in range(1, last + 1):
+        noise = step_noise(params.seed, 0, step, config.canvas_length, config.vocab_size)
+        heat = params.temperature(step)
+        wanted = capture and step in (1, (1 + last) // 2, last)
+        given = DenoiseInput(expected_row, expected_hidden, heat, params.entropy_bound, *noise)
+        with captured(reference, expected_row, "denoise", steps.passes if wanted else None):
+            (expected,) = reference.denoise([given])
+        given = DenoiseInput(row, hidden, heat, NOTHING, noise[0], expected.canvas)
+        with observed.watching() as head:
+            (out,) = model.denoise([given])
+        series = steps.by_step[step - 1]
+        series.same.add(out.argmax == expected.argmax)
+        series.entropy_error.add(np.abs(out.entropy - expected.entropy))
+        if head is not None:
+            assert expected_row.logits is not None
+            series.kl.add(divergence(expected_row.logits, head.logits[0]))
+            if wanted:
+                _compare_head(observed, reference, expected_row, given, steps)
+        hidden, expected_hidden = out.next_hidden, expected.next_hidden
+    model.release(row)
+
+
+def _compare_head(
+    observed: ObservedModel,
+    reference: ReferenceModel,
+    row: ReferenceRow,
+    given: DenoiseInput,
+    steps: Steps,
+) -> None:
+    """Feed the head what the captured pass of the reference ended with."""
+    feeds = {
+        "hidden": steps.passes[-1].out,
+        "temperature": np.array([given.temperature], np.float32),
+        "entropy_bound": np.array([given.entropy_bound], np.float32),
+        "uniforms": given.uniforms[None],
+        "noise": given.noise[None],
+    }
+    with observed.watching() as head:
+        assert head is not None
+        out = head.run(feeds)
+    assert row.logits is not None
+    steps.head.logits.add(head.logits[0], row.logits.numpy())
+    steps.head.next_hidden.add(out["next_hidden"][0], reference.next_hidden(row))
+
+
+def divergence(expected: Tensor, found: np.ndarray) -> np.ndarray:
+    """KL(expected ‖ found) `[L]` in nats, of two softmaxes over logits `[L, V]`; some positions at a time."""
+    import torch
+
+    parts = []
+    for start in range(0, len(found), _POSITIONS):
+        ours = torch.from_numpy(found[start : start + _POSITIONS]).double().log_softmax(-1)
+        theirs = expected[start : start + _POSITIONS].double().log_softmax(-1)
+        parts.append((theirs.exp() * (theirs - ours)).sum(-1))
+    return torch.cat(parts).clamp_(min=0).numpy()
+
+
+def _joined(series: Iterator[StepSeries] | list[StepSeries]) -> StepSeries:
+    joined = StepSeries()
+    for each in series:
+        joined.kl.pieces += each.kl.pieces
+        joined.same.pieces += each.same.pieces
+        joined.entropy_error.pieces += each.entropy_error.pieces
+    return joined

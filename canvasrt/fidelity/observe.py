@@ -1,0 +1,141 @@
+"""Looks inside a bundle's graphs: edited copies of them, in memory, with more inputs and outputs.
+
+Only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from canvasrt.bundle import Bundle
+from canvasrt.extras import require
+from canvasrt.runtime.engine import Arrays
+from canvasrt.runtime.model import Model, pass_work
+from canvasrt.runtime.onnxruntime import OrtBackend, OrtSegment
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto
+
+LOGITS = "logits"
+
+
+class ObservingBackend(OrtBackend):
+    """ONNX Runtime, with the head's logits as one more output of it, and every segment at hand."""
+
+    def __init__(self, work: int) -> None:
+        super().__init__(None, work)
+        self.segments: dict[str, Any] = {}
+
+    def open(self, name: str, file: Path) -> Any:
+        opened: Any
+        if name == "head":
+            opened = ObservedHead(self.open_graph(name, with_logits(_load(file)), file.parent))
+        else:
+            opened = super().open(name, file)
+        self.segments[name] = opened
+        return opened
+
+    def open_graph(self, name: str, model: ModelProto, folder: Path) -> OrtSegment:
+        """A graph that is in memory only; its weights are files in `folder`."""
+        return self.open_bytes(name, model.SerializeToString(), folder)
+
+
+class ObservedHead:
+    """The head, which keeps the logits of its last run while `watch` is set."""
+
+    def __init__(self, segment: OrtSegment) -> None:
+        self._segment = segment
+        self.name, self.inputs = segment.name, segment.inputs
+        self.outputs = tuple(name for name in segment.outputs if name != LOGITS)
+        self.watch = False
+        self.logits = np.empty(0, np.float32)  # [B, L, V], soft-capped, before the temperature
+
+    def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
+        names = list(self.outputs if wanted is None else wanted)
+        out = self._segment.run(feeds, [*names, LOGITS] if self.watch else names)
+        self.logits = out.pop(LOGITS, self.logits)
+        return out
+
+
+class ObservedModel:
+    """A bundle as users run it. Where ONNX Runtime runs it, its logits and segments can be seen too."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.backend: ObservingBackend | None = None
+        self.head: ObservedHead | None = None
+        if (bundle.manifest.target or {}).get("backend", "onnxruntime") == "onnxruntime":
+            require("onnx", "export")
+            self.backend = ObservingBackend(pass_work(bundle.manifest.model))
+        self.model = Model.load(bundle.path, check=False, backend=self.backend)
+        if self.backend is not None:
+            self.head = self.backend.segments["head"]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[ObservedHead | None]:
+        """The head, which keeps the logits of what runs inside; None where it cannot be seen."""
+        if self.head is not None:
+            self.head.watch = True
+        yield self.head
+        if self.head is not None:
+            self.head.watch = False
+
+    def layers(self, segment: Mapping[str, Any]) -> OrtSegment:
+        """A body segment that is cut at every layer: see `cut_layers`."""
+        assert self.backend is not None
+        file = self.bundle.file(segment["file"])
+        model = cut_layers(_load(file), len(segment["layers"]))
+        return self.backend.open_graph(segment["name"], model, file.parent)
+
+
+def with_logits(model: ModelProto) -> ModelProto:
+    """A head whose logits are an output too: what the temperature divides before the best token is taken."""
+    from onnx import TensorProto, helper
+
+    producers = {name: node for node in model.graph.node for name in node.output}
+    (best,) = (node for node in model.graph.node if node.op_type == "ArgMax")
+    divided = producers[best.input[0]]
+    assert divided.op_type == "Div", divided.op_type
+    _name_output(model.graph, divided.input[0], LOGITS)
+    shape = ["batch", "length", "vocabulary"]
+    model.graph.output.append(helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, shape))
+    return model
+
+
+def cut_layers(model: ModelProto, count: int) -> ModelProto:
+    """A body segment of `count` layers in which each layer k but the first reads an input `hidden_k`, and each but the
+    last has its result as an output `hidden_out_k`. So one run gives what every layer makes of its own input."""
+    from onnx import TensorProto, helper
+
+    graph = model.graph
+    shape = ["batch", "length", next(each for each in graph.input if each.name == "hidden")]
+    width = shape.pop().type.tensor_type.shape.dim[2].dim_value
+    for k in range(1, count):
+        norm = f"layers.{k}.input_norm.weight"
+        border = next(node.input[0] for node in graph.node if norm in node.input)
+        for node in graph.node:
+            for place, name in enumerate(node.input):
+                if name == border:
+                    node.input[place] = f"hidden_{k}"
+        _name_output(graph, border, f"hidden_out_{k - 1}")
+        for values, name in ((graph.input, f"hidden_{k}"), (graph.output, f"hidden_out_{k - 1}")):
+            values.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [*shape, width]))
+    return model
+
+
+def _name_output(graph: GraphProto, value: str, name: str) -> None:
+    """Make a value an output's: a copy of it, so that nothing else in the graph changes."""
+    from onnx import helper
+
+    graph.node.append(helper.make_node("Identity", [value], [name], f"{name}_observed"))
+
+
+def _load(file: Path) -> ModelProto:
+    import onnx
+
+    return onnx.load(file, load_external_data=False)

@@ -1,0 +1,134 @@
+"""The error of each segment and of each layer: fed what the reference's was fed, so that errors do not add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from canvasrt.fidelity.capture import Pass
+from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.stats import RelativeError
+from canvasrt.model import ModelConfig
+from canvasrt.progress import Progress
+from canvasrt.runtime.cache import RequestCache
+from canvasrt.runtime.engine import Arrays, Segment
+
+ENCODE, DENOISE = "encode", "denoise"
+
+
+@dataclass
+class SegmentErrors:
+    """Relative errors of a segment's outputs, by phase."""
+
+    name: str
+    layers: Sequence[int]
+    hidden: dict[str, RelativeError] = field(default_factory=lambda: _phases())
+    keys: dict[str, RelativeError] = field(default_factory=lambda: _phases())
+    values: dict[str, RelativeError] = field(default_factory=lambda: _phases())
+
+    def to_json(self) -> dict[str, Any]:
+        """A number a phase for each output."""
+        outputs = {"hidden_out": self.hidden, "keys": self.keys, "values": self.values}
+        return {
+            "name": self.name,
+            "layers": list(self.layers),
+            **{name: _values(errors) for name, errors in outputs.items()},
+        }
+
+
+@dataclass
+class LayerErrors:
+    """Relative error of one layer's output, by phase."""
+
+    layer: int
+    kind: str
+    hidden: dict[str, RelativeError] = field(default_factory=lambda: _phases())
+
+    def to_json(self) -> dict[str, Any]:
+        """A number a phase."""
+        return {"layer": self.layer, "kind": self.kind, **_values(self.hidden)}
+
+
+def part_errors(
+    observed: ObservedModel, passes: Sequence[Pass], progress: Progress
+) -> tuple[list[SegmentErrors], list[LayerErrors]]:
+    """Run every body segment over what the reference's layers were given in `passes`, whole and layer by layer."""
+    assert observed.backend is not None
+    config = observed.model.config
+    bodies = [entry for entry in observed.bundle.manifest.segments if "layers" in entry]
+    segments, layers = [], []
+    for number, entry in enumerate(bodies):
+        progress("feeding segments with the reference's inputs", number, len(bodies))
+        held = entry["layers"]
+        errors = SegmentErrors(entry["name"], held)
+        each = [LayerErrors(layer, config.layers[layer].kind) for layer in held]
+        whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
+        for seen in passes:
+            feeds = _feeds(seen, config, held)
+            _compare_segment(whole, feeds, seen, errors)
+            _compare_layers(cut, feeds, seen, each)
+        segments.append(errors)
+        layers += each
+    progress("feeding segments with the reference's inputs", len(bodies), len(bodies))
+    return segments, layers
+
+
+def _compare_segment(segment: Segment, feeds: Arrays, seen: Pass, errors: SegmentErrors) -> None:
+    out = _run(segment, feeds)
+    errors.hidden[seen.phase].add(out["hidden_out"], seen.outputs()[errors.layers[-1]])
+    for layer in errors.layers:
+        # A sliding layer's cache has let go of the first of a long prompt.
+        for ours, expected, sums in (
+            (out[f"new_key_{layer}"], seen.keys[layer], errors.keys),
+            (out[f"new_value_{layer}"], seen.values[layer], errors.values),
+        ):
+            sums[seen.phase].add(ours[:, :, -expected.shape[2] :], expected)
+
+
+def _compare_layers(
+    segment: Segment, feeds: Arrays, seen: Pass, errors: Sequence[LayerErrors]
+) -> None:
+    inner = {f"hidden_{k}": seen.hidden[each.layer] for k, each in enumerate(errors) if k}
+    out = _run(segment, feeds | inner)
+    for k, each in enumerate(errors):
+        name = "hidden_out" if each is errors[-1] else f"hidden_out_{k}"
+        each.hidden[seen.phase].add(out[name], seen.outputs()[each.layer])
+
+
+def _run(segment: Segment, feeds: Mapping[str, np.ndarray]) -> Arrays:
+    return segment.run({name: feeds[name] for name in segment.inputs})
+
+
+def _feeds(seen: Pass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
+    """A segment's inputs, as the runtime makes them, from the reference's hidden states and cache."""
+    cache = RequestCache(config)
+    if seen.past_keys:
+        cache.keys, cache.values = list(seen.past_keys), list(seen.past_values)
+        cache.advance(seen.length)
+    hidden = seen.hidden[layers[0]]
+    count = hidden.shape[1]
+    feeds = {
+        "hidden": hidden,
+        "positions": np.arange(seen.length, seen.length + count, dtype=np.int64)[None],
+        "groups": np.full((1, count), -1, np.int64),
+        "causal": np.array([seen.phase == ENCODE]),
+        # Room for every token at one expert: nothing overflows.
+        "slots": np.arange(count, dtype=np.int64),
+    }
+    for kind in ("sliding", "full"):
+        feeds[f"past_positions_{kind}"] = cache.positions(kind)[None]
+    for layer in layers:
+        feeds[f"past_key_{layer}"] = cache.keys[layer]
+        feeds[f"past_value_{layer}"] = cache.values[layer]
+    return feeds
+
+
+def _phases() -> dict[str, RelativeError]:
+    return {ENCODE: RelativeError(), DENOISE: RelativeError()}
+
+
+def _values(errors: Mapping[str, RelativeError]) -> dict[str, float]:
+    return {phase: error.value for phase, error in errors.items()}

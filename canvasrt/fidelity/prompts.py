@@ -1,0 +1,80 @@
+"""What both sides are given to continue: questions of the demo, ordinary text, or random tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from canvasrt.demo import CHECKPOINT
+from canvasrt.demo.tasks import TASKS, questions
+from canvasrt.model import ModelConfig
+from canvasrt.runtime.tokenizer import Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+RANDOM_PROMPTS = 4
+QUESTIONS_A_TASK = 4
+TEXTS = (
+    "Why is the sky blue?",
+    "Write a short poem about the sea.",
+    "What is 17 times 23? Show how you get there.",
+    "Translate into French: The library opens at nine o'clock.",
+    "Write a Python function that reverses a linked list.",
+    "Name the planets of the solar system in order, as a JSON list.",
+    "Summarise the plot of Romeo and Juliet in three sentences.",
+    "A train leaves at 14:35 and arrives at 17:10. How long does it take?",
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts as token ids; `kind` is `questions`, `texts` or `random`."""
+
+    kind: str
+    tokens: list[list[int]]
+
+
+def is_demo(checkpoint: Path) -> bool:
+    """Whether a checkpoint answers the demo's questions: one with the demo's tokenizer."""
+    theirs = checkpoint / TOKENIZER_FILE
+    return theirs.is_file() and _hash(theirs) == _hash(CHECKPOINT / TOKENIZER_FILE)
+
+
+def prompts_for(
+    checkpoint: Path, tokenizer: Tokenizer | None, config: ModelConfig, room: int
+) -> Prompts:
+    """What suits a checkpoint. `room`: the most tokens of a prompt."""
+    if tokenizer is not None and tokenizer.has_template:
+        if is_demo(checkpoint):
+            asked = [each for task in TASKS for each in spread(task, QUESTIONS_A_TASK)]
+            return Prompts("questions", chats(tokenizer, asked))
+        return Prompts("texts", [each[-room:] for each in chats(tokenizer, TEXTS)])
+    # Short ones and ones that the sliding window cuts off.
+    lengths = [min(8, room), min(config.sliding_window + 8, room)]
+    randoms = [np.random.default_rng(seed) for seed in range(RANDOM_PROMPTS)]
+    return Prompts(
+        "random",
+        [
+            random.integers(0, config.vocab_size, lengths[seed % 2]).tolist()
+            for seed, random in enumerate(randoms)
+        ],
+    )
+
+
+def spread(task: str, count: int) -> list[str]:
+    """`count` of a task's held-out questions, evenly spaced; where there are fewer, each comes several times."""
+    held_out = questions(task)
+    if count >= len(held_out):
+        return (held_out * (count // len(held_out) + 1))[:count]
+    return [held_out[i * len(held_out) // count] for i in range(count)]
+
+
+def chats(tokenizer: Tokenizer, texts: list[str] | tuple[str, ...]) -> list[list[int]]:
+    """Each text as the one message of a chat."""
+    return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

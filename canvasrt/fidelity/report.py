@@ -1,0 +1,150 @@
+"""The quality report of a bundle against its checkpoint: measures everything, and says whether the limits are kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from canvasrt.bundle import Bundle, made_by
+from canvasrt.errors import CanvasError
+from canvasrt.fidelity.answers import Answers, Pace, ask_questions, compare_pace
+from canvasrt.fidelity.compare import Steps, compare_steps
+from canvasrt.fidelity.limits import check, limits_of
+from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.parts import DENOISE, part_errors
+from canvasrt.fidelity.prompts import Prompts, is_demo, prompts_for
+from canvasrt.fidelity.reference import ReferenceModel
+from canvasrt.fidelity.weights import weight_errors
+from canvasrt.model import ModelConfig
+from canvasrt.progress import Progress, no_progress
+from canvasrt.runtime.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+WORST = 5
+
+
+def measure(
+    bundle: Bundle,
+    checkpoint: Path,
+    questions: int,
+    progress: Progress | None = None,
+) -> Json:
+    """The report as JSON.
+
+    `questions` are asked of each task where the checkpoint answers the demo's; with 0 nothing is generated freely.
+    Raises CanvasError when the bundle cannot run here, and when the checkpoint is of another shape.
+    """
+    show = progress or no_progress
+    config, _ = ModelConfig.from_checkpoint(checkpoint)
+    if config != bundle.manifest.model:
+        raise CanvasError(
+            f"{checkpoint} and {bundle.path} are of different shapes",
+            "give the checkpoint that the bundle was made from",
+        )
+    show("loading both sides", 0, 0)
+    observed, reference = ObservedModel(bundle), ReferenceModel(checkpoint)
+    tokenizer = _tokenizer(bundle)
+    room = observed.model.max_context - config.canvas_length
+    prompts = prompts_for(checkpoint, tokenizer, config, room)
+
+    steps = compare_steps(observed, reference, prompts, show)
+    report: Json = {**_header(bundle), "steps": steps.to_json(), "pace": None, "answers": None}
+    if questions:
+        demo = tokenizer if is_demo(checkpoint) else None
+        report |= _generations(observed, reference, prompts, demo, questions, show)
+    report |= _inside(observed, checkpoint, steps, show)
+    checks = check(limits_of(bundle.manifest.options), report)
+    report["limits"] = [each.to_json() for each in checks]
+    report["ok"] = all(each.ok for each in checks)
+    return report
+
+
+def finite(value: Any) -> Any:
+    """A report with null for each number that JSON does not have; the verdicts stay."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def failures(report: Json) -> str:
+    """The limits that a report exceeds, in words."""
+    return "; ".join(
+        f"{each['what']}{' (' + each['where'] + ')' if each['where'] else ''}: {each['measured']:.4g},"
+        f" {'at least' if each['at_least'] else 'at most'} {each['limit']:g}"
+        for each in report["limits"]
+        if not each["ok"]
+    )
+
+
+def _header(bundle: Bundle) -> Json:
+    options = bundle.manifest.options
+    recipe = options.get("recipe") or {}
+    return {
+        "ok": False,
+        "bundle": bundle.manifest.digest,
+        "target": (bundle.manifest.target or {}).get("name"),
+        "precision": options.get("precision"),
+        "recipe": recipe.get("name"),
+        "recipe_description": recipe.get("description"),
+        "versions": made_by(("onnxruntime", "torch", "transformers")),
+        "limits": [],
+    }
+
+
+def _tokenizer(bundle: Bundle) -> Tokenizer | None:
+    return Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
+
+
+def _generations(
+    observed: ObservedModel,
+    reference: ReferenceModel,
+    prompts: Prompts,
+    demo: Tokenizer | None,
+    questions: int,
+    progress: Progress,
+) -> Json:
+    answers: Answers | None = None
+    pace: Pace
+    if demo is not None:
+        answers, pace = ask_questions(observed.model, reference, demo, questions, progress)
+    else:
+        pace = compare_pace(observed.model, reference, prompts, progress)
+    return {"pace": pace.to_json(), "answers": answers and answers.to_json()}
+
+
+def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps, progress: Progress) -> Json:
+    """Errors of segments, layers, matrices and experts; None for engines whose inside cannot be seen."""
+    if observed.backend is None:
+        return dict.fromkeys(("segments", "head", "layers", "weights", "experts", "worst"))
+    segments, layers = part_errors(observed, steps.passes, progress)
+    weights = weight_errors(observed.bundle, checkpoint, steps.passes, progress)
+    found: Json = {
+        "segments": [each.to_json() for each in segments],
+        "head": steps.head.to_json(),
+        "layers": [each.to_json() for each in layers],
+        "weights": [each.to_json() for each in weights.matrices],
+        "experts": [each.to_json() for each in weights.experts],
+    }
+    return {**found, "worst": _worst(found)}
+
+
+def _worst(found: Json) -> Json:
+    """Those that lose most, the worst first; none that lose nothing."""
+
+    def first(items: list[Json], key: Any) -> list[Json]:
+        return sorted((each for each in items if key(each)), key=key, reverse=True)[:WORST]
+
+    return {
+        "layers": first(found["layers"], lambda each: each[DENOISE]),
+        "experts": first(found["experts"], _expert_error),
+        "weights": first(found["weights"], lambda each: each["error"]),
+    }
+
+
+def _expert_error(expert: Json) -> float:
+    """Of its output; of its matrices where no token came."""
+    return expert["output"] or max(expert["gate_up"], expert["down"])

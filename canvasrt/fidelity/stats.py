@@ -1,0 +1,90 @@
+"""The statistics of a report: relative errors, divergences, and 95% intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Z95 = 1.959963984540054
+RESAMPLES = 4000
+_PART = 1 << 22
+
+
+@dataclass
+class RelativeError:
+    """‖found − expected‖ / ‖expected‖ over all that was added, in the Euclidean norm."""
+
+    off: float = 0.0
+    size: float = 0.0
+
+    def add(self, found: np.ndarray, expected: np.ndarray) -> None:
+        """Two arrays of one shape; sums run in float64, over a part of the arrays at a time."""
+        if found.shape != expected.shape:
+            raise ValueError(f"shapes {found.shape} and {expected.shape} differ")
+        ours, theirs = found.reshape(-1), expected.reshape(-1)
+        for start in range(0, theirs.size, _PART):
+            wide = theirs[start : start + _PART].astype(np.float64)
+            self.off += float(np.sum((ours[start : start + _PART] - wide) ** 2))
+            self.size += float(np.sum(wide**2))
+
+    @property
+    def value(self) -> float:
+        """The error; of nothing but zeros it is 0 where they were met, else infinite. Infinite for what is no number."""
+        if self.size == 0:
+            return math.inf if self.off else 0.0
+        error = math.sqrt(self.off / self.size)
+        return error if math.isfinite(error) else math.inf
+
+
+@dataclass
+class Series:
+    """Numbers gathered in pieces."""
+
+    pieces: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, values: np.ndarray) -> None:
+        self.pieces.append(np.asarray(values))
+
+    @property
+    def all(self) -> np.ndarray:
+        """All of them; what is no number counts as infinite."""
+        joined = np.concatenate([piece.reshape(-1) for piece in self.pieces])
+        return np.nan_to_num(joined, nan=np.inf, posinf=np.inf)
+
+
+Interval = tuple[float, float]
+
+
+def wilson(right: int, asked: int) -> Interval:
+    """The 95% interval of a share (Wilson 1927)."""
+    share, z = right / asked, Z95**2 / asked
+    middle = share + z / 2
+    half = Z95 * math.sqrt(share * (1 - share) / asked + z / (4 * asked))
+    return max(0.0, (middle - half) / (1 + z)), min(1.0, (middle + half) / (1 + z))
+
+
+def paired_loss(lost: int, gained: int, asked: int) -> Interval:
+    """The 95% interval of (lost − gained) / asked, where both sides were asked the same.
+
+    Agresti and Min's adjusted interval: half an answer is added to each of the four outcomes.
+    """
+    lost_, gained_, asked_ = lost + 0.5, gained + 0.5, asked + 2
+    loss = (lost_ - gained_) / asked_
+    variance = (lost_ + gained_) / asked_ - loss**2
+    half = Z95 * math.sqrt(variance / asked_)
+    return max(-1.0, loss - half), min(1.0, loss + half)
+
+
+def ratio_interval(ours: Sequence[int], theirs: Sequence[int]) -> Interval:
+    """The 95% interval of sum(ours) / sum(theirs), whose items belong together; by bootstrap, the same every time."""
+    pairs = np.array([ours, theirs], np.float64)
+    random = np.random.default_rng(0)
+    ratios = []
+    for _ in range(RESAMPLES):
+        drawn = pairs[:, random.integers(0, pairs.shape[1], pairs.shape[1])].sum(axis=1)
+        ratios.append(drawn[0] / drawn[1])
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)

@@ -1,0 +1,204 @@
+"""How far a bundle's weights are from the checkpoint's, matrix by matrix and expert by expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+from canvasrt.fidelity.capture import Pass
+from canvasrt.fidelity.stats import RelativeError
+from canvasrt.progress import Progress
+
+if TYPE_CHECKING:
+    from canvasrt.export.checkpoint import Checkpoint
+
+EXPERTS = ("experts.gate_up", "experts.down")
+
+
+@dataclass
+class WeightError:
+    """The relative error of one matrix. `name` is the one that recipes use; `format` is None where it is not quantized."""
+
+    name: str
+    layer: int | None
+    format: str | None
+    error: float
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class ExpertError:
+    """Relative errors of one expert: of its two matrices, and of its output over the tokens that the reference gave it.
+
+    The output is computed from the bundle's weights, without rounding what they multiply; None when no token came.
+    """
+
+    layer: int
+    expert: int
+    gate_up: float
+    down: float
+    tokens: int
+    output: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass
+class WeightErrors:
+    """Every matrix of the network's layers, and every expert."""
+
+    matrices: list[WeightError] = field(default_factory=list)
+    experts: list[ExpertError] = field(default_factory=list)
+
+
+def weight_errors(
+    bundle: Bundle, checkpoint_path: Path, passes: Sequence[Pass], progress: Progress
+) -> WeightErrors:
+    """Compare a bundle's graphs with the checkpoint, an expert or a matrix in memory at a time."""
+    from canvasrt.export.checkpoint import Checkpoint
+    from canvasrt.export.weights import body_sources
+
+    checkpoint, config = Checkpoint(checkpoint_path), bundle.manifest.model
+    found = WeightErrors()
+    count = len(config.layers)
+    for entry in (entry for entry in bundle.manifest.segments if "layers" in entry):
+        graph = _Weights(bundle.file(entry["file"]))
+        formats = entry.get("quantized") or {}
+        for local, layer in enumerate(entry["layers"]):
+            progress("comparing weights", layer, count)
+            for name, parts in body_sources(config, layer, 1).items():
+                short = name.removeprefix("layers.0.")
+                full = f"layers.{layer}.{short.removesuffix('.weight')}"
+                if short not in EXPERTS and not _is_matrix(graph, f"layers.{local}.{short}"):
+                    continue
+                error = RelativeError()
+                for ours, theirs in _pairs(graph, f"layers.{local}.{short}", checkpoint, parts):
+                    error.add(ours, theirs)
+                found.matrices.append(WeightError(full, layer, formats.get(full), error.value))
+            found.experts += _experts(graph, local, layer, checkpoint, passes)
+    progress("comparing weights", count, count)
+    return found
+
+
+class _Weights:
+    """The weights of one graph, read from its external data when they are asked for."""
+
+    def __init__(self, file: Path) -> None:
+        import onnx_ir as ir
+
+        self.file = file
+        self._all = ir.load(file).graph.initializers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The weight's shape; that of a stack of experts which a CPU build took apart, too."""
+        count = self._count(name)
+        if count:
+            return (count, *self._array(f"{name}.0").shape)
+        return self._array(name).shape
+
+    def read(self, name: str) -> Iterator[np.ndarray]:
+        """A matrix, or each expert's in turn; float32."""
+        count = self._count(name)
+        if count:
+            for expert in range(count):
+                yield np.array(self._array(f"{name}.{expert}"), np.float32)
+            return
+        whole = self._array(name)
+        yield from (np.array(each, np.float32) for each in (whole if whole.ndim == 3 else [whole]))
+
+    def _count(self, name: str) -> int:
+        count = 0
+        while f"{name}.{count}" in self._all:
+            count += 1
+        return count
+
+    def _array(self, name: str) -> np.ndarray:
+        import onnx_ir as ir
+
+        from canvasrt import external
+
+        value = self._all.get(name)
+        if value is None or value.const_value is None:
+            raise CanvasError(
+                f"{self.file} has no weight {name}",
+                "compare the bundle that `canvasrt build --target cpu` makes",
+            )
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            return tensor.numpy()
+        # Bundles share files by hard links, which onnx refuses to follow.
+        shape = [int(size) for size in tensor.shape.numpy()]
+        return external.mapped(tensor).view(tensor.dtype.numpy()).reshape(shape)
+
+
+def _is_matrix(graph: _Weights, name: str) -> bool:
+    return len(graph.shape(name)) > 1
+
+
+def _pairs(
+    graph: _Weights, name: str, checkpoint: Checkpoint, parts: Sequence[str]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A weight of a graph and what the checkpoint has in its place; a stack of experts one by one."""
+    tensors = [checkpoint.read(part) for part in parts]
+    if tensors[0].dim() == 3:
+        for ours, theirs in zip(graph.read(name), tensors[0], strict=True):
+            yield ours, theirs.float().numpy()
+        return
+    (ours,) = graph.read(name)
+    yield ours, np.concatenate([tensor.float().numpy() for tensor in tensors])
+
+
+def _experts(
+    graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[Pass]
+) -> list[ExpertError]:
+    from canvasrt.export.weights import DECODER
+
+    stored = f"{DECODER}.layers.{layer}.experts"
+    both = [
+        _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])
+        for short, theirs in zip(EXPERTS, ("gate_up_proj", "down_proj"), strict=True)
+    ]
+    tokens = np.concatenate([seen.routed[layer].tokens for seen in passes])
+    chosen = np.concatenate([seen.routed[layer].experts for seen in passes])
+    errors = []
+    for expert, (gate_up, down) in enumerate(zip(*both, strict=True)):
+        given = tokens[(chosen == expert).any(axis=-1)]
+        output = RelativeError()
+        if len(given):
+            output.add(_expert(given, gate_up[0], down[0]), _expert(given, gate_up[1], down[1]))
+        errors.append(
+            ExpertError(
+                layer,
+                expert,
+                _error(*gate_up),
+                _error(*down),
+                len(given),
+                output.value if len(given) else None,
+            )
+        )
+    return errors
+
+
+def _expert(tokens: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """One expert's gated MLP over `tokens` `[T, D]`."""
+    import torch
+    from torch.nn import functional as F
+
+    gate, up = (torch.from_numpy(tokens) @ torch.from_numpy(gate_up).T).chunk(2, dim=-1)
+    inner = F.gelu(gate, approximate="tanh") * up
+    return (inner @ torch.from_numpy(down).T).numpy()
+
+
+def _error(ours: np.ndarray, theirs: np.ndarray) -> float:
+    error = RelativeError()
+    error.add(ours, theirs)
+    return error.value

@@ -1,0 +1,67 @@
+"""A build that is interrupted or killed leaves no process and nothing half-written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+
+
+def builders(cache: Path) -> list[int]:
+    """The running builder processes of a build with this cache."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_text(errors="replace")
+        except OSError:
+            continue
+        if "canvasrt.build.compile" in line and str(cache) in line:
+            found.append(int(folder.name))
+    return found
+
+
+def wait_for(condition: object, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    # The graphs are those of other tests; only engines are new.
+    cache.mkdir()
+    shared = Path(os.environ["CANVASRT_CACHE"]) / "graphs"
+    shared.mkdir(parents=True, exist_ok=True)
+    (cache / "graphs").symlink_to(shared)
+    arguments = ["build", "demo", "-t", "dgx-spark", "-p", "bf16", "-o", str(tmp_path / "out")]
+    build = subprocess.Popen(
+        [sys.executable, "-m", "canvasrt", *arguments],
+        env={**os.environ, "CANVASRT_CACHE": str(cache)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert wait_for(lambda: builders(tmp_path) or build.poll() is not None, 120)
+        assert build.poll() is None, build.stderr and build.stderr.read()
+        build.send_signal(number)
+        assert build.wait(20) != 0
+        assert wait_for(lambda: not builders(tmp_path), 5)
+    finally:
+        build.kill()
+        build.wait()
+        if build.stderr:
+            build.stderr.close()
+    if number != signal.SIGKILL:  # which the next build cleans up after
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]

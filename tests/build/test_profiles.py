@@ -1,0 +1,79 @@
+"""The sizes that engines take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from canvasrt.build.profiles import PREFILL_CHUNK, profiles, to_json
+from canvasrt.memory import FOLDED_HEADS, MAX_FUSED_HEAD_DIM, SOFT_TOKENS
+from tests.canvasrt.test_memory import RELEASED
+
+BODY = {"name": "body_0", "layers": [0, 1, 2, 3, 4, 5]}
+HEAD = {"name": "head"}
+
+
+def test_profiles_of_the_released_model() -> None:
+    made = profiles(BODY, RELEASED, max_context=32_768, max_batch=4)
+    assert {
+        name: {key: (size.min, size.opt, size.max) for key, size in sizes.items()}
+        for name, sizes in made.items()
+    } == {
+        "encode": {
+            "batch": (1, 1, 4),
+            "length": (1, 512, 512),
+            "capacity": (1, 64, 512),
+            "past_full": (0, 2048, 32_768),
+            "past_sliding": (0, 1023, 1023),
+        },
+        "denoise": {
+            "batch": (1, 1, 1),
+            "length": (256, 256, 256),
+            "capacity": (1, 32, 256),
+            "past_full": (0, 2048, 32_768),
+            "past_sliding": (0, 1023, 1023),
+        },
+        "denoise_batch": {
+            "batch": (2, 4, 4),
+            "length": (256, 256, 256),
+            "capacity": (1, 128, 256),
+            "past_full": (0, 2048, 32_768),
+            "past_sliding": (0, 1023, 1023),
+        },
+    }
+    head = profiles(HEAD, RELEASED, max_context=32_768, max_batch=4)
+    assert list(head) == ["denoise", "denoise_batch"]
+    assert to_json(head)[0] == {
+        "name": "denoise",
+        "batch": {"min": 1, "opt": 1, "max": 1},
+        "length": {"min": 256, "opt": 256, "max": 256},
+    }
+
+
+def test_one_request_at_a_time_has_no_profile_for_more() -> None:
+    assert list(profiles(BODY, RELEASED, 4096, 1)) == ["encode", "denoise"]
+
+
+def test_a_segment_has_the_pasts_of_its_layers() -> None:
+    for sizes in profiles({**BODY, "layers": [0, 1]}, RELEASED, 4096, 1).values():
+        assert "past_sliding" in sizes
+        assert "past_full" not in sizes
+
+
+def test_one_row_never_overflows_and_few_experts_get_what_they_start_with() -> None:
+    small = replace(RELEASED, num_experts=4, top_k_experts=2)
+    assert profiles(BODY, small, 4096, 4)["encode"]["capacity"].max == 2048
+    assert profiles(BODY, small, 300, 1)["encode"]["capacity"].max == 300
+
+
+def test_what_several_stages_count_with_is_the_same() -> None:
+    from canvasrt import memory
+    from canvasrt.build import profiles as ours
+    from canvasrt.build.plan import DEFAULT_LAYERS_PER_SEGMENT
+    from canvasrt.export import layers, segments
+    from canvasrt.runtime import model
+
+    assert model.PREFILL_CHUNK == PREFILL_CHUNK == memory.PREFILL_CHUNK
+    assert ours.SOFT_TOKENS == SOFT_TOKENS
+    assert layers.FOLDED_HEADS == FOLDED_HEADS
+    assert layers.MAX_FUSED_HEAD_DIM == MAX_FUSED_HEAD_DIM
+    assert segments.LAYERS_PER_SEGMENT == DEFAULT_LAYERS_PER_SEGMENT

@@ -1,0 +1,220 @@
+"""What the builder calls, against the API of the real `tensorrt` bindings.
+
+Building is run for real through `tensorrt_rtx`, and every name that it takes is recorded. The bindings of TensorRT are a
+wheel on PyPI; they import without its libraries, which no index of ours has, when stubs stand where those would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from canvasrt.build import compile
+from canvasrt.build.profiles import Range
+
+rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+
+WHEEL = "tensorrt-cu13-bindings==11.4.0.106"
+# Downloaded once a machine.
+DOWNLOADS = Path(tempfile.gettempdir()) / "canvasrt-test-wheels"
+
+# Class (or "" for the module), name, and what was done with it: get, set or call.
+Use = tuple[str, str, str]
+
+
+class Recorder:
+    """Stands for an object of `tensorrt_rtx`, does what it does, and writes down what was asked of it."""
+
+    def __init__(self, real: Any, uses: set[Use]) -> None:
+        object.__setattr__(self, "_real", real)
+        object.__setattr__(self, "_uses", uses)
+
+    def _note(self, name: str, what: str) -> None:
+        self._uses.add((_class_name(self._real), name, what))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._real, name)
+        if callable(value) and not isinstance(value, type):
+            self._note(name, "call")
+            return lambda *given, **named: self._call(value, given, named)
+        self._note(name, "get")
+        # A class to be subclassed has to be the real one.
+        return value if value is rtx.ILogger else self._wrapped(value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "__class__":  # Python's own, which is how a layer becomes one of its kind
+            self._note(name, "set")
+        setattr(self._real, name, _real(value))
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self._note("__init__", "call")
+        return self._call(self._real, given, named)
+
+    def _call(self, function: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        answer = function(*map(_real, given), **{key: _real(each) for key, each in named.items()})
+        return self._wrapped(answer)
+
+    def _wrapped(self, value: Any) -> Any:
+        kind = value if isinstance(value, type) else type(value)
+        if not kind.__module__.startswith("tensorrt_rtx"):
+            return value
+        # Shapes, buffers and numbers of enumerations are values, not things that are asked.
+        plain = isinstance(value, (rtx.Dims, rtx.IHostMemory)) or hasattr(type(value), "__int__")
+        return value if plain else Recorder(value, self._uses)
+
+
+def _real(value: Any) -> Any:
+    return value._real if isinstance(value, Recorder) else value
+
+
+def _class_name(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return ""
+    return (value if isinstance(value, type) else type(value)).__name__
+
+
+@pytest.fixture(scope="module")
+def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
+    """What a build takes from the module, without a named GPU: the way of TensorRT."""
+    folder = tmp_path_factory.mktemp("recorded")
+    shape = ["batch", 2, 64, 64]
+    names = ("query", "key", "value")
+    graph = helper.make_graph(
+        [helper.make_node("Attention", list(names), ["y"])],
+        "graph",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape) for name in names],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT16, shape)],
+    )
+    file = folder / "graph.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), file)
+    found: set[Use] = set()
+    job = compile.Job("recorded", file, folder / "e", None, {"all": {"batch": Range(1, 2, 4)}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "recorded", Recorder(rtx, found))
+        compile.build(job)
+    assert (folder / "e").stat().st_size
+    # The logger is subclassed, so what it reads is not seen.
+    return sorted(found | {("ILogger", "WARNING", "get"), ("ILogger", "log", "call")})
+
+
+@pytest.fixture(scope="module")
+def bindings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder from which `tensorrt_bindings` imports."""
+    for tool in ("gcc", "nm"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}, to make stubs of TensorRT's libraries")
+    folder = tmp_path_factory.mktemp("bindings")
+    with zipfile.ZipFile(_download()) as wheel:
+        wheel.extractall(folder)
+    library = folder / "tensorrt_bindings" / "tensorrt.so"
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+    )
+    names = [line.split()[-1] for line in listed.stdout.splitlines() if " U " in line]
+    here = ctypes.CDLL(None)
+    missing = [
+        name
+        for name in names
+        if "@" not in name and not name.startswith(("Py", "_Py")) and not hasattr(here, name)
+    ]
+    assert "createInferBuilder_INTERNAL" in missing
+    source = folder / "stubs.c"
+    source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in missing))
+    for name in ("libnvinfer.so.11", "libnvinfer_plugin.so.11", "libnvonnxparser.so.11"):
+        # Beside the bindings, where their rpath looks.
+        out = library.parent / name
+        command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", out, source]
+        subprocess.run(command, check=True)
+    return folder
+
+
+def _download() -> Path:
+    """The wheel; the test is skipped when there is no index."""
+    name = WHEEL.replace("-", "_").replace("==", "-")
+    command = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", WHEEL]
+    if not list(DOWNLOADS.glob(f"{name}-cp3{sys.version_info.minor}*.whl")):
+        try:
+            subprocess.run(
+                [sys.executable, *command, "-d", DOWNLOADS],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            pytest.skip(f"{WHEEL} cannot be downloaded: {said[-1] if said else error}")
+    return next(DOWNLOADS.glob(f"{name}-cp3{sys.version_info.minor}*.whl"))
+
+
+CHECK = """
+import json, sys
+import tensorrt_bindings as api
+answers = {}
+for owner, name, what in json.load(sys.stdin):
+    holder = getattr(api, owner, None) if owner else api
+    value = getattr(holder, name, None)
+    facts = {"there": value is not None, "doc": str(getattr(value, "__doc__", "") or "")}
+    facts["set"] = getattr(value, "fset", None) is not None
+    answers[f"{owner}.{name} {what}"] = facts
+print(json.dumps({"version": api.__version__, "answers": answers}))
+"""
+
+
+def test_a_build_takes_what_is_known_of_it(uses: list[Use]) -> None:
+    """Or the recorder sees too little, and the comparison below says nothing."""
+    assert {
+        ("", "Builder", "get"),
+        ("Builder", "__init__", "call"),
+        ("Builder", "build_serialized_network", "call"),
+        ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED", "get"),
+        ("INetworkDefinition", "name", "set"),
+        ("IBuilderConfig", "max_aux_streams", "set"),
+        ("IBuilderConfig", "add_optimization_profile", "call"),
+        ("OnnxParser", "parse_from_file", "call"),
+        ("IOptimizationProfile", "set_shape", "call"),
+        ("ITensor", "get_dimension_name", "call"),
+        ("IAttention", "decomposable", "set"),
+    } <= set(uses)
+
+
+def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-c", CHECK],
+        input=json.dumps(uses),
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(bindings)},
+        check=True,
+    )
+    found = json.loads(answer.stdout)
+    assert found["version"] == WHEEL.partition("==")[2]
+    for owner, name, what in uses:
+        facts = found["answers"][f"{owner}.{name} {what}"]
+        assert facts["there"], f"tensorrt has no {owner}.{name}"
+        if what == "set":
+            assert facts["set"], f"tensorrt's {owner}.{name} cannot be set"
+        if what == "call":
+            ours = getattr(getattr(rtx, owner), name).__doc__ or ""
+            # TensorRT may take more beside.
+            assert _signatures(ours) <= _signatures(facts["doc"]), f"{owner}.{name}"
+            assert _signatures(ours), f"{owner}.{name}: no signature to compare"
+
+
+def _signatures(doc: str) -> set[str]:
+    """The lines of a docstring that are signatures, without the module's name and an overload's number."""
+    text = doc.replace("tensorrt_rtx", "tensorrt").replace("tensorrt_bindings.tensorrt", "trt")
+    return {re.sub(r"^\d+\. ", "", line.strip()) for line in text.splitlines() if "(self:" in line}
