@@ -10,9 +10,10 @@ from typing import Any, cast
 
 from canvasrt.cli.output import emit
 from canvasrt.containers.client import Client, Protocol, StreamEvent
+from canvasrt.containers.openai.client import OpenAIClient
 from canvasrt.errors import CanvasError
 
-PROTOCOLS = ("http", "grpc")
+PROTOCOLS = ("http", "grpc", "openai")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ def ask(
     """Makes the call and prints the answer, or each event as it comes."""
     _check_protocol(protocol)
     inputs = question.inputs()
+    if protocol == "openai":
+        _ask_openai(inputs, url, timeout, stream, drafts, as_json)
+        return
     with Client(url, cast(Protocol, protocol), timeout) as client:
         if stream or drafts:
             for event in client.stream({**inputs, "drafts": drafts or None}):
@@ -79,13 +83,38 @@ def ask(
     emit(answer.to_json(), as_json, lambda shown: shown.print(answer.text, markup=False))
 
 
-def _check_protocol(protocol: str) -> None:
-    if protocol == "openai":
+def _ask_openai(
+    inputs: Mapping[str, Any],
+    url: str | None,
+    timeout: float,
+    stream: bool,
+    drafts: bool,
+    as_json: bool,
+) -> None:
+    if drafts:
         raise CanvasError(
-            "the server has no OpenAI front end yet", "give --protocol http or --protocol grpc"
+            "drafts change, and what the OpenAI API has sent must not",
+            "give --protocol grpc, or --stream alone",
         )
+    client = OpenAIClient(url, timeout)
+    if not stream:
+        answer = client.ask(inputs)
+        emit(answer, as_json, lambda shown: shown.print(answer["text"], markup=False))
+        return
+    for piece in client.stream(inputs):
+        if as_json:
+            print(json.dumps({"text": piece}, ensure_ascii=False), flush=True)
+        else:
+            print(piece, end="", flush=True)
+    if not as_json:
+        print(flush=True)
+
+
+def _check_protocol(protocol: str) -> None:
     if protocol not in PROTOCOLS:
-        raise CanvasError(f"unknown protocol {protocol!r}", "give --protocol http or grpc")
+        raise CanvasError(
+            f"unknown protocol {protocol!r}", f"give --protocol {', '.join(PROTOCOLS)}"
+        )
 
 
 def _print_event(event: StreamEvent, as_json: bool) -> None:

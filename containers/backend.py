@@ -19,11 +19,22 @@ from canvasrt.bundle import load_bundle
 from canvasrt.containers.metrics import Metrics
 from canvasrt.containers.replies import ReplyBuilder
 from canvasrt.containers.request import read_request
-from canvasrt.containers.server import THREADS_VARIABLE
-from canvasrt.containers.tensors import HINT, STREAM_MODEL, check_parameters, outputs_of
+from canvasrt.containers.server import (
+    MAX_MODEL_LEN_VARIABLE,
+    STOPPING_VARIABLE,
+    THREADS_VARIABLE,
+)
+from canvasrt.containers.tensors import (
+    ERROR_EVENT,
+    ERRORS,
+    HINT,
+    STREAM_MODEL,
+    check_parameters,
+    outputs_of,
+)
 from canvasrt.containers.worker import CANCEL_INTERVAL, Overloaded, Worker
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Event, Finished, Generator
+from canvasrt.runtime.generator import Event, Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -31,7 +42,6 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Parameters that the answer model adds to the calls that it makes to the stream model. A failed
 # call between models loses its error code, so the error comes back as an event of its own.
 CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
-ERROR_EVENT = "error"
 MAX_BATCH = 4
 
 
@@ -43,7 +53,8 @@ class StreamModel:
         options = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         # `engines` is relative to the model repository, which holds this model's folder.
         engines = Path(args["model_repository"]).parent / options["engines"]
-        self._model = Model.load(engines, threads=_threads())
+        self._model = Model.load(engines, threads=_number(THREADS_VARIABLE))
+        self._model.max_context = _context(self._model.max_context)
         bundle = load_bundle(engines, check=False)  # the model has checked it
         manifest = bundle.manifest
         self._tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
@@ -62,7 +73,7 @@ class StreamModel:
                 sender.send(flags=FINAL)
                 continue
             call = parameters.get(CALL)
-            sink = _Sink(sender, is_call=call is not None)
+            sink = _Sink(sender, told_errors=call is not None or ERRORS in parameters)
             try:
                 self._admit(request, parameters, sink, call)
             except Exception as error:
@@ -75,13 +86,22 @@ class StreamModel:
         self, request: Any, parameters: dict[str, Any], sink: _Sink, call: str | None
     ) -> None:
         check_parameters(parameters, STREAM_MODEL)
+        if os.path.exists(os.environ.get(STOPPING_VARIABLE, "")):
+            raise Overloaded("the server is stopping", "send it to another server")
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        asked, drafts = read_request(arrays, self._model, self._tokenizer)
-        sink.replies = ReplyBuilder(self._tokenizer, asked.params, drafts, only_final=bool(call))
+        asked = read_request(arrays, self._model, self._tokenizer)
+        sink.replies = ReplyBuilder(
+            self._tokenizer,
+            asked.request.params,
+            asked.drafts,
+            only_final=bool(call),
+            stops=asked.stops,
+            prompt=asked.request.prompt_token_ids,
+        )
         if call is not None:
             gone = sink.gone = self._cancelled_calls.setdefault(str(call), threading.Event())
             sink.on_end = lambda: self._cancelled_calls.pop(str(call), gone)
-        self._worker.submit(asked, sink)
+        self._worker.submit(asked.request, sink)
 
     def _cancel_call(self, call: str) -> None:
         gone = self._cancelled_calls.get(call)
@@ -92,29 +112,35 @@ class StreamModel:
 class _Sink:
     """Sends one request's events through its response sender."""
 
-    def __init__(self, sender: Any, is_call: bool) -> None:
+    def __init__(self, sender: Any, told_errors: bool) -> None:
+        """`told_errors` makes an error an event, with its code."""
         self._sender = sender
-        self._is_call = is_call
+        self._told_errors = told_errors
+        self._ended = False
         self.replies: ReplyBuilder | None = None
         self.gone: threading.Event | None = None
         self.on_end: Any = None
 
     def event(self, event: Event) -> None:
         assert self.replies is not None
-        reply = self.replies.reply(event)
-        done = isinstance(event, Finished)
-        if done:
+        if self._ended:  # a stop string has ended it before the generator did
+            return
+        replies = self.replies.replies(event)
+        if self.replies.ended:
             self._end()
-        if reply is not None:
+        for number, reply in enumerate(replies, 1):
             tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if done else 0)
-        elif done:
+            last = self._ended and number == len(replies)
+            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
+        if self._ended and not replies:
             self._sender.send(flags=FINAL)
 
     def fail(self, error: Exception) -> None:
+        if self._ended:
+            return
         self._end()
         code, message = describe(error)
-        if self._is_call:
+        if self._told_errors:
             told = json.dumps({"code": code, "message": message}).encode()
             tensors = [
                 pb_utils.Tensor("event", np.array([ERROR_EVENT.encode()], object)),
@@ -125,9 +151,14 @@ class _Sink:
             self._sender.send(error_response(code, message), flags=FINAL)
 
     def cancelled(self) -> bool:
-        return self._sender.is_cancelled() or (self.gone is not None and self.gone.is_set())
+        return (
+            self._ended
+            or self._sender.is_cancelled()
+            or (self.gone is not None and self.gone.is_set())
+        )
 
     def _end(self) -> None:
+        self._ended = True
         if self.on_end is not None:
             self.on_end()
 
@@ -213,12 +244,23 @@ class AnswerModel:
                 self._recent.extend(request.exec(decoupled=True))
 
 
-def _threads() -> int | None:
-    """CPU threads of the engines; None takes every core."""
-    value = os.environ.get(THREADS_VARIABLE, "")
+def _number(variable: str) -> int | None:
+    """A number from the environment."""
+    value = os.environ.get(variable, "")
     if value and not value.isdecimal():
-        raise CanvasError(f"{THREADS_VARIABLE} is {value!r}", "give a number, or unset it")
+        raise CanvasError(f"{variable} is {value!r}", "give a number, or unset it")
     return int(value) if value else None
+
+
+def _context(most: int) -> int:
+    """The most tokens of a request: what the engines were built for, or less."""
+    asked = _number(MAX_MODEL_LEN_VARIABLE)
+    if asked is not None and asked > most:
+        raise CanvasError(
+            f"the longest context is to be {asked} tokens, and the engines take {most}",
+            f"give at most {most}, or build engines with a larger --max-context",
+        )
+    return most if asked is None else asked
 
 
 def describe(error: Exception) -> tuple[str, str]:

@@ -93,9 +93,9 @@ class Client:
         timeout = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
         with self._errors(ANSWER_MODEL):
             result = self._client.infer(
-                ANSWER_MODEL, self._tensors(ANSWER_MODEL, inputs), **timeout
+                ANSWER_MODEL, make_tensors(self._module, ANSWER_MODEL, inputs), **timeout
             )
-        return Answer(**_read(result, ANSWER_MODEL))
+        return Answer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
         """The events of one request, over gRPC. Leaving the iteration early cancels the request."""
@@ -106,7 +106,7 @@ class Client:
             )
         replies: Replies = queue.SimpleQueue()
         with self._errors(STREAM_MODEL):
-            tensors = self._tensors(STREAM_MODEL, inputs)
+            tensors = make_tensors(self._module, STREAM_MODEL, inputs)
             self._client.start_stream(
                 callback=lambda result, error: replies.put((result, error)),
                 stream_timeout=self.timeout,
@@ -115,7 +115,7 @@ class Client:
             try:
                 self._send(tensors, replies)
                 while not finished:
-                    event = StreamEvent(**_read(_taken(replies), STREAM_MODEL))
+                    event = StreamEvent(**read_reply(_taken(replies), STREAM_MODEL))
                     finished = event.event == "final"
                     yield event
             finally:
@@ -129,17 +129,6 @@ class Client:
             with contextlib.suppress(queue.Empty):
                 _taken(replies, timeout=1.0)
             raise
-
-    def _tensors(self, model: str, inputs: Mapping[str, Any]) -> list[Any]:
-        known = {tensor.name: tensor for tensor in inputs_of(model)}
-        made = []
-        for name, value in inputs.items():
-            if value is not None:
-                array = _array(known[name], value)
-                tensor = self._module.InferInput(name, list(array.shape), known[name].datatype)
-                tensor.set_data_from_numpy(array)
-                made.append(tensor)
-        return made
 
     @contextlib.contextmanager
     def _errors(self, model: str) -> Iterator[None]:
@@ -206,9 +195,26 @@ def _taken(replies: Replies, timeout: float | None = None) -> Any:
     return result
 
 
+def make_tensors(module: Any, model: str, inputs: Mapping[str, Any]) -> list[Any]:
+    """Values by name as input tensors of a client module; None leaves one out.
+
+    CanvasError for a value that does not fit its type.
+    """
+    known = {tensor.name: tensor for tensor in inputs_of(model)}
+    made = []
+    for name, value in inputs.items():
+        if value is not None:
+            array = _array(known[name], value)
+            tensor = module.InferInput(name, list(array.shape), known[name].datatype)
+            tensor.set_data_from_numpy(array)
+            made.append(tensor)
+    return made
+
+
 def _array(tensor: Tensor, value: Any) -> np.ndarray:
     if tensor.datatype == "BYTES":
-        return np.array([str(value).encode()], np.object_)
+        texts = value if tensor.shape == (-1,) else [value]
+        return np.array([str(text).encode() for text in texts], np.object_)
     values = value if tensor.shape == (-1,) else [value]
     try:
         array = np.array(values)
@@ -224,7 +230,8 @@ def _array(tensor: Tensor, value: Any) -> np.ndarray:
     return made
 
 
-def _read(result: Any, model: str) -> dict[str, Any]:
+def read_reply(result: Any, model: str) -> dict[str, Any]:
+    """A reply's outputs by name."""
     values: dict[str, Any] = {}
     for tensor in outputs_of(model):
         array = result.as_numpy(tensor.name)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from canvasrt.build import build
 from canvasrt.cli.output import emit, progress, table
-from canvasrt.containers.client import Answer, Client, Protocol
+from canvasrt.containers.client import Client
+from canvasrt.containers.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.openai.client import OpenAIClient
 from canvasrt.containers.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.server import Server
@@ -29,6 +31,7 @@ QUESTIONS = (
     "shuffle abdeg",
     "brackets 8 ([",
 )
+T = TypeVar("T")
 # A tiny model may miss one question; more than that means that something is broken.
 MAY_MISS = 2
 SEED = 0
@@ -36,15 +39,17 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Row:
-    """One question with its answers over HTTP and gRPC. Times are in milliseconds."""
+    """One question with its answers over each protocol. Times are in milliseconds."""
 
     question: str
     http: str
     grpc: str
+    openai: str
     right: bool
     steps: list[int]
     http_ms: float
     grpc_ms: float
+    openai_ms: float
 
 
 def run(keep: Path | None, as_json: bool) -> None:
@@ -60,10 +65,11 @@ def run(keep: Path | None, as_json: bool) -> None:
         with (
             repository_of(made) as repository,
             Server(repository, ports=Ports(0, 0, 0), log=log) as server,
+            FrontEnd.over(server, FrontOptions(port=0)) as front,
         ):
             ready = time.perf_counter()
             show("asking", 0, 0)
-            rows = ask_all(server)
+            rows = ask_all(server, front.url)
         stopped = time.perf_counter()
     seconds = {
         "build": built - started,
@@ -74,32 +80,40 @@ def run(keep: Path | None, as_json: bool) -> None:
     judge(rows)
 
 
-def ask_all(server: Server) -> list[Row]:
-    """Every question over both protocols."""
-    ports: tuple[tuple[Protocol, int], ...] = (
-        ("http", server.ports.http),
-        ("grpc", server.ports.grpc),
-    )
-    answers: dict[str, list[tuple[Answer, float]]] = {}
-    for protocol, port in ports:
-        with Client(f"{server.address}:{port}", protocol) as client:
-            client.infer({"prompt": QUESTIONS[0]})  # the first call sets up buffers
-            answers[protocol] = [_timed(client, question) for question in QUESTIONS]
-    return [
-        _row(question, http, grpc)
-        for question, http, grpc in zip(QUESTIONS, answers["http"], answers["grpc"], strict=True)
-    ]
+def ask_all(server: Server, openai_url: str) -> list[Row]:
+    """Every question over all protocols."""
+    with (
+        Client(f"{server.address}:{server.ports.http}", "http") as http,
+        Client(f"{server.address}:{server.ports.grpc}", "grpc") as grpc,
+    ):
+        openai = OpenAIClient(openai_url)
+        for ask in (http.infer, grpc.infer, openai.ask):
+            ask({"prompt": QUESTIONS[0]})  # the first call sets up buffers
+        rows = []
+        for question in QUESTIONS:
+            inputs = {"prompt": question, "seed": SEED}
+            by_http, http_ms = _timed(http.infer, inputs)
+            by_grpc, grpc_ms = _timed(grpc.infer, inputs)
+            by_openai, openai_ms = _timed(openai.ask, inputs)
+            rows.append(
+                Row(
+                    question=question,
+                    http=by_http.text,
+                    grpc=by_grpc.text,
+                    openai=by_openai["text"],
+                    right=is_correct(question, by_http.text),
+                    steps=by_http.steps,
+                    http_ms=http_ms,
+                    grpc_ms=grpc_ms,
+                    openai_ms=openai_ms,
+                )
+            )
+    return rows
 
 
-def _row(question: str, http: tuple[Answer, float], grpc: tuple[Answer, float]) -> Row:
-    (by_http, http_ms), (by_grpc, grpc_ms) = http, grpc
-    right = is_correct(question, by_http.text)
-    return Row(question, by_http.text, by_grpc.text, right, by_http.steps, http_ms, grpc_ms)
-
-
-def _timed(client: Client, question: str) -> tuple[Answer, float]:
+def _timed(ask: Callable[[dict[str, Any]], T], inputs: dict[str, Any]) -> tuple[T, float]:
     before = time.perf_counter()
-    answer = client.infer({"prompt": question, "seed": SEED})
+    answer = ask(inputs)
     return answer, (time.perf_counter() - before) * 1000
 
 
@@ -117,7 +131,7 @@ def _print(rows: list[Row], seconds: dict[str, float], as_json: bool) -> None:
     data = {"rows": [asdict(row) for row in rows], "right": right, "seconds": seconds}
 
     def render(shown: Any) -> None:
-        columns = ("question", "HTTP", "gRPC", "right", "steps a block", "ms HTTP", "ms gRPC")
+        columns = ("question", "HTTP", "gRPC", "OpenAI", "right", "steps a block", "ms, each")
         shown.print(table(columns, [_cells(row) for row in rows]))
         shown.print(
             f"{right} of {len(rows)} right; built in {seconds['build']:.0f} s, serving"
@@ -129,16 +143,18 @@ def _print(rows: list[Row], seconds: dict[str, float], as_json: bool) -> None:
 
 def _cells(row: Row) -> tuple[str, ...]:
     steps = " ".join(map(str, row.steps))
-    times = (f"{row.http_ms:.0f}", f"{row.grpc_ms:.0f}")
-    return (row.question, row.http, row.grpc, "yes" if row.right else "no", steps, *times)
+    times = " ".join(f"{ms:.0f}" for ms in (row.http_ms, row.grpc_ms, row.openai_ms))
+    right = "yes" if row.right else "no"
+    return (row.question, row.http, row.grpc, row.openai, right, steps, times)
 
 
 def judge(rows: list[Row]) -> None:
     """CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
     for row in rows:
-        if row.http != row.grpc:
+        if not row.http == row.grpc == row.openai:
             raise CanvasError(
-                f"{row.question!r} got {row.http!r} over HTTP and {row.grpc!r} over gRPC",
+                f"{row.question!r} got {row.http!r} over HTTP, {row.grpc!r} over gRPC and"
+                f" {row.openai!r} over the OpenAI API",
                 "the same seed must give the same answer: this is a bug in canvasrt",
             )
     wrong = [row.question for row in rows if not row.right]

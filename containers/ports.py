@@ -1,4 +1,4 @@
-"""The three ports of a server, checked before it starts."""
+"""The ports of a server, checked before it starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass, fields
 
 from canvasrt.errors import CanvasError
+
+API_PORT = 8000  # of the OpenAI front end, as in NIM
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,16 @@ class Ports:
         try:
             # Held until all are known, so that no two get the same free port.
             for field in fields(self):
-                held[field.name] = _listen(host, getattr(self, field.name), field.name)
+                option = f"--{field.name}-port"
+                held[field.name] = listen(host, getattr(self, field.name), option)
             return Ports(**{name: each.getsockname()[1] for name, each in held.items()})
         finally:
             for each in held.values():
                 each.close()
 
 
-def _listen(host: str, port: int, name: str) -> socket.socket:
-    option = f"--{name}-port"
+def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
+    """A listening socket; port 0 takes a free one. CanvasError names the option that is to blame."""
     if not 0 <= port <= 65535:
         raise CanvasError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -39,7 +42,7 @@ def _listen(host: str, port: int, name: str) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1)
+        listener.listen(backlog)
     except OSError as error:
         listener.close()
         raise _refusal(host, port, option, error) from error

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import OPTIONS, chosen_prompt, read_inputs, read_messages
+from canvasrt.containers.tensors import (
+    OPTIONS,
+    check_stops,
+    chosen_prompt,
+    read_inputs,
+    read_messages,
+)
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.model import Model
@@ -15,17 +21,29 @@ from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 
+class Asked(NamedTuple):
+    """What the runtime does not need to know: whether drafts are wanted, and what ends the text."""
+
+    request: Request
+    drafts: bool
+    stops: tuple[str, ...]
+
+
 def read_request(
     arrays: Mapping[str, np.ndarray], model: Model, tokenizer: Tokenizer | None
-) -> tuple[Request, bool]:
-    """The request, and whether its drafts are wanted. CanvasError says which tensor is wrong."""
+) -> Asked:
+    """A caller's request. CanvasError says which tensor is wrong."""
     values = read_inputs(arrays)
     # The options first: they are cheap to check, and a long prompt is not.
     options = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
     params = SamplingParams.from_defaults(
         model.sampler, model.config, adaptive_stop=values.get("early_stop"), **options
     )
-    return Request(_prompt(values, tokenizer), params), bool(values.get("drafts"))
+    stops = check_stops(values.get("stop") or ())
+    if stops and tokenizer is None:
+        raise CanvasError("the model has no tokenizer, so it cannot look for stop", "leave it out")
+    request = Request(_prompt(values, tokenizer), params)
+    return Asked(request, bool(values.get("drafts")), stops)
 
 
 def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:

@@ -1,77 +1,114 @@
-"""The life of `canvasrt serve`: start, tell where it listens, wait for a signal, stop."""
+"""The life of `canvasrt serve`: choose the engines, start, tell where it listens, wait, stop."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import logging
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.bundle import load_bundle
-from canvasrt.cli.output import console, emit
+from canvasrt.bundle import Bundle
+from canvasrt.cli.output import emit
+from canvasrt.containers.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.openai.logs import configure
+from canvasrt.containers.output import Output
 from canvasrt.containers.package import repository_of
-from canvasrt.containers.ports import Ports
-from canvasrt.containers.server import EXIT_TIMEOUT, READY_TIMEOUT, Server, ServerError
+from canvasrt.containers.prepare import prepare
+from canvasrt.containers.profiles import Profile, choose, open_source
+from canvasrt.containers.server import Server, ServerError
+from canvasrt.containers.settings import Settings
 from canvasrt.containers.signals import StopRequest, stop_request
+from canvasrt.containers.supervisor import Supervisor
 from canvasrt.errors import CanvasError
 
-_LOOK_EVERY = 0.2
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default."""
-
-    host: str = "127.0.0.1"
-    ports: Ports = field(default_factory=Ports)
-    log: str | None = None
-    verbose: bool = False
-    ready_timeout: float = READY_TIMEOUT
-    exit_timeout: int = EXIT_TIMEOUT
-    threads: int | None = None
-    as_json: bool = False
-
-    @property
-    def log_file(self) -> Path | None:
-        """Where Triton's output goes; None for stderr."""
-        if self.log == "-":
-            return None
-        return Path(self.log) if self.log else default_log(self.ports.http)
-
-
-def default_log(http_port: int) -> Path:
-    """The log of the server on this port, in the user's state folder."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "canvasrt" / f"triton-{http_port}.log"
-
-
-def run(path: Path, settings: Settings) -> None:
+def run(settings: Settings) -> None:
     """Serves a bundle until a signal comes. CanvasError when it cannot start or ends by itself."""
+    configure(settings.python_level, settings.json_logs)
+    source = open_source(settings.bundle)
+    profile = choose(source, settings.profile)
+    tls = settings.tls
+    if settings.dry_run:
+        _show(settings, source, profile)
+        return
     settings = replace(settings, ports=settings.ports.resolve(settings.host))
-    # The engines' hashes are checked once, by the model that loads them.
-    bundle = load_bundle(path, kind=("package", "engines", "graphs"), check=False)
-    with repository_of(bundle) as repository, stop_request() as stop:
+    with stop_request() as stop, Output(settings) as output:
+        with _front(settings, source, profile, tls, output) as front:
+            try:
+                engines = prepare(source, profile, settings.cache, front.tell, stop.asked)
+                if engines is not None:  # else it was told to stop
+                    _serve(settings, source, engines, front, output, stop)
+            except ServerError as error:
+                output.show_tail(error.log_tail)
+                raise
+
+
+@contextlib.contextmanager
+def _front(
+    settings: Settings,
+    source: Bundle,
+    profile: Profile,
+    tls: dict[str, str] | None,
+    output: Output,
+) -> Iterator[FrontEnd]:
+    """The front end, which says that it lives while everything else is still to come."""
+    options = FrontOptions(
+        host=settings.host,
+        port=settings.port,
+        health_port=settings.health_port,
+        names=settings.names,
+        keys=settings.keys,
+        tls=tls,
+        log_level=settings.python_level,
+        json_logs=settings.json_logs,
+        about=about(source, profile, settings.max_model_len),
+    )
+    where = Server(Path(), host=settings.host).address
+    grpc = f"{where}:{settings.ports.grpc}"
+    front = FrontEnd(options, grpc, f"http://{where}:{settings.ports.metrics}/metrics", output.log)
+    try:
+        front.start()
+        log.info("alive: %s/health/live", front.health_url)
+        yield front
+    finally:
+        front.stop(grace=0)
+
+
+def _serve(
+    settings: Settings,
+    source: Bundle,
+    engines: Path,
+    front: FrontEnd,
+    output: Output,
+    stop: StopRequest,
+) -> None:
+    with repository_of(source, engines) as repository:
         server = Server(
             repository,
             host=settings.host,
             ports=settings.ports,
-            log=settings.log_file,
+            log=output.log,
             exit_timeout=settings.exit_timeout,
             threads=settings.threads,
+            max_model_len=settings.max_model_len,
+            output=output.descriptor,
+            recent=output.recent,
+            options=settings.triton_options,
         )
-        with _following(settings, server.log):
-            try:
-                _serve(server, settings, stop)
-            except ServerError as error:
-                for line in [] if settings.verbose else error.log_tail:
-                    print(line, file=sys.stderr)
-                raise
-            finally:
-                ended = server.stop(force=stop.insisted)
+        supervisor = Supervisor(server, front, stop)
+        try:
+            supervisor.start(settings.ready_timeout)
+            if not stop.asked.is_set():
+                _tell(server, front, settings)
+            supervisor.watch()
+            log.info("stopping; a second signal stops at once")
+        finally:
+            ended = supervisor.stop(settings.exit_timeout)
     if not ended:
         raise CanvasError(
             f"requests were still running after {settings.exit_timeout} s and were cut off",
@@ -79,65 +116,73 @@ def run(path: Path, settings: Settings) -> None:
         )
 
 
-def _serve(server: Server, settings: Settings, stop: StopRequest) -> None:
-    server.start()
-    server.wait_ready(settings.ready_timeout, stop.asked)
-    if not stop.asked.is_set():
-        _tell(server, settings.as_json)
-    while not stop.asked.wait(_LOOK_EVERY):
-        server.check_alive()
-    if not settings.as_json:
-        console(stderr=True).print("stopping; once more to stop at once")
+def about(source: Bundle, profile: Profile, max_model_len: int | None) -> dict[str, Any]:
+    """What `/v1/metadata` says about the model."""
+    manifest = source.manifest
+    return {
+        "digest": manifest.digest,
+        "profile": {"id": profile.id, "name": profile.name, "tags": profile.tags},
+        "target": profile.target.name,
+        "precision": profile.precision,
+        "max_context": max_model_len or profile.max_context,
+        "canvas_length": manifest.model.canvas_length,
+        "made_by": manifest.made_by,
+    }
 
 
-def _tell(server: Server, as_json: bool) -> None:
+def _tell(server: Server, front: FrontEnd, settings: Settings) -> None:
     host, ports = server.address, server.ports
     data: dict[str, Any] = {
+        "openai": front.url,
+        "health": front.health_url.removesuffix("/v1"),
         "http": f"{host}:{ports.http}",
         "grpc": f"{host}:{ports.grpc}",
         "metrics": f"http://{host}:{ports.metrics}/metrics",
         "log": str(server.log) if server.log else None,
         "pid": server.pid,
+        "front_end_pid": front.pid,
     }
+    if settings.json_logs and not settings.as_json:
+        log.info("ready: openai %s http %s grpc %s", data["openai"], data["http"], data["grpc"])
+        return
 
     def render(shown: Any) -> None:
-        shown.print(f"ready   http {data['http']}   grpc {data['grpc']}", markup=False)
+        shown.print(f"ready   openai {data['openai']}", markup=False)
+        shown.print(f"triton  http {data['http']}   grpc {data['grpc']}", markup=False)
         shown.print(f"metrics {data['metrics']}", markup=False)
         if data["log"]:
             shown.print(f"log     {data['log']}", markup=False)
         shown.print(f"try     canvasrt infer '12+34=' --url {data['http']}", markup=False)
 
-    emit(data, as_json, render)
+    emit(data, settings.as_json, render)
     sys.stdout.flush()
 
 
-@contextmanager
-def _following(settings: Settings, log: Path | None) -> Iterator[None]:
-    """Copies what is added to the log to stderr, for --verbose."""
-    if not settings.verbose or log is None:
-        yield
-        return
-    log.unlink(missing_ok=True)  # an earlier server's
-    done = threading.Event()
-    thread = threading.Thread(target=_follow, args=(log, done), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+def _show(settings: Settings, source: Bundle, profile: Profile) -> None:
+    """What a dry run prints: all that was decided, and no key."""
+    data = {
+        "bundle": str(source.path),
+        "profile": profile.to_json(),
+        "builds_first": profile.builds,
+        "host": settings.host,
+        "ports": {
+            "api": settings.port,
+            "health": settings.health_port,
+            "triton_http": settings.ports.http,
+            "triton_grpc": settings.ports.grpc,
+            "metrics": settings.ports.metrics,
+        },
+        "served_model_names": list(settings.names),
+        "max_model_len": settings.max_model_len or profile.max_context,
+        "api_keys": len(settings.keys),
+        "tls": settings.ssl_mode,
+        "cache": str(settings.cache) if settings.cache else None,
+        "log": str(settings.log_file) if settings.log_file else "stderr",
+        "log_level": settings.log_level,
+    }
 
+    def render(shown: Any) -> None:
+        for name, value in data.items():
+            shown.print(f"{name}: {value}", markup=False)
 
-def _follow(log: Path, done: threading.Event) -> None:
-    position = 0
-    while True:
-        last = done.is_set()
-        if log.exists():
-            with log.open("rb") as file:
-                file.seek(position)
-                sys.stderr.buffer.write(file.read())
-                sys.stderr.flush()
-                position = file.tell()
-        if last:
-            return
-        done.wait(_LOOK_EVERY)
+    emit(data, settings.as_json, render)

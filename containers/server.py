@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -34,6 +34,10 @@ EXIT_TIMEOUT = 10  # for requests in flight when the server is told to stop
 UNLOAD_TIMEOUT = 3  # for the models to be unloaded after that
 PROBE_TIMEOUT = 5.0
 THREADS_VARIABLE = "CANVASRT_THREADS"
+MAX_MODEL_LEN_VARIABLE = "CANVASRT_MAX_MODEL_LEN"
+STOPPING_VARIABLE = "CANVASRT_STOPPING"  # a file: once it is there, requests are refused
+SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
+_STOPPING = "stopping"
 POLL = 0.05
 _CAUSES = (
     # The traceback follows in the same line, with its line breaks escaped.
@@ -67,17 +71,26 @@ class Server:
         host: str = "127.0.0.1",
         ports: Ports | None = None,
         log: Path | None = None,
-        exit_timeout: int = EXIT_TIMEOUT,
+        exit_timeout: float = EXIT_TIMEOUT,
         threads: int | None = None,
+        max_model_len: int | None = None,
+        output: int | None = None,
+        recent: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> None:
-        """`log` is the file for the server's output; None passes it on to stderr. `threads` are the
-        engines' CPU threads; None takes `CANVASRT_THREADS`, else every core."""
+        """`log` is the file for the server's output, appended to; None passes it on to stderr, or to
+        the descriptor `output`, whose last lines `recent` holds. `threads` are the engines' CPU threads; None takes
+        `CANVASRT_THREADS`, else every core. `max_model_len` limits a request's tokens further than
+        the engines do. `options` are tritonserver's own."""
         self.repository = repository
         self.host = host
         self.ports = ports or Ports()
         self.log = log
         self.exit_timeout = exit_timeout
-        self._threads = threads
+        self._variables = {THREADS_VARIABLE: threads, MAX_MODEL_LEN_VARIABLE: max_model_len}
+        self._given_output = output
+        self._recent = recent
+        self._options = tuple(options)
         self.run_name = run_name()
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,6 +106,12 @@ class Server:
     def pid(self) -> int | None:
         """The server's process id, None while there is none."""
         return self._process.pid if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process and those of its models are there."""
+        alive = self._process is not None and self._process.poll() is None
+        return alive and all(is_running(model) for model in self._models)
 
     def __enter__(self) -> Server:
         self.start()
@@ -139,13 +158,18 @@ class Server:
             raise
 
     def wait_ready(
-        self, timeout: float = READY_TIMEOUT, interrupted: threading.Event | None = None
+        self,
+        timeout: float = READY_TIMEOUT,
+        interrupted: threading.Event | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Returns when every model is ready, or `interrupted` is set. ServerError when the server
-        ends first or `timeout` seconds pass."""
+        """Returns when every model is ready, or `interrupted` is set; calls `meanwhile` now and then.
+        ServerError when the server ends first or `timeout` seconds pass."""
         deadline = time.monotonic() + timeout
         while not (interrupted and interrupted.is_set()):
             self.check_alive()
+            if meanwhile is not None:
+                meanwhile()
             if self.is_ready():
                 self._models = self._model_processes()
                 return
@@ -198,6 +222,11 @@ class Server:
             self._process = None
             self._clean()
 
+    def refuse(self) -> None:
+        """Has the models refuse what comes from now on; requests in flight go on."""
+        if self._folder is not None:
+            (self._folder / _STOPPING).touch()
+
     def _end(self, process: subprocess.Popen[bytes], force: threading.Event | None) -> bool:
         drained = self._drain(force)
         if process.poll() is None:
@@ -218,9 +247,13 @@ class Server:
         do, would hold it up until its timeout.
         """
         deadline = time.monotonic() + self.exit_timeout
-        while self._in_flight():
+        self.refuse()
+        # Twice: a request may be on its way to where it counts.
+        quiet = 0
+        while quiet < 2:
+            quiet = 0 if self._in_flight() else quiet + 1
             if time.monotonic() > deadline or (force and force.is_set()):
-                return False
+                return quiet > 0
             time.sleep(POLL)
         return True
 
@@ -247,18 +280,15 @@ class Server:
             connection.close()
 
     def log_tail(self, lines: int = 20) -> list[str]:
-        """The last lines of the log, without Triton's tables; empty where there is no log file."""
-        if self.log is None or not self.log.exists():
-            return []
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        told = [line for line in text.splitlines() if line.strip() and line[0] not in "|+"]
-        return told[-lines:]
+        """The last lines of the log, without Triton's tables."""
+        found: Sequence[str] = list(self._recent)
+        if self.log is not None and self.log.exists():
+            found = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in found if line.strip() and line[0] not in "|+"][-lines:]
 
     def _command(self, installation: Installation) -> list[str]:
-        backend: list[str] = []
-        if installation.bundled:
-            self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
-            backend = installation.prepare(self._folder)
+        self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
+        backend = installation.prepare(self._folder) if installation.bundled else []
         command = [
             str(installation.binary),
             f"--model-repository={self.repository}",
@@ -275,22 +305,28 @@ class Server:
             command.append(f"--{name}-port={getattr(self.ports, name)}")
         if not Path("/dev/nvidiactl").exists():
             command.append("--allow-gpu-metrics=false")
-        return command
+        return [*command, *self._options]
 
     def _environment(self, installation: Installation) -> dict[str, str]:
         env = installation.environment()
-        if self._threads is not None:
-            env[THREADS_VARIABLE] = str(self._threads)
+        for name in SECRETS:  # the models need none of them
+            env.pop(name, None)
+        env |= {k: str(v) for k, v in self._variables.items() if v is not None}
+        if self._folder is not None:
+            env[STOPPING_VARIABLE] = str(self._folder / _STOPPING)
         return env
 
     @contextlib.contextmanager
     def _output(self) -> Iterator[IO[bytes] | None]:
-        if self.log is None:
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as file:
+                yield file
+        elif self._given_output is not None:
+            with open(self._given_output, "wb", closefd=False) as file:
+                yield file
+        else:
             yield None
-            return
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as file:
-            yield file
 
     def _log_hint(self) -> str:
         return f"; the log is {self.log}" if self.log else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,11 @@ from canvasrt.errors import CanvasError
 
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
+MAX_STOPS = 16
+# A parameter of a request to the stream model: its error comes as an event of this name, with the code
+# and the message as JSON. Streams of Triton's have no codes, and its option that gives them one
+# (triton_grpc_error) has crashed it.
+ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
 HINT = ". Hint: "  # between what was wrong and the way out, in an error reply
 
 
@@ -51,6 +56,7 @@ OPTIONS = (
 EARLY_STOP = Tensor(
     "early_stop", "BOOL", (1,), "false takes every denoising step; true when absent"
 )
+STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer, which is cut before them")
 RAW = Tensor("raw", "BOOL", (1,), "take `prompt` as it is, without the chat template")
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
@@ -71,7 +77,8 @@ PROGRESS = (
 
 def inputs_of(model: str) -> tuple[Tensor, ...]:
     """Every input of the answer model or the stream model; all of them are optional to Triton."""
-    return (*PROMPTS, RAW, *OPTIONS, EARLY_STOP, *((DRAFTS,) if model == STREAM_MODEL else ()))
+    drafts = (DRAFTS,) if model == STREAM_MODEL else ()
+    return (*PROMPTS, RAW, *OPTIONS, EARLY_STOP, STOP, *drafts)
 
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:
@@ -97,7 +104,7 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
     misspelled option would be ignored without a word.
     """
     for name in parameters:
-        if not name.startswith(_TRITON_PARAMETERS):
+        if name != ERRORS and not name.startswith(_TRITON_PARAMETERS):
             known = ", ".join(tensor.name for tensor in inputs_of(model))
             raise CanvasError(f"unknown input {name!r}", f"the inputs are {known}")
 
@@ -114,18 +121,20 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if array is None:
             continue
         if tensor.shape == (-1,):
-            values[tensor.name] = [int(item) for item in _flat(tensor, array)]
+            values[tensor.name] = _list(tensor, array)
         else:
             values[tensor.name] = _scalar(tensor, array)
     return values
 
 
-def _flat(tensor: Tensor, array: np.ndarray) -> np.ndarray:
+def _list(tensor: Tensor, array: np.ndarray) -> list[Any]:
     if array.ndim != 1:
         raise CanvasError(
             f"{tensor.name} has the shape {list(array.shape)}", f"send {tensor.name} as one list"
         )
-    return array
+    if tensor.datatype == "BYTES":
+        return [_text(tensor.name, item) for item in array]
+    return [int(item) for item in array]
 
 
 def _scalar(tensor: Tensor, array: np.ndarray) -> Any:
@@ -163,6 +172,15 @@ def chosen_prompt(values: Mapping[str, Any]) -> str:
     if len(given) > 1:
         raise CanvasError(f"the request has {' and '.join(given)}", f"send only one of {names}")
     return given[0]
+
+
+def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """The strings of a `stop` tensor; CanvasError for an empty one, or too many."""
+    if "" in stops:
+        raise CanvasError("stop holds an empty string", "leave it out")
+    if len(stops) > MAX_STOPS:
+        raise CanvasError(f"stop holds {len(stops)} strings", f"send at most {MAX_STOPS}")
+    return tuple(stops)
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:

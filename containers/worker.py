@@ -93,7 +93,7 @@ class Worker:
     def _report(self) -> None:
         if self._observe is not None:
             try:
-                self._observe(self._generator, len(self._sinks))
+                self._observe(self._generator, len(self._sinks) + self._arrived.qsize())
             except Exception:
                 log.exception("the metrics could not be updated")
 

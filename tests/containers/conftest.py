@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from canvasrt.build import build
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.client import Client
+from canvasrt.containers.frontend import FrontEnd, FrontOptions
 from canvasrt.containers.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.server import Server
@@ -42,12 +44,13 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """CPU engines of a random model with the demo's shape and tokenizer; its blocks take many steps."""
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Graphs of a random model with the demo's shape and tokenizer; its blocks take many steps."""
     import torch
 
     from canvasrt.demo.model import build_model
     from canvasrt.demo.tokenizer import build_tokenizer
+    from canvasrt.export.graphs import export
 
     folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(3)
@@ -58,7 +61,14 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
                 parameter.mul_(3.0)
     model.save_pretrained(folder / "checkpoint")
     build_tokenizer().save_pretrained(folder / "checkpoint")
-    return build(folder / "checkpoint", "cpu", folder / "engines")
+    export(str(folder / "checkpoint"), folder / "graphs")
+    return load_bundle(folder / "graphs", check=False)
+
+
+@pytest.fixture(scope="session")
+def engines(graphs: Bundle) -> Bundle:
+    """CPU engines from those graphs."""
+    return build(graphs.path, "cpu", graphs.path.parent / "engines")
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +88,23 @@ def server(packaged: Bundle) -> Iterator[Server]:
     ):
         yield running
     assert not leftovers(running)
+
+
+@pytest.fixture(scope="session")
+def front(server: Server) -> Iterator[FrontEnd]:
+    """An OpenAI front end over the shared server, which serves its model under two names."""
+    options = FrontOptions(
+        port=0, names=("canvasrt", "alias"), about={"digest": "0123456789abcdef"}
+    )
+    with FrontEnd.over(server, options) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def openai(front: FrontEnd) -> Iterator[OpenAI]:
+    """The real client; it reports failures at once."""
+    with OpenAI(base_url=front.url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
 
 
 @pytest.fixture

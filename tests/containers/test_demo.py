@@ -1,4 +1,4 @@
-"""`canvasrt demo`: right answers over both protocols, and nothing left, however it ends."""
+"""`canvasrt demo`: right answers over every protocol, and nothing left, however it ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
     data = json.loads(output)
     assert [row["question"] for row in data["rows"]] == list(QUESTIONS)
     for row in data["rows"]:
-        assert row["http"] == row["grpc"]
+        assert row["http"] == row["grpc"] == row["openai"]
         assert row["right"] == is_correct(row["question"], row["http"])
     assert data["right"] >= 6
     assert (tmp_path / "kept" / "package" / "manifest.json").exists()
@@ -80,8 +80,8 @@ def test_it_asks_a_question_of_every_task():
     assert {task_of(question).name for question in QUESTIONS} == set(TASKS)
 
 
-def row(question: str, http: str, grpc: str, right: bool) -> Row:
-    return Row(question, http, grpc, right, [2], 1.0, 1.0)
+def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> Row:
+    return Row(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
 
 
 def test_one_wrong_answer_is_forgiven_and_three_are_not():
@@ -92,5 +92,7 @@ def test_one_wrong_answer_is_forgiven_and_three_are_not():
 
 
 def test_answers_that_differ_between_protocols_are_never_forgiven():
-    with pytest.raises(CanvasError, match="over HTTP and '5' over gRPC"):
+    with pytest.raises(CanvasError, match="'4' over HTTP, '5' over gRPC and '4' over the OpenAI"):
         judge([row("2+2=", "4", "5", right=True)])
+    with pytest.raises(CanvasError, match="'4' over gRPC and '5' over the OpenAI"):
+        judge([row("2+2=", "4", "4", right=True, openai="5")])

@@ -69,7 +69,8 @@ def test_a_refusal_of_the_server_is_shown_with_its_hint(server: Server):
 @pytest.mark.parametrize(
     ("arguments", "error", "hint"),
     [
-        (("x", "--protocol", "openai"), "no OpenAI front end", "http"),
+        (("x", "--protocol", "openai", "--drafts"), "drafts change", "grpc"),
+        (("x", "--protocol", "openai", "--url", "ftp://a"), "no address of a server", "http://"),
         (("x", "--protocol", "smtp"), "unknown protocol 'smtp'", "grpc"),
         (("x", "--stream"), "streams over gRPC", "--protocol grpc"),
         ((), "there is no prompt", "--prompt-ids"),

@@ -31,11 +31,13 @@ def test_a_package_holds_all_that_docker_build_needs(packaged: Bundle, engines: 
         "models/canvasrt_stream/1/model.py",
     } <= names
     dockerfile = (packaged.path / "Dockerfile").read_text()
-    for source in re.findall(r"^COPY (?:--\S+ )*(\S+)", dockerfile, re.MULTILINE):
+    copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.+) \S+$", dockerfile, re.MULTILINE)
+    assert copied
+    for source in " ".join(copied).split():
         assert (packaged.path / source).exists()
     assert "\nUSER 1000:1000\n" in dockerfile
     assert "\nHEALTHCHECK " in dockerfile
-    assert "/v2/health/ready" in dockerfile
+    assert "canvasrt.containers.image.probe" in dockerfile
 
 
 def test_its_engines_are_a_bundle_of_their_own(packaged: Bundle, engines: Bundle):
@@ -58,14 +60,6 @@ def test_a_flipped_byte_is_found(engines: Bundle, tmp_path: Path):
     file.write_text(file.read_text().replace("canvasrt", "canvasrX"))
     with pytest.raises(CanvasError, match=r"config\.pbtxt"):
         load_bundle(out)
-
-
-@pytest.mark.parametrize("format", ["oci", "docker", "zip"])
-def test_formats_that_cannot_be_written_are_refused(engines: Bundle, tmp_path: Path, format: str):
-    with pytest.raises(CanvasError, match=format) as refused:
-        package(engines.path, tmp_path / "out", format=format)
-    assert "context" in refused.value.hint
-    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_engines_are_refused(engines: Bundle, tmp_path: Path):

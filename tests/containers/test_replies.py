@@ -31,12 +31,9 @@ def test_the_end_of_the_sequence_is_a_token_and_no_text(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(seed=9, eos_token_ids=(EOS,)), drafts=True)
     ids = tokenizer.encode("46", add_special_tokens=False)
     canvas = np.array([*ids, EOS, *ids])
-    draft = replies.reply(Draft(0, 0, 3, canvas, canvas > 0))
-    block = replies.reply(Block(0, 0, 3, [*ids, EOS], "stop"))
-    final = replies.reply(finished([*ids, EOS], "stop"))
-    assert draft is not None
-    assert block is not None
-    assert final is not None
+    (draft,) = replies.replies(Draft(0, 0, 3, canvas, canvas > 0))
+    (block,) = replies.replies(Block(0, 0, 3, [*ids, EOS], "stop"))
+    (final,) = replies.replies(finished([*ids, EOS], "stop"))
     assert draft["token_ids"].tolist() == canvas.tolist()
     for reply in (draft, block, final):
         assert reply["text"].tolist() == [b"46"]
@@ -46,8 +43,7 @@ def test_the_end_of_the_sequence_is_a_token_and_no_text(tokenizer: Tokenizer):
 
 def test_every_reply_holds_every_output_in_its_type(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(seed=2**64 - 1), drafts=False)
-    reply = replies.reply(Block(0, 0, 3, [40], None))
-    assert reply
+    (reply,) = replies.replies(Block(0, 0, 3, [40], None))
     assert set(reply) == {tensor.name for tensor in outputs_of(STREAM_MODEL)}
     types = {"BYTES": "object", "INT32": "int32", "UINT64": "uint64"}
     for tensor in outputs_of(STREAM_MODEL):
@@ -57,8 +53,7 @@ def test_every_reply_holds_every_output_in_its_type(tokenizer: Tokenizer):
 
 def test_without_a_tokenizer_there_are_ids_and_no_text():
     replies = ReplyBuilder(None, SamplingParams(), drafts=True)
-    reply = replies.reply(finished([40, 41], "length"))
-    assert reply
+    (reply,) = replies.replies(finished([40, 41], "length"))
     assert reply["text"].tolist() == [b""]
     assert reply["token_ids"].tolist() == [40, 41]
 
@@ -67,9 +62,9 @@ def test_events_that_nobody_asked_for_are_left_out(tokenizer: Tokenizer):
     canvas = np.array([40])
     draft, block = Draft(0, 0, 1, canvas, canvas > 0), Block(0, 0, 1, [40], "length")
     quiet = ReplyBuilder(tokenizer, SamplingParams(), drafts=False)
-    assert quiet.reply(draft) is None
-    assert quiet.reply(block) is not None
+    assert not quiet.replies(draft)
+    assert quiet.replies(block)
     last_only = ReplyBuilder(tokenizer, SamplingParams(), drafts=False, only_final=True)
-    assert last_only.reply(block) is None
-    assert last_only.reply(finished([40], "length")) is not None
-    assert last_only.reply(finished([], "cancelled")) is None
+    assert not last_only.replies(block)
+    assert last_only.replies(finished([40], "length"))
+    assert not last_only.replies(finished([], "cancelled"))

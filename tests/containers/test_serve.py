@@ -25,7 +25,7 @@ from canvasrt.errors import CanvasError
 from tests.containers.conftest import ENDLESS, eventually, needs_triton
 
 pytestmark = needs_triton
-ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+ANY_PORTS = ("--port", "0", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Runs packages with docker or podman."""

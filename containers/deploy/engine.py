@@ -1,0 +1,106 @@
+"""docker or podman on this machine, through its own command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from canvasrt.errors import CanvasError, UsageError
+
+ENGINES = ("docker", "podman")
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One of them; `name` is which."""
+
+    name: str
+
+    def run(
+        self, *arguments: str, timeout: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command of it, and returns what came of it."""
+        return subprocess.run(
+            [self.name, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+
+    def out(self, *arguments: str) -> str:
+        """What a command prints. CanvasError when it fails."""
+        done = self.run(*arguments)
+        if done.returncode != 0:
+            raise CanvasError(
+                f"{self.name} {arguments[0]} failed: {last_line(done.stderr)}",
+                f"try it by hand: {self.name} {' '.join(arguments)}",
+            )
+        return done.stdout
+
+    def inspect(self, kind: str, name: str) -> dict[str, Any] | None:
+        """What it knows about an image or a container; None when there is none of that name."""
+        done = self.run(kind, "inspect", name)
+        if done.returncode != 0:
+            return None
+        (found,) = json.loads(done.stdout)
+        return found
+
+    @cached_property
+    def architecture(self) -> str:
+        """Of the machine that it runs containers on: amd64, arm64."""
+        query = "{{.Architecture}}" if self.name == "docker" else "{{.Host.Arch}}"
+        told = self.out("info", "--format", query).strip()
+        return _ARCHITECTURES.get(told, told)
+
+    def gpu_options(self, gpus: str) -> list[str]:
+        """The options that give a container GPUs: `all`, or their numbers separated by commas."""
+        if self.name == "podman":  # through the Container Device Interface
+            return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
+        return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
+
+    def logs(self, container: str, lines: int) -> list[str]:
+        """The last lines that a container wrote."""
+        done = self.run("logs", "--tail", str(lines), container)
+        return (done.stdout + done.stderr).splitlines()[-lines:]
+
+
+def find_engine(name: str | None = None) -> Engine:
+    """The engine of that name, else docker, else podman. CanvasError when none answers."""
+    if name is not None and name not in ENGINES:
+        raise UsageError(f"unknown engine {name!r}", f"the engines are {' and '.join(ENGINES)}")
+    reasons = []
+    for each in (name,) if name else ENGINES:
+        if shutil.which(each) is None:
+            reasons.append(f"{each} is not installed")
+            continue
+        engine = Engine(each)
+        done = engine.run("info", "--format", "{{json .}}")
+        # The docker client exits 0 of a daemon that it cannot reach, and says so in its answer.
+        if done.returncode == 0 and '"ServerErrors"' not in done.stdout:
+            return engine
+        reasons.append(f"{each} does not answer ({last_line(done.stderr + _errors(done.stdout))})")
+    raise CanvasError(
+        f"there is nothing to run a container with: {'; '.join(reasons)}",
+        "install docker or podman, start docker's daemon, or join its group;"
+        " --print shows the command for another machine",
+    )
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _errors(text: str) -> str:
+    try:
+        return "\n".join(json.loads(text).get("ServerErrors") or ())
+    except (ValueError, AttributeError):
+        return ""

@@ -1,0 +1,96 @@
+"""What there is to deploy: a package's folder, an OCI layout, a docker archive, or an image by name."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from canvasrt.bundle import MANIFEST, load_bundle
+from canvasrt.containers.deploy.engine import Engine, last_line
+from canvasrt.containers.image.base import read_base
+from canvasrt.containers.image.layout import write_archive
+from canvasrt.containers.package import ENGINES
+from canvasrt.errors import CanvasError
+from canvasrt.staging import scratch
+
+
+@dataclass(frozen=True)
+class Package:
+    """An image, or what one is made from. `path` is None for an image that docker has already."""
+
+    tag: str
+    path: Path | None
+    kind: str  # context, oci, docker, image
+    labels: Mapping[str, str]
+    architecture: str | None
+    engines: Path | None = None  # to be mounted, where the image does not hold them
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether one of its targets is a GPU."""
+        targets = self.labels.get("canvasrt.target", "cpu").split(",")
+        return targets != ["cpu"]
+
+    @property
+    def builds(self) -> bool:
+        """Whether it holds graphs that the container builds engines from at its first start."""
+        return "graphs" in self.labels.get("canvasrt.target", "").split(",")
+
+
+def open_package(package: str, engine: Engine | None) -> Package:
+    """The package at a path; else the image of that name, which `engine` must have."""
+    path = Path(package).expanduser()
+    if (path / MANIFEST).is_file():
+        return _context(path)
+    if (path / "index.json").is_file():
+        image = read_base(path)
+        return Package(image.tag, path, "oci", image.labels, image.architecture)
+    if path.is_file() and tarfile.is_tarfile(path):
+        image = read_base(path)
+        return Package(image.tag, path, "docker", image.labels, image.architecture)
+    known = engine.inspect("image", package) if engine else None
+    if known is None:
+        raise CanvasError(
+            f"there is no package at {package}, and no image of that name",
+            "give what `canvasrt package` wrote: a folder, or an archive",
+        )
+    labels = (known.get("Config") or {}).get("Labels") or known.get("Labels") or {}
+    return Package(package, None, "image", labels, known.get("Architecture"))
+
+
+def load(package: Package, engine: Engine) -> None:
+    """Makes the image known to the engine: builds or loads it. CanvasError with what it said."""
+    if package.path is None:
+        return
+    if package.kind == "context":
+        done = engine.run("build", "--tag", package.tag, str(package.path))
+    elif package.kind == "docker":
+        done = engine.run("load", "--input", str(package.path))
+    else:
+        with scratch(package.path.resolve().with_name(f"{package.path.name}.load")) as folder:
+            write_archive(package.path, package.tag, folder / "archive")
+            done = engine.run("load", "--input", str(folder / "archive"))
+    if done.returncode != 0:
+        what = "build" if package.kind == "context" else "load"
+        raise CanvasError(
+            f"{engine.name} cannot {what} {package.path}: {last_line(done.stderr)}",
+            f"try it by hand: {engine.name} build {package.path}"
+            if what == "build"
+            else "verify it with `canvasrt verify`, and see that its disk has room",
+        )
+
+
+def _context(path: Path) -> Package:
+    bundle = load_bundle(path, kind="package", check=False)
+    options = bundle.manifest.options
+    mounted = path / ENGINES if options.get("engines") == "mount" else None
+    return Package(
+        options["image"]["tag"],
+        path,
+        "context",
+        options["image"]["labels"],
+        options["image"]["architecture"],
+        mounted.resolve() if mounted else None,
+    )

@@ -1,0 +1,1 @@
+"""Container images without a daemon: OCI layouts and docker archives, the same bytes on every run."""

@@ -1,0 +1,269 @@
+"""Reads the image that ours is built on: an OCI layout, or an archive that `docker save` wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from canvasrt.containers.image.blobs import LAYER_TYPE, Blobs, Json
+from canvasrt.errors import CanvasError
+
+_PYTHON = re.compile(r"(?:\./)?usr/(?:local/)?bin/python3$")
+_MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
+_INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
+_GET_ONE = (
+    "where there is a network: skopeo copy docker://nvcr.io/nvidia/tritonserver:26.09-py3"
+    " oci:triton:26.09, then --base triton; a registry is never asked for it from here"
+)
+
+
+@dataclass(frozen=True)
+class BaseLayer:
+    """A layer of the base image, as it lies on disk."""
+
+    file: Path
+    digest: str
+    size: int
+    media_type: str
+    # Where it begins in `file`, which is an archive with every layer in it.
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Base:
+    """An image on disk."""
+
+    path: Path
+    config: Json
+    layers: tuple[BaseLayer, ...]
+    digest: str
+    names: tuple[str, ...] = field(default=())
+
+    @property
+    def architecture(self) -> str:
+        """As Docker calls it: amd64, arm64."""
+        return str(self.config.get("architecture", "amd64"))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Its labels."""
+        return (self.config.get("config") or {}).get("Labels") or {}
+
+    @property
+    def tag(self) -> str:
+        """The first of its names; empty where it has none."""
+        return self.names[0] if self.names else ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all layers, as they are stored."""
+        return sum(layer.size for layer in self.layers)
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """The variables that it sets."""
+        pairs = (line.partition("=") for line in self.config.get("config", {}).get("Env") or ())
+        return {name: value for name, _, value in pairs}
+
+    @cached_property
+    def python(self) -> tuple[str, str]:
+        """Where its `python3` lies, and its version, such as `3.12`. CanvasError when it has none."""
+        found = ""
+        for layer in self.layers:
+            for member in _members(layer):
+                if _PYTHON.match(member.name) and (member.issym() or member.islnk()):
+                    found = f"{member.name} {member.linkname}"
+        match = re.search(r"python(3\.\d+)$", found)
+        if match is None:
+            raise CanvasError(
+                f"no python3 was found in the base image {self.path}",
+                "use an image with tritonserver and its Python backend",
+            )
+        return "/" + found.split()[0].removeprefix("./"), match[1]
+
+    def copy_into(self, blobs: Blobs) -> list[Json]:
+        """Puts every layer into `blobs`; their descriptors."""
+        for layer in self.layers:
+            if layer.offset == 0 and layer.file.stat().st_size == layer.size:
+                blobs.take(layer.file, layer.digest)
+            elif not blobs.path(layer.digest).exists():
+                with layer.file.open("rb") as file, blobs.path(layer.digest).open("wb") as out:
+                    for chunk in _range(file, layer.offset, layer.size):
+                        out.write(chunk)
+        return [
+            {"mediaType": layer.media_type, "digest": layer.digest, "size": layer.size}
+            for layer in self.layers
+        ]
+
+
+def read_base(path: Path, architecture: str | None = None) -> Base:
+    """The image at `path`: a folder with an OCI layout, or an archive of one image.
+
+    CanvasError when there is none, when it is damaged, and when its architecture is another.
+    """
+    path = path.expanduser()
+    try:
+        if (path / "index.json").is_file():
+            base = _read_layout(path, architecture)
+        elif path.is_file() and tarfile.is_tarfile(path):
+            base = _read_archive(path)
+        else:
+            raise CanvasError(
+                f"there is no image at {path}: neither an OCI layout nor a docker archive", _GET_ONE
+            )
+    except (KeyError, ValueError, IndexError, TypeError, OSError, tarfile.TarError) as error:
+        raise CanvasError(
+            f"the base image {path} is damaged: {error or type(error).__name__}",
+            "copy it again; `skopeo inspect` shows whether it is whole",
+        ) from error
+    if architecture is not None and base.architecture != architecture:
+        raise CanvasError(
+            f"the base image {path} is for {base.architecture}, and the engines need {architecture}",
+            f"take the image of that platform: skopeo copy --override-arch {architecture} …",
+        )
+    return base
+
+
+def _read_layout(path: Path, architecture: str | None) -> Base:
+    blobs = path / "blobs"
+
+    def blob(descriptor: Json) -> Path:
+        return blobs / descriptor["digest"].replace(":", "/")
+
+    def document(descriptor: Json) -> Json:
+        content = blob(descriptor).read_bytes()
+        if "sha256:" + hashlib.sha256(content).hexdigest() != descriptor["digest"]:
+            raise ValueError(f"{descriptor['digest']} has another content")
+        return json.loads(content)
+
+    index = json.loads((path / "index.json").read_text())
+    descriptor = top = _only(index["manifests"], architecture, path)
+    manifest = document(descriptor)
+    while "manifests" in manifest or descriptor.get("mediaType", "").endswith(_INDEX_TYPES):
+        descriptor = _only(manifest["manifests"], architecture, path)
+        manifest = document(descriptor)
+    layers = []
+    for entry in manifest["layers"]:
+        file = blob(entry)
+        if file.stat().st_size != entry["size"]:
+            raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {entry['size']}")
+        media_type = LAYER_TYPE + _compression(file, 0)
+        layers.append(BaseLayer(file, entry["digest"], entry["size"], media_type))
+    # As it was named when it was written; skopeo's layouts say a tag alone, which is no name.
+    name = (top.get("annotations") or {}).get("io.containerd.image.name", "")
+    names = (name.removeprefix("docker.io/").removeprefix("library/"),) if name else ()
+    return Base(path, document(manifest["config"]), tuple(layers), descriptor["digest"], names)
+
+
+def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
+    """The manifest for an architecture; the only one where no platform is said."""
+    images = [
+        each for each in manifests if each.get("platform", {}).get("architecture") != "unknown"
+    ]
+    fitting = [
+        each
+        for each in images
+        if architecture in (None, each.get("platform", {}).get("architecture", architecture))
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting and images:
+        names = ", ".join(each["platform"]["architecture"] for each in images)
+        raise CanvasError(
+            f"the base image {path} is for {names}, and the engines need {architecture}",
+            f"take the image of that platform: skopeo copy --override-arch {architecture} …",
+        )
+    raise CanvasError(
+        f"{path} holds {len(fitting)} images",
+        "give a layout with one image, or one of each platform",
+    )
+
+
+def _read_archive(path: Path) -> Base:
+    """Layers stay in the archive, which may be a large one: only their places are read."""
+    with tarfile.open(path, "r:") as archive:
+        members = {member.name: member for member in archive}
+
+        def content(name: str) -> bytes:
+            file = archive.extractfile(members[name])
+            assert file is not None
+            return file.read()
+
+        (image,) = json.loads(content("manifest.json"))
+        raw_config = content(image["Config"])
+        layers = []
+        for name in image["Layers"]:
+            member = members[name]
+            while member.issym() or member.islnk():  # old versions link layers that are the same
+                target = (Path(name).parent / member.linkname).as_posix()
+                member = members[member.linkname if member.islnk() else _normal(target)]
+            layers.append(_archived_layer(path, member))
+    digest = "sha256:" + hashlib.sha256(raw_config).hexdigest()
+    return Base(
+        path, json.loads(raw_config), tuple(layers), digest, tuple(image.get("RepoTags") or ())
+    )
+
+
+def _normal(name: str) -> str:
+    parts: list[str] = []
+    for part in name.split("/"):
+        if part == "..":
+            parts.pop()
+        elif part not in ("", "."):
+            parts.append(part)
+    return "/".join(parts)
+
+
+def _archived_layer(path: Path, member: tarfile.TarInfo) -> BaseLayer:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for chunk in _range(file, member.offset_data, member.size):
+            digest.update(chunk)
+    media_type = LAYER_TYPE + _compression(path, member.offset_data)
+    return BaseLayer(
+        path, "sha256:" + digest.hexdigest(), member.size, media_type, member.offset_data
+    )
+
+
+def _compression(file: Path, offset: int) -> str:
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        start = opened.read(4)
+    return next((suffix for magic, suffix in _MAGIC.items() if start.startswith(magic)), "")
+
+
+def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
+    file.seek(offset)
+    while size:
+        chunk = file.read(min(size, 1 << 20))
+        if not chunk:
+            raise ValueError("a layer is cut off")
+        size -= len(chunk)
+        yield chunk
+
+
+def _members(layer: BaseLayer) -> Iterator[tarfile.TarInfo]:
+    if layer.media_type.endswith("+zstd"):
+        raise CanvasError(
+            f"the layer {layer.digest[:19]} of the base image is compressed with zstd",
+            "copy the image with gzip: skopeo copy --dest-compress-format gzip …",
+        )
+    with layer.file.open("rb") as file:
+        file.seek(layer.offset)
+        with _stream(file, layer) as archive:
+            yield from archive
+
+
+@contextmanager
+def _stream(file: IO[bytes], layer: BaseLayer) -> Iterator[tarfile.TarFile]:
+    mode: Any = "r|gz" if layer.media_type.endswith("+gzip") else "r|"
+    with tarfile.open(fileobj=file, mode=mode) as archive:
+        yield archive

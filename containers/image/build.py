@@ -1,0 +1,235 @@
+"""Makes the image of a package on top of a base image, without a daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canvasrt.bundle import Bundle, HashProgress, Manifest, load_bundle
+from canvasrt.containers.image import bindings, releases, wheels
+from canvasrt.containers.image.base import Base, read_base
+from canvasrt.containers.image.blobs import Blobs, Counter, Entry, Layer, entries_of
+from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
+from canvasrt.containers.image.requirements import Pin, canonical
+from canvasrt.containers.image.settings import CACHE, PACKAGE, USER, architecture_of, settings_for
+from canvasrt.containers.package import (
+    ENGINES,
+    IMAGE,
+    REPOSITORY,
+    SBOM,
+    Recipe,
+    backends_of,
+    package,
+)
+from canvasrt.errors import CanvasError
+from canvasrt.progress import Progress, no_progress
+from canvasrt.staging import check_output, scratch, staging
+
+FORMATS = ("oci", "docker")
+_INSIDE = PACKAGE.lstrip("/")
+
+
+@dataclass(frozen=True)
+class Made:
+    """An image that was written, and the manifest of what it holds."""
+
+    image: Image
+    manifest: Manifest
+    format: str
+
+    @property
+    def engine_bytes(self) -> int:
+        """How much of what was added are engines, as they lie in the image."""
+        return sum(
+            entry["bytes"]
+            for name, entry in self.manifest.files.items()
+            if name.startswith(f"{ENGINES}/")
+        )
+
+    @property
+    def other_bytes(self) -> int:
+        """What was added besides engines: code and its dependencies."""
+        return self.image.added_bytes - self.engine_bytes
+
+
+def write_image(
+    source: Path | str | Sequence[Path | str],
+    out: Path | str,
+    *,
+    format: str,
+    base: Path,
+    recipe: Recipe,
+    progress: Progress = no_progress,
+) -> Made:
+    """Write the image of bundles to `out`: an OCI layout (a folder), or a docker archive (a file).
+
+    CanvasError for what `package` and `read_base` refuse, and for wheels that cannot be had; nothing
+    is left behind then.
+    """
+    out = Path(out).expanduser().resolve()
+    check_output(out)
+    paths = [source] if isinstance(source, (str, Path)) else list(source)
+    manifests = [load_bundle(path, check=False).manifest for path in paths]
+    opened = read_base(base, architecture_of(manifests))
+    recipe = recipe_for(opened, recipe)
+    _check_tensorrt(manifests, recipe)
+    with scratch(out.with_name(out.name + ".context")) as context:
+        made = package(
+            source,
+            context / "package",
+            recipe=recipe,
+            progress=lambda done, total: progress("checking the engines", done, total),
+        )
+        progress("fetching wheels", 0, 0)
+        pins = [_pin(line) for line in (made.path / "requirements.txt").read_text().splitlines()]
+        fetched = wheels.fetch(pins, recipe.python, opened.architecture)
+        with _destination(out, format, recipe.tag) as layout:
+            layers = _layers(layout, made, opened, recipe, fetched, progress)
+            settings = settings_for(_bundles(made)).to_config()
+            image = write_layout(layout, opened, Blobs(layout), layers, settings, recipe.tag)
+        manifest = load_bundle_manifest(made.path / IMAGE / "manifest.json")
+    return Made(replace(image, path=out), manifest, format)
+
+
+def recipe_for(base: Base, recipe: Recipe) -> Recipe:
+    """The recipe with what the base image says about itself."""
+    return replace(
+        recipe,
+        base=base.names[0] if base.names else f"{base.path.name}@{base.digest}",
+        tag=check_tag(recipe.tag),
+        python=_interpreter(base)[1],
+        tensorrt=releases.tensorrt_of(base.environment, base.names),
+    )
+
+
+def _interpreter(base: Base) -> tuple[str, str]:
+    """Where Python is and its version; NVIDIA's images need not be read through for that."""
+    known = releases.python_of(base.environment)
+    return ("/usr/bin/python3", known) if known else base.python
+
+
+def load_bundle_manifest(file: Path) -> Manifest:
+    """A manifest without the files it lists: those of an image lie in its layers."""
+    import json
+
+    return Manifest(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _check_tensorrt(manifests: Sequence[Manifest], recipe: Recipe) -> None:
+    """Bindings are of one version, so that of a base image that is to build engines must be known."""
+    if "tensorrt" in backends_of(manifests, recipe.tensorrt) and recipe.tensorrt is None:
+        raise CanvasError(
+            f"which TensorRT {recipe.base} has is not known, and the graphs are built with it",
+            "take an image of NVIDIA's, which says it in TRT_VERSION, or use --format context",
+        )
+
+
+def _bundles(made: Bundle) -> list[Manifest]:
+    return [load_bundle(made.path / place, check=False).manifest for place in _places(made)]
+
+
+def _places(made: Bundle) -> list[str]:
+    """Where the bundles of a package lie, in the order that they were given in."""
+    if list(made.manifest.made_from) == [ENGINES]:
+        return [ENGINES]
+    return [f"{ENGINES}/{name}" for name in made.manifest.options["targets"]]
+
+
+def _pin(line: str) -> Pin:
+    name, _, version = line.partition("==")
+    return Pin(name, version)
+
+
+@contextlib.contextmanager
+def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
+    """The folder for the layout, which becomes `out` at the end: as it is, or packed."""
+    if format == "oci":
+        with staging(out) as folder:
+            yield folder
+        return
+    with scratch(out) as folder:
+        layout = folder / "layout"
+        layout.mkdir()
+        yield layout
+        write_archive(layout, tag, folder / "archive")
+        if out.is_dir():  # empty, or it would have been refused
+            out.rmdir()
+        os.replace(folder / "archive", out)
+
+
+def _layers(
+    layout: Path,
+    made: Bundle,
+    base: Base,
+    recipe: Recipe,
+    fetched: Sequence[Path],
+    progress: Progress,
+) -> list[Layer]:
+    """Our layers, what changes least first."""
+    blobs = Blobs(layout)
+    own = next((made.path / "wheels").glob("canvasrt-*.whl"))
+    interpreter = _interpreter(base)[0]
+    layers = []
+    with tempfile.TemporaryDirectory(dir=layout.parent) as scratch_folder:
+        for number, (what, found) in enumerate(
+            (("python packages", list(fetched)), ("canvasrt", [own]))
+        ):
+            progress(f"writing the layer of {what}", 0, 0)
+            folder = Path(scratch_folder) / str(number)
+            wheels.unpack(found, folder, recipe.python)
+            entries = list(wheels.unpacked_entries(folder))
+            if number == 0:
+                entries += wheels.venv_entries(interpreter, recipe.python)
+                entries += _cache_folder()
+                entries += _tensorrt(found, recipe.python)
+            layers.append(blobs.add_layer(entries, f"canvasrt package: {what}", compress=True))
+            shutil.rmtree(folder)
+    if recipe.engines == "copy":
+        for place in _places(made):
+            layers.append(_engine_layer(blobs, made, place, progress))
+    rest = [
+        *entries_of(made.path / REPOSITORY, f"{_INSIDE}/{REPOSITORY}"),
+        Entry(f"{_INSIDE}/{SBOM}", made.path / SBOM),
+        Entry(f"{_INSIDE}/manifest.json", made.path / IMAGE / "manifest.json"),
+    ]
+    layers.append(blobs.add_layer(rest, "canvasrt package: model repository", compress=True))
+    return layers
+
+
+def _engine_layer(blobs: Blobs, made: Bundle, place: str, progress: Progress) -> Layer:
+    entries = list(entries_of(made.path / place, f"{_INSIDE}/{place}"))
+    total = sum(entry.source.stat().st_size for entry in entries if entry.source)
+    count = _counter(lambda done, all: progress(f"writing the layer of {place}", done, all), total)
+    return blobs.add_layer(entries, f"canvasrt package: {place}", compress=False, count=count)
+
+
+def _counter(progress: HashProgress, total: int) -> Counter:
+    done = 0
+
+    def count(read: int) -> None:
+        nonlocal done
+        done += read
+        progress(done, total)
+
+    return count
+
+
+def _tensorrt(found: Sequence[Path], python: str) -> list[Entry]:
+    """The module that leads to TensorRT's bindings, where those are among the wheels."""
+    names = [wheel.name.split("-") for wheel in found]
+    version = next((each[1] for each in names if canonical(each[0]) == bindings.DISTRIBUTION), None)
+    site = f"{wheels.VENV}/lib/python{python}/site-packages"
+    files = bindings.module_files(version).items() if version else ()
+    return [Entry(f"{site}/{name}", content=content) for name, content in files]
+
+
+def _cache_folder() -> list[Entry]:
+    """The folder for the cache and those above it, which the base image does not have."""
+    inside = CACHE.lstrip("/")
+    above = inside.rpartition("/")[0]
+    return [Entry(above), Entry(inside, owner=USER)]

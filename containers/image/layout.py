@@ -1,0 +1,166 @@
+"""Writes an image: an OCI layout, or the archive that `docker load` and `podman load` take."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from canvasrt.containers.image.base import Base
+from canvasrt.containers.image.blobs import (
+    CONFIG_TYPE,
+    INDEX_TYPE,
+    MANIFEST_TYPE,
+    Blobs,
+    Json,
+    Layer,
+)
+from canvasrt.errors import UsageError
+
+_LAYOUT = {"imageLayoutVersion": "1.0.0"}
+
+
+@dataclass(frozen=True)
+class Image:
+    """A written image. `digest` is its manifest's, `image_id` its configuration's."""
+
+    path: Path
+    tag: str
+    digest: str
+    image_id: str
+    base_bytes: int
+    layers: tuple[Layer, ...]
+
+    @property
+    def added_bytes(self) -> int:
+        """What all our layers take when they are unpacked."""
+        return sum(layer.unpacked for layer in self.layers)
+
+
+def write_layout(
+    folder: Path, base: Base, blobs: Blobs, layers: Sequence[Layer], settings: Json, tag: str
+) -> Image:
+    """Completes an OCI layout in `folder`, whose layers are in `blobs` already.
+
+    `settings` are added to the base's configuration: Docker's image configuration, with `Env` as a
+    dictionary.
+    """
+    described = base.copy_into(blobs)
+    config = image_config(base, layers, settings)
+    config_descriptor = blobs.add_json(config, CONFIG_TYPE)
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": config_descriptor,
+        "layers": [*described, *(layer.descriptor() for layer in layers)],
+        "annotations": settings.get("Labels", {}),
+    }
+    descriptor = blobs.add_json(manifest, MANIFEST_TYPE)
+    named = {
+        **descriptor,
+        "platform": {"architecture": config["architecture"], "os": "linux"},
+        "annotations": {
+            "io.containerd.image.name": _full_name(tag),
+            "org.opencontainers.image.ref.name": tag.rpartition(":")[2],
+        },
+    }
+    index = {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [named]}
+    (folder / "index.json").write_text(json.dumps(index, sort_keys=True))
+    (folder / "oci-layout").write_text(json.dumps(_LAYOUT))
+    return Image(
+        folder, tag, descriptor["digest"], config_descriptor["digest"], base.size, tuple(layers)
+    )
+
+
+def write_archive(layout: Path, tag: str, out: Path) -> None:
+    """Packs a layout into the archive that `docker load` takes, the same bytes every time.
+
+    Without the layout's own index: podman would read that one, and its images know no health check.
+    """
+    index = json.loads((layout / "index.json").read_text())
+    manifest_name = _blob_name(index["manifests"][0]["digest"])
+    manifest = json.loads((layout / manifest_name).read_text())
+    names = [_blob_name(each["digest"]) for each in manifest["layers"]]
+    config = _blob_name(manifest["config"]["digest"])
+    saved = json.dumps([{"Config": config, "RepoTags": [tag], "Layers": names}]).encode()
+    with tarfile.open(out, "w", format=tarfile.GNU_FORMAT) as archive:
+        for name in dict.fromkeys((config, *names)):
+            with (layout / name).open("rb") as file:
+                info = tarfile.TarInfo(name)
+                info.size = (layout / name).stat().st_size
+                archive.addfile(info, file)
+        info = tarfile.TarInfo("manifest.json")
+        info.size = len(saved)
+        archive.addfile(info, io.BytesIO(saved))
+
+
+def image_config(base: Base, layers: Sequence[Layer], settings: Json) -> Json:
+    """The base's configuration with ours on top of it."""
+    config = copy.deepcopy(base.config)
+    moment = created()
+    inner = config.setdefault("config", {}) or {}
+    own = dict(settings)
+    environment = {**base.environment, **_expanded(own.pop("Env", {}), base.environment)}
+    inner["Env"] = [f"{name}={value}" for name, value in environment.items()]
+    for name in ("Labels", "ExposedPorts"):
+        inner[name] = {**(inner.get(name) or {}), **own.pop(name, {})}
+    inner.update(own)
+    config["config"] = inner
+    config["created"] = moment
+    config["rootfs"]["diff_ids"] += [layer.diff_id for layer in layers]
+    config["history"] = [
+        *(config.get("history") or ()),
+        *({"created": moment, "created_by": layer.created_by} for layer in layers),
+    ]
+    for name in ("container", "container_config", "docker_version", "id", "parent"):
+        config.pop(name, None)  # of the daemon that built the base
+    return config
+
+
+def created() -> str:
+    """The moment that the image says it was made: SOURCE_DATE_EPOCH, or the epoch itself."""
+    seconds = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def check_tag(tag: str) -> str:
+    """`NAME` or `NAME:TAG`, with `:latest` added where there is none. UsageError for any other."""
+    import re
+
+    name, colon, version = tag.rpartition(":")
+    if not colon or "/" in version:
+        name, version = tag, "latest"
+    part = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+    host = r"[A-Za-z0-9][A-Za-z0-9.-]*(?::\d+)?"
+    if not re.fullmatch(rf"(?:{host}/)?{part}(?:/{part})*", name) or not re.fullmatch(
+        r"\w[\w.-]{0,127}", version
+    ):
+        raise UsageError(
+            f"{tag!r} is no name for an image", "for example --tag canvasrt:1.0, in lower case"
+        )
+    return f"{name}:{version}"
+
+
+def _expanded(own: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """`$PATH` and the like, as a Dockerfile would."""
+    default = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    path = inherited.get("PATH", default)
+    return {name: value.replace("$PATH", path) for name, value in own.items()}
+
+
+def _blob_name(digest: str) -> str:
+    return "blobs/" + digest.replace(":", "/")
+
+
+def _full_name(tag: str) -> str:
+    """The name as containerd knows it, with a registry."""
+    first, slash, _ = tag.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        return tag
+    return f"docker.io/{tag}" if slash else f"docker.io/library/{tag}"

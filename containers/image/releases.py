@@ -1,0 +1,98 @@
+"""Which TensorRT a Triton image carries, and whether it can load an engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from canvasrt.errors import CanvasError
+
+DEFAULT_BASE = "nvcr.io/nvidia/tritonserver:26.09-py3"
+
+# Tag of nvcr.io/nvidia/tritonserver → the TensorRT inside. What was not found is not here.
+# -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
+# -py3: TRT_VERSION in the image's own configuration, as users of it published it. NVIDIA's page for
+# all of them: https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
+TENSORRT: Mapping[str, str] = {
+    "26.07-py3": "11.1.0.106",
+    "26.07-trtllm-python-py3": "10.14.1.48",
+    "26.06-trtllm-python-py3": "10.14.1.48",
+    "26.05-trtllm-python-py3": "10.14.1.48",
+    "26.04-trtllm-python-py3": "10.14.1.48",
+    "26.03-trtllm-python-py3": "10.14.1.48",
+    "26.02-trtllm-python-py3": "10.13.3.9",
+    "26.01-trtllm-python-py3": "10.13.3.9",
+    "25.12-trtllm-python-py3": "10.13.3.9",
+    "25.11-trtllm-python-py3": "10.13.3.9",
+    "25.10-trtllm-python-py3": "10.11.0.33",
+    "25.09-trtllm-python-py3": "10.11.0.33",
+    "25.08-trtllm-python-py3": "10.11.0.33",
+    "25.07-trtllm-python-py3": "10.10.0.31",
+    "25.06-trtllm-python-py3": "10.10.0.31",
+    "25.05-trtllm-python-py3": "10.9.0.34",
+    "25.04-trtllm-python-py3": "10.9.0.34",
+    "25.03-trtllm-python-py3": "10.9.0.34",
+    "25.02-trtllm-python-py3": "10.8.0.43",
+    "25.01-trtllm-python-py3": "10.8.0.43",
+    "24.09-py3": "10.4.0.26",
+}
+# The same page: Python 3.12 since 24.12, and 3.10 before.
+_PYTHON_3_12_SINCE = (24, 12)
+_TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d\S*)$")
+
+
+def tensorrt_of_name(name: str) -> str | None:
+    """The TensorRT in an image of NVIDIA's by its name; None when the table does not say."""
+    match = _TRITON.search(name)
+    return TENSORRT.get(match[1]) if match else None
+
+
+def tensorrt_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> str | None:
+    """The TensorRT in an image by the variables that NVIDIA sets in it, else by its names."""
+    told = environment.get("TRT_VERSION", "").partition("+")[0]
+    return told or next((found for each in names if (found := tensorrt_of_name(each))), None)
+
+
+def python_of_name(name: str) -> str | None:
+    """The version of Python in an image of NVIDIA's by its name; None for any other image."""
+    match = _TRITON.search(name)
+    return python_of({"NVIDIA_TRITON_SERVER_VERSION": match[1]}) if match else None
+
+
+def python_of(environment: Mapping[str, str]) -> str | None:
+    """The version of Python in a Triton image by its release; None for any other image."""
+    match = re.fullmatch(r"(\d\d)\.(\d\d).*", environment.get("NVIDIA_TRITON_SERVER_VERSION", ""))
+    if match is None:
+        return None
+    return "3.12" if (int(match[1]), int(match[2])) >= _PYTHON_3_12_SINCE else "3.10"
+
+
+def check_engine(target: Mapping[str, Any] | None, tensorrt: str | None, image: str) -> None:
+    """CanvasError when an image cannot load the engines of a bundle's `target`.
+
+    TensorRT loads the engines of its own version only, all four numbers of it. TensorRT-RTX and ONNX
+    Runtime are put into the image in the version that the engines need.
+    """
+    if target is None or target["backend"] != "tensorrt":
+        return
+    needed = target["builder_version"]
+    fitting = [tag for tag, version in TENSORRT.items() if version == needed]
+    hint = (
+        f"give --base with {' or '.join(fitting)}, or build the engines with the image's TensorRT"
+        if fitting
+        else "build the engines with the TensorRT of the image, or package the graphs instead:"
+        " the container then builds them on its GPU at the first start"
+    )
+    if tensorrt is None:
+        raise CanvasError(
+            f"the engines for {target['name']} need TensorRT {needed}, and which one {image} has is"
+            " not known",
+            f"{hint}; an image on disk says it itself (--base FOLDER)",
+        )
+    if tensorrt != needed:
+        raise CanvasError(
+            f"the engines for {target['name']} were built with TensorRT {needed}, and {image} has"
+            f" {tensorrt}, which cannot load them",
+            hint,
+        )

@@ -1,0 +1,140 @@
+"""Asks an OpenAI-compatible server with what `canvasrt infer` was given; the standard library is enough."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from canvasrt.containers.ports import API_PORT
+from canvasrt.errors import CanvasError
+
+KEY_VARIABLE = "CANVASRT_API_KEY"
+_NAMES = {"max_new_tokens": "max_tokens"}
+_START = "start one with `canvasrt serve`, or give its address with --url"
+
+
+class OpenAIClient:
+    """One server; `url` as for OpenAI's clients, with or without `http://` and `/v1`.
+
+    The key is in the environment, in CANVASRT_API_KEY.
+    """
+
+    def __init__(self, url: str | None = None, timeout: float = 600.0) -> None:
+        address = url or f"127.0.0.1:{API_PORT}"
+        parts = urlsplit(address if "://" in address else f"http://{address}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise CanvasError(f"--url {url} is no address of a server", "give http://host:port/v1")
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port or (443 if self._secure else API_PORT)
+        self._timeout = timeout
+        self._model: str | None = None
+        self.url = f"{parts.scheme}://{self._host}:{self._port}/v1"
+
+    def ask(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """One answer: text, finish_reason, usage and seed. `inputs` are values by tensor name."""
+        path, body = _request(inputs, self.model)
+        with self._reply("POST", path, body) as reply:
+            answer = json.loads(reply.read())
+        (choice,) = answer["choices"]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return {
+            "text": text,
+            "finish_reason": choice["finish_reason"],
+            "seed": inputs.get("seed") or 0,
+            "usage": answer["usage"],
+        }
+
+    def stream(self, inputs: Mapping[str, Any]) -> Iterator[str]:
+        """The pieces of one answer's text as they come."""
+        path, body = _request(inputs, self.model)
+        with self._reply("POST", path, {**body, "stream": True}) as reply:
+            for line in reply:
+                data = line.decode().strip().removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise self._refused(chunk["error"]["message"])
+                for choice in chunk["choices"]:
+                    said = choice.get("delta", {}).get("content") or choice.get("text")
+                    if said:
+                        yield said
+
+    @property
+    def model(self) -> str:
+        """The name of what is served, the first of several."""
+        if self._model is None:
+            with self._reply("GET", "models") as reply:
+                self._model = str(json.loads(reply.read())["data"][0]["id"])
+        return self._model
+
+    @contextlib.contextmanager
+    def _reply(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connection()
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, f"/v1/{path}", data, headers)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                raise self._refused(_message(reply))
+            yield reply
+        except TimeoutError as error:
+            raise CanvasError(
+                f"{self.url} did not answer within {self._timeout:g} s",
+                "allow more with --timeout",
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            why = str(error) or type(error).__name__
+            raise CanvasError(f"no server answers openai at {self.url}: {why}", _START) from error
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if not self._secure:
+            return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        # SSL_CERT_FILE names the authority of a certificate of one's own.
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(
+            self._host, self._port, timeout=self._timeout, context=context
+        )
+
+    def _refused(self, message: str) -> CanvasError:
+        key = "" if "API key" not in message else f"set {KEY_VARIABLE} to one of the server's keys"
+        return CanvasError(f"the server refused the request: {message}", key)
+
+
+def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]]:
+    """The endpoint and the body that say what the tensors say."""
+    options = {
+        _NAMES.get(name, name): value
+        for name, value in inputs.items()
+        if value is not None and name not in ("prompt", "prompt_ids", "messages", "raw", "drafts")
+    }
+    body = {"model": model, **options}
+    if "prompt_ids" in inputs:
+        return "completions", {**body, "prompt": inputs["prompt_ids"]}
+    if inputs.get("raw"):
+        return "completions", {**body, "prompt": inputs["prompt"]}
+    user = [{"role": "user", "content": inputs.get("prompt")}]
+    messages = json.loads(inputs["messages"]) if "messages" in inputs else user
+    return "chat/completions", {**body, "messages": messages}
+
+
+def _message(reply: http.client.HTTPResponse) -> str:
+    text = reply.read()
+    try:
+        return str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {reply.status}: {text[:200].decode(errors='replace')}"

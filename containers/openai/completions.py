@@ -1,0 +1,153 @@
+"""The two endpoints that generate."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from canvasrt.containers.client import StreamEvent
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.gone import EventStream, unless_gone
+from canvasrt.containers.openai.inputs import inputs_of
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.replies import Shape
+from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
+from canvasrt.containers.openai.upstream import Answers, Upstream
+from canvasrt.errors import CanvasError
+
+log = logging.getLogger(__name__)
+
+Asked = ChatRequest | CompletionRequest
+# What the parameters of an error reply are called here.
+_PROMPTS = ("prompt", "prompt_ids", "messages", "message", "chat")
+
+
+class Completions:
+    """Answers requests from one upstream."""
+
+    def __init__(self, upstream: Upstream, metrics: FrontMetrics, fingerprint: str) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+        self._fingerprint = fingerprint
+
+    async def reply(self, request: Request, asked: Asked) -> Response:
+        """The answer to one request. ApiError, or CallerGone when nobody waits for it any more."""
+        inputs = inputs_of(asked)
+        chat = isinstance(asked, ChatRequest)
+        shape = Shape(chat, asked.model, self._fingerprint, asked.wants_usage)
+        run = _Run(self, asked, inputs, shape, request.url.path)
+        if not asked.stream:
+            body = await unless_gone(request.receive, run.whole())
+            return JSONResponse(body)
+        events = run.events()
+        # Errors have a status of their own until the first event is there.
+        first = await unless_gone(request.receive, _first(events))
+        return EventStream(_resumed(first, events))
+
+
+class _Run:
+    """One request on its way through Triton."""
+
+    def __init__(
+        self,
+        owner: Completions,
+        asked: Asked,
+        inputs: list[dict[str, Any]],
+        shape: Shape,
+        endpoint: str,
+    ) -> None:
+        self._owner = owner
+        self._asked = asked
+        self._inputs = inputs
+        self._shape = shape
+        self._endpoint = endpoint
+        self._begin = time.perf_counter()
+
+    async def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        finals: dict[int, StreamEvent] = {}
+        try:
+            async with Answers(self._owner._upstream, self._inputs) as answers:
+                async for number, event in answers:
+                    if event.event == "final":
+                        finals[number] = event
+                        self._count(number, event)
+        except (ApiError, CanvasError) as error:
+            raise self._named(error) from error
+        return self._shape.whole([finals[number] for number in range(len(self._inputs))])
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """A streamed answer as server-sent events: an ApiError before the first, then none."""
+        shape, open_choices = self._shape, set()
+        try:
+            async with Answers(self._owner._upstream, self._inputs) as answers:
+                async for number, event in answers:
+                    if number not in open_choices:
+                        open_choices.add(number)
+                        self._first_piece()
+                        if (opening := shape.opening(number)) is not None:
+                            yield _event(opening)
+                    if event.event == "final":
+                        self._count(number, event)
+                        yield _event(shape.closing(number, event.finish_reason))
+                    elif event.text:
+                        yield _event(shape.piece(number, event.text))
+        except (ApiError, CanvasError) as error:
+            told = self._named(error)
+            if not open_choices:
+                raise told from error
+            yield _event(told.to_json())
+            return
+        if shape.with_usage:
+            yield _event(shape.usage_chunk())
+        yield b"data: [DONE]\n\n"
+
+    def _count(self, number: int, final: StreamEvent) -> None:
+        metrics = self._owner._metrics
+        first = number % (self._asked.n or 1) == 0
+        self._shape.usage.add(final, first_of_prompt=first)
+        metrics.tokens["prompt"] += len(final.prompt_token_ids) if first else 0
+        metrics.tokens["completion"] += len(final.token_ids)
+        metrics.steps += sum(final.steps)
+
+    def _first_piece(self) -> None:
+        seconds = time.perf_counter() - self._begin
+        self._owner._metrics.first[self._endpoint].add(seconds)
+
+    def _named(self, error: ApiError | CanvasError) -> ApiError:
+        """The error, with the name that the caller gave to the parameter that is wrong."""
+        if isinstance(error, CanvasError):  # a value that no tensor can hold
+            error = ApiError(400, f"{error.message}: {error.hint}.", code="invalid_value")
+        if error.status != 400:
+            return error
+        chat = isinstance(self._asked, ChatRequest)
+        budget = self._asked.token_budget[0]
+        if error.param == "max_new_tokens":
+            error.param = budget
+            error.message = error.message.replace("max_new_tokens", budget)
+        elif error.param not in type(self._asked).model_fields or error.param in _PROMPTS:
+            error.param = "messages" if chat else "prompt"
+        return error
+
+
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _resumed(first: bytes, events: Any) -> AsyncIterator[bytes]:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(events.aclose)
+        yield first
+        async for event in events:
+            yield event
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,55 @@
+"""Errors in OpenAI's shape, with the status that its clients expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+RETRY_AFTER = 2  # seconds, while nothing better is known
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the parameter that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def type(self) -> str:
+        """OpenAI's name for the kind of error."""
+        if self.status == 503:
+            return "service_unavailable"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def to_json(self) -> dict[str, Any]:
+        """The body."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The whole reply."""
+        return JSONResponse(self.to_json(), self.status, self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request is wrong."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiError:
+    """503: the same request can succeed later."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})

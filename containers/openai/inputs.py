@@ -1,0 +1,108 @@
+"""A request's parameters as inputs of the served models, one Triton request an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.schema import (
+    MAX_ANSWERS,
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+)
+
+# OpenAI's roles → those of the chat template.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_OPTIONS = (
+    "max_denoising_steps",
+    "entropy_bound",
+    "t_min",
+    "t_max",
+    "stability_threshold",
+    "confidence_threshold",
+    "early_stop",
+    "stop",
+)
+
+
+def inputs_of(asked: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
+    """The inputs of every Triton request: for each prompt `n` of them, with seeds that count up."""
+    if isinstance(asked, ChatRequest):
+        messages = [_message(each, f"messages[{i}]") for i, each in enumerate(asked.messages)]
+        prompts: list[dict[str, Any]] = [{"messages": json.dumps(messages)}]
+    else:
+        prompts = [_prompt(each) for each in asked.prompt]
+    n = asked.n or 1
+    if len(prompts) * n > MAX_ANSWERS:
+        raise bad_request(
+            f"{len(prompts)} prompts with n {n} are more than {MAX_ANSWERS} answers.", "n"
+        )
+    options = _options(asked)
+    seed = asked.seed or 0
+    return [{**prompt, **options, "seed": seed + i} for prompt in prompts for i in range(n)]
+
+
+def _options(asked: Sampling) -> dict[str, Any]:
+    given = {name: getattr(asked, name) for name in _OPTIONS}
+    given["max_new_tokens"] = asked.token_budget[1]
+    return {name: value for name, value in given.items() if value is not None and value != []}
+
+
+def _prompt(prompt: str | Sequence[int]) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "raw": True}
+    if any(not -(2**31) <= token < 2**31 for token in prompt):
+        raise bad_request("prompt holds a number that is no token id.", "prompt", "invalid_value")
+    return {"prompt_ids": list(prompt)}
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, str]:
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        roles = ", ".join(_ROLES)
+        raise bad_request(
+            f"Invalid {where}.role: {role!r} is not supported; the roles are {roles}.",
+            f"{where}.role",
+            "invalid_value",
+        )
+    for name, value in message.items():
+        # Answers come back in the next turn with the empty fields that they had.
+        if name not in ("role", "content") and value not in (None, [], ""):
+            raise bad_request(
+                f"{where}.{name} is not supported.", f"{where}.{name}", "unsupported_parameter"
+            )
+    return {"role": _ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a message; its parts, where it has several, follow each other."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise bad_request(
+            f"Invalid {where}: it must be a string or a list of text parts.", where, "invalid_type"
+        )
+    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        extra = [name for name in part if name not in ("type", "text")]
+        if extra:
+            raise bad_request(
+                f"{where}.{extra[0]} is not supported.",
+                f"{where}.{extra[0]}",
+                "unsupported_parameter",
+            )
+        return str(part["text"])
+    if kind in ("image_url", "input_audio", "file", "video_url"):
+        raise bad_request(
+            f"{where} is of type {kind}, which is not supported: this server reads text alone.",
+            where,
+            "unsupported_parameter",
+        )
+    raise bad_request(f"Invalid {where}: it must be a text part.", where, "invalid_value")

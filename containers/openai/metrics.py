@@ -1,0 +1,85 @@
+"""The front end's own counters, in Prometheus' text format, beside Triton's."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import urllib.request
+from collections import defaultdict
+
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TIMEOUT = 3.0
+
+
+class Histogram:
+    """Seconds, counted in buckets."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_BUCKETS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts one observation."""
+        self.counts[bisect.bisect_left(_BUCKETS, seconds)] += 1
+        self.sum += seconds
+
+
+class FrontMetrics:
+    """Counts requests. Used on one event loop alone."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, int], int] = defaultdict(int)
+        self.seconds: dict[str, Histogram] = defaultdict(Histogram)
+        self.first: dict[str, Histogram] = defaultdict(Histogram)
+        self.tokens = {"prompt": 0, "completion": 0}
+        self.steps = 0
+
+    def text(self, in_flight: int) -> str:
+        """All of it."""
+        name = "canvasrt_openai"
+        lines = _head(f"{name}_requests_total", "counter", "Requests by endpoint and status")
+        for (endpoint, status), count in sorted(self.requests.items()):
+            labels = f'endpoint="{endpoint}",status="{status}"'
+            lines.append(f"{name}_requests_total{{{labels}}} {count}")
+        lines += _head(f"{name}_requests_in_flight", "gauge", "Requests being answered")
+        lines.append(f"{name}_requests_in_flight {in_flight}")
+        lines += _head(f"{name}_tokens_total", "counter", "Tokens of answered requests")
+        lines += [f'{name}_tokens_total{{kind="{k}"}} {n}' for k, n in self.tokens.items()]
+        lines += _head(f"{name}_denoising_steps_total", "counter", "Their denoising steps")
+        lines.append(f"{name}_denoising_steps_total {self.steps}")
+        whole = "Seconds of a whole request"
+        lines += _histograms(f"{name}_request_seconds", whole, self.seconds)
+        first = "Seconds until the first piece of a streamed answer"
+        lines += _histograms(f"{name}_first_piece_seconds", first, self.first)
+        return "\n".join([*lines, ""])
+
+
+def _head(name: str, kind: str, about: str) -> list[str]:
+    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+
+
+def _histograms(name: str, about: str, found: dict[str, Histogram]) -> list[str]:
+    lines = _head(name, "histogram", about)
+    for endpoint, histogram in sorted(found.items()):
+        total = 0
+        bounds = (*map(str, _BUCKETS), "+Inf")
+        for bound, count in zip(bounds, histogram.counts, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{endpoint="{endpoint}",le="{bound}"}} {total}')
+        lines.append(f'{name}_sum{{endpoint="{endpoint}"}} {histogram.sum:.6f}')
+        lines.append(f'{name}_count{{endpoint="{endpoint}"}} {total}')
+    return lines
+
+
+async def triton_metrics(url: str) -> str:
+    """What Triton's metrics endpoint says; empty when it says nothing."""
+
+    def fetch() -> str:
+        try:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT) as reply:
+                text: str = reply.read().decode()
+        except OSError:
+            return ""
+        return text
+
+    return await asyncio.to_thread(fetch)

@@ -1,0 +1,98 @@
+"""Answers in OpenAI's shape: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from canvasrt.containers.client import StreamEvent
+
+
+@dataclass
+class Usage:
+    """What a request took; a prompt counts once, however many answers it got."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    denoising_steps: int = 0
+
+    def add(self, final: StreamEvent, first_of_prompt: bool) -> None:
+        """Counts one answer."""
+        if first_of_prompt:
+            self.prompt_tokens += len(final.prompt_token_ids)
+        self.completion_tokens += len(final.token_ids)
+        self.denoising_steps += sum(final.steps)
+
+    def to_json(self) -> dict[str, int]:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "denoising_steps": self.denoising_steps,
+        }
+
+
+@dataclass
+class Shape:
+    """The objects of one request: `chat` says which of the two kinds they are of."""
+
+    chat: bool
+    model: str
+    fingerprint: str
+    with_usage: bool = False
+    usage: Usage = field(default_factory=Usage)
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+
+    def whole(self, finals: list[StreamEvent]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        choices = [self._choice(index, final) for index, final in enumerate(finals)]
+        return {**self._head(kind), "choices": choices, "usage": self.usage.to_json()}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first chunk of a choice: a chat's says who speaks."""
+        return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        """A chunk with text."""
+        return self._chunk(index, {"content": text} if self.chat else text)
+
+    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """The last chunk of a choice."""
+        return self._chunk(index, {} if self.chat else "", finish_reason)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk after all choices."""
+        return {**self._chunk_head(), "choices": [], "usage": self.usage.to_json()}
+
+    def _choice(self, index: int, final: StreamEvent) -> dict[str, Any]:
+        said: dict[str, Any] = {"text": final.text}
+        if self.chat:
+            said = {"message": {"role": "assistant", "content": final.text, "refusal": None}}
+        finish = final.finish_reason
+        return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+
+    def _chunk(self, index: int, said: Any, finish: str | None = None) -> dict[str, Any]:
+        name = "delta" if self.chat else "text"
+        choice = {"index": index, name: said, "logprobs": None, "finish_reason": finish}
+        usage = {"usage": None} if self.with_usage else {}
+        return {**self._chunk_head(), "choices": [choice], **usage}
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }

@@ -1,0 +1,157 @@
+"""Asks the models of a Triton server over gRPC, and says in OpenAI's terms what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+import tritonclient.grpc
+import tritonclient.grpc.aio
+from tritonclient.utils import InferenceServerException
+
+from canvasrt.containers.client import StreamEvent, make_tensors, read_reply
+from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
+from canvasrt.containers.tensors import ANSWER_MODEL, ERROR_EVENT, ERRORS, HINT, STREAM_MODEL
+
+log = logging.getLogger(__name__)
+
+_PROBE = 3.0
+_Done = object()
+
+
+class Upstream:
+    """One Triton server. To be made and used on one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._client = tritonclient.grpc.aio.InferenceServerClient(address)
+
+    async def close(self) -> None:
+        """Closes the connection."""
+        await self._client.close()
+
+    async def is_ready(self) -> bool:
+        """Whether both models answer."""
+        try:
+            for model in (STREAM_MODEL, ANSWER_MODEL):
+                if not await self._client.is_model_ready(model, client_timeout=_PROBE):
+                    return False
+        except InferenceServerException:
+            return False
+        return True
+
+    async def stream(self, inputs: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
+        """The events of one request; closing the iterator cancels it. ApiError for what fails."""
+        tensors = make_tensors(tritonclient.grpc, STREAM_MODEL, inputs)
+
+        async def requests() -> AsyncIterator[dict[str, Any]]:
+            yield {"model_name": STREAM_MODEL, "inputs": tensors, "parameters": {ERRORS: 1}}
+
+        call = self._client.stream_infer(requests())
+        ended = False
+        last = ""
+        try:
+            # To the stream's own end: Triton does not take it well to be left just before that.
+            async for result, error in call:
+                if error is not None:
+                    raise explained("INTERNAL", error.message())
+                last = bytes(result.as_numpy("event")[0]).decode()
+                if last == ERROR_EVENT:
+                    failure = json.loads(bytes(result.as_numpy("text")[0]))
+                else:
+                    yield StreamEvent(**read_reply(result, STREAM_MODEL))
+            ended = True
+        except grpc.aio.AioRpcError as error:
+            ended = True
+            raise explained(error.code().name, error.details() or "") from error
+        finally:
+            if not ended:
+                call.cancel()
+        if last == ERROR_EVENT:
+            raise explained(failure["code"], failure["message"])
+        if last != "final":
+            raise unavailable("The request was cut off: the server is stopping.", "stopping")
+
+
+class Answers:
+    """The events of several requests as they come, with the number of the request that each is of.
+
+    An asynchronous context manager and iterator; leaving it cancels what still runs.
+    """
+
+    def __init__(self, upstream: Upstream, asked: list[dict[str, Any]]) -> None:
+        self._upstream = upstream
+        self._asked = asked
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Answers:
+        self._tasks = [
+            asyncio.create_task(self._run(number, inputs))
+            for number, inputs in enumerate(self._asked)
+        ]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StreamEvent]]:
+        left = len(self._tasks)
+        while left:
+            item = await self._queue.get()
+            if item is _Done:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+
+    async def _run(self, number: int, inputs: dict[str, Any]) -> None:
+        try:
+            async with contextlib.aclosing(self._upstream.stream(inputs)) as events:
+                async for event in events:
+                    self._queue.put_nowait((number, event))
+            self._queue.put_nowait(_Done)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # gRPC raises this too, for a call that has ended at this end.
+            self._queue.put_nowait(explained("CANCELLED", "the call was cancelled"))
+        except Exception as error:
+            self._queue.put_nowait(error)
+
+
+def explained(code: str, details: str) -> ApiError:
+    """An error of Triton's as one of ours; `code` is its name there, or gRPC's."""
+    message = details.replace(HINT, ": ") if HINT in details else details
+    if code in ("INVALID_ARG", "INVALID_ARGUMENT"):
+        return _refused(message)
+    if code == "UNAVAILABLE" and HINT in details:  # the model's own
+        return unavailable(_sentence(message), "overloaded")
+    absent = re.search("unknown model|not ready|no available versions", details)
+    if absent or code in ("UNAVAILABLE", "CANCELLED"):
+        log.warning("Triton is not available: %s: %s", code, details)
+        return unavailable("The model is not available at the moment.", "model_not_ready")
+    log.error("Triton failed: %s: %s", code, details)
+    return ApiError(500, "The model failed to answer.", code="internal_error")
+
+
+def _refused(message: str) -> ApiError:
+    if "exceed the context" in message:
+        return bad_request(_sentence(message), None, "context_length_exceeded")
+    # Messages about a value begin with its name: `t_max 0.8 is below t_min 3.0`.
+    named = re.match(r"(?:the )?(\w+)", message)
+    return bad_request(_sentence(message), named[1] if named else None, "invalid_value")
+
+
+def _sentence(text: str) -> str:
+    begin = text[:1].upper() if text.startswith(("the ", "a ", "an ")) else text[:1]
+    return begin + text[1:] + ("" if text.endswith(".") else ".")

@@ -1,0 +1,107 @@
+"""docker and podman for tests: a daemon of the tests' own where none answers, and calls from inside a container's network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.containers.deploy import daemon
+from canvasrt.containers.deploy.engine import Engine, find_engine
+from canvasrt.errors import CanvasError
+
+# Where a container runtime cannot raise limits, systemd does not run, and no bridge can be made.
+_CONTAINERS_CONF = """
+[containers]
+default_ulimits = ["nofile=20000:20000", "nproc=20000:20000"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+"""
+HARDENED = (
+    *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
+    *("--user", "1000:1000", "--network", "none", "--shm-size", "256m"),
+    *("--env", "CANVASRT_THREADS=1"),
+)
+
+
+@contextlib.contextmanager
+def docker() -> Iterator[Engine]:
+    """docker with a daemon: the machine's, else one started for these tests. Skips where neither can be."""
+    with contextlib.ExitStack() as stack:
+        try:
+            engine = stack.enter_context(daemon.docker(scratch()))
+        except CanvasError as error:
+            pytest.skip(f"{error.message} (apt: docker.io)")
+        yield engine
+
+
+def scratch() -> Path | None:
+    """Memory, where there is enough: images are many small files, and go to the disk slowly."""
+    memory = Path("/dev/shm")
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 8 * 10**9
+    return memory if roomy else None
+
+
+@contextlib.contextmanager
+def podman() -> Iterator[Engine]:
+    """podman, set up for a machine without systemd. Skips where there is none."""
+    if shutil.which("podman") is None or shutil.which("runc") is None or os.geteuid() != 0:
+        pytest.skip("podman and runc are not installed, or not root (apt: podman runc)")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="podman-", dir=scratch()) as folder,
+    ):
+        settings = Path(folder) / "containers.conf"
+        settings.write_text(_CONTAINERS_CONF)
+        storage = Path(folder) / "storage.conf"
+        storage.write_text(
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
+        )
+        patch.setenv("CONTAINERS_CONF", str(settings))
+        patch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield find_engine("podman")
+        subprocess.run(["podman", "system", "reset", "--force"], capture_output=True)
+        subprocess.run(["umount", "-q", f"{folder}/graph/overlay"], capture_output=True)
+
+
+@contextlib.contextmanager
+def container(engine: Engine, image: str, *options: str) -> Iterator[str]:
+    """A running container's id; it is removed at the end."""
+    name = engine.out("run", "--detach", *options, image).strip()
+    try:
+        yield name
+    finally:
+        engine.run("rm", "--force", "--volumes", name)
+
+
+def state(engine: Engine, name: str) -> dict[str, Any]:
+    """What the engine says about a container's state."""
+    found = engine.inspect("container", name)
+    assert found is not None
+    return found["State"]
+
+
+def inside(engine: Engine, name: str, code: str, timeout: float = 120) -> Any:
+    """Runs Python with the tests' packages in the network of a container; what it prints, as JSON."""
+    process = enter(engine, name, code)
+    out, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, out
+    return json.loads(out.splitlines()[-1])
+
+
+def enter(engine: Engine, name: str, code: str) -> subprocess.Popen[str]:
+    """The same, as a process that runs."""
+    pid = str(state(engine, name)["Pid"])
+    command = ["nsenter", "--target", pid, "--net", sys.executable, "-c", code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
