@@ -1,19 +1,20 @@
-# make install | demo | test | lint | clean. Everything is installed in .venv, by the first target that needs it.
+# make install | demo | image-demo | test | lint | clean. Everything is installed in .venv, by the first target that needs it.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := cpu,export,rtx,serve,test
+EXTRAS := cpu,export,report,rtx,serve,test
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n || echo 2)
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo image-demo test lint clean
 
 help:
-	@echo "make install   make $(VENV), with all that a machine without a GPU can use"
-	@echo "make demo      the whole way on the bundled demo checkpoint: export, build, generate, serve"
-	@echo "make test      all tests"
-	@echo "make lint      formatting, ruff and mypy"
-	@echo "make clean     remove $(VENV) and what tools left behind"
+	@echo "make install     make $(VENV), with all that a machine without a GPU can use"
+	@echo "make demo        the whole way on the bundled demo checkpoint: export, build, generate, serve"
+	@echo "make image-demo  the same in a container: package, image, run, ask, stop (needs root, or docker)"
+	@echo "make test        all tests"
+	@echo "make lint        formatting, ruff and mypy"
+	@echo "make clean       remove $(VENV) and what tools left behind"
 
 install: $(STAMP)
 
@@ -28,6 +29,10 @@ $(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python
 
 demo: $(STAMP)
 	$(BIN)/canvasrt demo
+
+image-demo: $(STAMP)
+	.ci/container-tools
+	$(BIN)/python -m canvasrt.containers.image.demo
 
 # One thread a worker: the workers fill the machine, and more threads would only wait for each other.
 test: $(STAMP)
