@@ -22,7 +22,8 @@ def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None
             ("target", _pairs(target)),
             ("made by", _pairs(manifest.made_by)),
             ("made from", _pairs(_short(manifest.made_from))),
-            ("options", _pairs(manifest.options)),
+            ("options", _pairs(_named(manifest.options))),
+            ("quantized", _quantized(manifest.segments)),
             *_model_facts(manifest),
         ]
         width = max(len(name) for name, _ in facts)
@@ -38,6 +39,18 @@ def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None
         console.print(table(("file", "size", "SHA-256"), rows))
 
     emit(manifest.data, as_json, render)
+
+
+def _named(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a recipe as its name; `--json` shows all of it."""
+    recipe = options.get("recipe")
+    return {**options, "recipe": recipe["name"]} if isinstance(recipe, dict) else options
+
+
+def _quantized(segments: Sequence[dict[str, Any]]) -> str:
+    """How many weights are in which format."""
+    formats = [each for segment in segments for each in segment.get("quantized", {}).values()]
+    return ", ".join(f"{formats.count(each)} weights {each}" for each in sorted(set(formats)))
 
 
 def _model_facts(manifest: Any) -> list[tuple[str, str]]:

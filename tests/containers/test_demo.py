@@ -23,13 +23,13 @@ needs_checkpoint = pytest.mark.skipif(
 )
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
     """`canvasrt demo` with a scratch folder of its own."""
     (folder / "tmp").mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "canvasrt", "demo", *options],
         cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        env={**os.environ, "TMPDIR": str(folder / "tmp"), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -65,7 +65,7 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("during", ["exporting graphs", "asking"])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, during: str):
-    process = start(tmp_path)
+    process = start(tmp_path, CANVASRT_CACHE=str(tmp_path / "cache"))
     assert process.stderr is not None
     assert any(line.startswith(during) for line in process.stderr)
     process.send_signal(signal.SIGINT)

