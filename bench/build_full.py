@@ -190,7 +190,7 @@ def measure(shape: str, layers: int | None, format: str, target: str, work: Path
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
     checkpoint, graphs, engines = work / "checkpoint", work / "graphs", work / "engines"
     asked = ["--layers", str(layers)] if layers else []
-    options = {"shape": shape, "format": format, "target": target}
+    options: dict[str, Any] = {"shape": shape, "format": format, "target": target}
     machine = {
         "processors": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory_bytes() / 1e9, 1),

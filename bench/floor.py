@@ -13,13 +13,16 @@ from canvasrt.extras import is_installed
 from canvasrt.runtime.model import pass_work
 
 
-def rates(small: bool) -> dict[str, Any]:
-    """Bytes a second of a copy (read and written ones both count), and operations a second of a matrix product."""
+def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
+    """Bytes a second of a copy (read and written ones both count), and operations a second of a matrix product.
+
+    On a GPU products are in bf16 or fp8. Those of nvfp4 are not measured: their floor is what reading takes.
+    """
     if is_installed("torch"):
         import torch
 
         if torch.cuda.is_available() and not small:
-            return _on_cuda(torch)
+            return _on_cuda(torch, precision)
     size = 1 << 24
     source, to = np.ones(size, np.uint8), np.empty(size, np.uint8)
     copied = _best(lambda: np.copyto(to, source))
@@ -34,11 +37,10 @@ def rates(small: bool) -> dict[str, Any]:
     }
 
 
-def _on_cuda(torch: Any) -> dict[str, Any]:
+def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
     size, width = 1 << 32, 8192
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     to = torch.empty_like(source)
-    a = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
 
     def timed(work: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
@@ -48,13 +50,29 @@ def _on_cuda(torch: Any) -> dict[str, Any]:
         return run
 
     copied = _best(timed(lambda: to.copy_(source)))
-    multiplied = _best(timed(lambda: a @ a))
-    return {
+    found = {
         "device": torch.cuda.get_device_name(),
         "copy_bytes_per_second": 2 * size / copied,
-        "matrix_operations_per_second": 2 * width**3 / multiplied,
-        "matrix": f"{width}³ bf16",
     }
+    if precision == "nvfp4":
+        return found
+    multiplied = _best(timed(_product(torch, width, precision)))
+    return found | {
+        "matrix_operations_per_second": 2 * width**3 / multiplied,
+        "matrix": f"{width}³ {precision}",
+    }
+
+
+def _product(torch: Any, width: int, precision: str) -> Callable[[], Any]:
+    """A product of two square matrices on the GPU."""
+    a = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
+    if precision != "fp8":
+        return lambda: a @ a
+    narrow, scale = a.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
+    # The second one has to be in columns.
+    return lambda: torch._scaled_mm(
+        narrow, narrow.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
+    )
 
 
 def _best(work: Callable[[], Any], times: int = 10) -> float:
@@ -73,8 +91,8 @@ def floor_ms(prepared: Prepared, measured: dict[str, Any], batch: int) -> dict[s
     Keys, values and scores are left out: at a context of 32K they add to both.
     """
     reading = prepared.weight_bytes / measured["copy_bytes_per_second"]
-    work = 2 * pass_work(prepared.config) * batch
-    computing = work / measured["matrix_operations_per_second"]
+    rate = measured.get("matrix_operations_per_second")
+    computing = 2 * pass_work(prepared.config) * batch / rate if rate else 0.0
     return {
         "reading": 1e3 * reading,
         "computing": 1e3 * computing,

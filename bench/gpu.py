@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from bench.runner import DeviceRunner, HostRunner, Runner
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require, version
-from canvasrt.machine import gpus
+from canvasrt.machine import BUILDER_MODULES, gpus
 from canvasrt.targets import TARGETS, Target
 
 Json = dict[str, Any]
@@ -48,9 +50,15 @@ ROUTING = (
     "Routing: the router's weights are random with variance 1 / inputs over normalised states, and tokens are "
     "random, so that each token's experts are nearly a random choice."
 )
-SIDES = ("onnxruntime", "tensorrt", "transformers", "transformers-compiled")
-# On a CPU compiling takes minutes, for a figure that says nothing.
-SMALL_SIDES = SIDES[:3]
+SIDES = (
+    "onnxruntime",
+    "onnxruntime-graphs",  # the passes as CUDA graphs
+    "tensorrt",
+    "transformers",
+    "transformers-compiled",
+)
+# A CPU has no CUDA graphs, and compiling takes minutes there, for a figure that says nothing.
+SMALL_SIDES = ("onnxruntime", "tensorrt", "transformers")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,18 +69,22 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = _shape(options, small)
     folder = options.work or Path(tempfile.mkdtemp(prefix="canvasrt-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python -m bench.gpu", *(arguments or sys.argv[1:])])
+
+    def save(data: Json) -> None:
+        report.write(data | {"command": command}, options.out)
+
     try:
         sides = options.sides.split(",") if options.sides else SMALL_SIDES if small else SIDES
-        data = run(wanted, folder, small, sides)
+        run(wanted, folder, small, sides, options.precision, save)
     except (CanvasError, UsageError) as error:
         print(f"error: {error}\nhint: {error.hint}", file=sys.stderr)
         return 1
     finally:
         if options.work is None:
             shutil.rmtree(folder, ignore_errors=True)
-    data["command"] = " ".join(["python -m bench.gpu", *(arguments or sys.argv[1:])])
-    for file in report.write(data, options.out):
-        print(file)
+    for name in report.FILES:
+        print(options.out / name)
     return 0
 
 
@@ -82,6 +94,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="the reduced shape, on the CPU")
     parser.add_argument("--work", type=Path, help="where graphs are kept for another run")
     parser.add_argument("--sides", help=f"some of {', '.join(SIDES)}, separated by commas")
+    parser.add_argument(
+        "--precision",
+        choices=shape.QUANTIZED,
+        help="quantizes the engines' weights, with a calibration that is made up; other sides keep the shape's own",
+    )
     for name in ("batches", "contexts"):
         parser.add_argument(f"--{name}", help="numbers separated by commas")
     for name in ("steps", "repeats", "copies"):
@@ -102,15 +119,26 @@ def _shape(options: argparse.Namespace, small: bool) -> shape.Shape:
     return replace(base, **lists, **{name: n for name, n in numbers.items() if n})
 
 
-def run(wanted: shape.Shape, folder: Path, small: bool, sides: Sequence[str]) -> Json:
-    """All measurements of a shape, over files in `folder`."""
+def run(
+    wanted: shape.Shape,
+    folder: Path,
+    small: bool,
+    sides: Sequence[str],
+    precision: str | None = None,
+    save: Callable[[Json], None] = lambda data: None,
+) -> Json:
+    """All measurements of a shape, over files in `folder`; `save` is given what there is after each side."""
     if unknown := set(sides) - set(SIDES):
         raise UsageError(f"unknown side {min(unknown)!r}", f"sides are: {', '.join(SIDES)}")
     prepared = shape.prepare(wanted, folder)
     config = prepared.config
-    rates = measure.attempt(lambda: floor.rates(small))
+    served = shape.quantized(prepared, precision, folder) if precision else prepared
+    rates = measure.attempt(lambda: floor.rates(small, precision or "bf16"))
+    _free()
     makers = {
-        name: make for name, make in _makers(prepared, folder, small).items() if name in sides
+        name: make
+        for name, make in _makers(prepared, served, folder, small).items()
+        if name in sides
     }
     data: Json = {
         "date": datetime.date.today().isoformat(),
@@ -123,7 +151,14 @@ def run(wanted: shape.Shape, folder: Path, small: bool, sides: Sequence[str]) ->
         "rates": rates,
         "floor": {}
         if "skipped" in rates
-        else {str(b): floor.floor_ms(prepared, rates, b) for b in wanted.batches},
+        else {str(b): floor.floor_ms(served, rates, b) for b in wanted.batches},
+        "engines": {
+            "precision": precision,
+            "weight_bytes": served.weight_bytes,
+            "calibration": "a calibration that is made up: no prompt was run",
+        }
+        if precision
+        else None,
         "routing": ROUTING,
         "mean_load": config.canvas_length * config.top_k_experts / config.num_experts,
         "sides": {},
@@ -131,13 +166,20 @@ def run(wanted: shape.Shape, folder: Path, small: bool, sides: Sequence[str]) ->
     }
     for name, make in makers.items():
         print(f"measuring {name}", file=sys.stderr, flush=True)
-        data["sides"][name] = measure.attempt(lambda m=make: measure.side(m(), wanted))
+        data["sides"][name] = measure.attempt(partial(_side, make, wanted))
         _free()
+        save(data)
     for name, make in _mixtures(prepared, folder, small).items():
         if name in sides:
             print(f"measuring experts alone, {name}", file=sys.stderr, flush=True)
-            data["experts"][name] = measure.attempt(lambda m=make: _experts(m(), wanted, config))
+            data["experts"][name] = measure.attempt(partial(_experts, make, wanted, config))
+            _free()
+    save(data)
     return data
+
+
+def _side(make: Callable[[], Runner], wanted: shape.Shape) -> Json:
+    return measure.side(make(), wanted)
 
 
 def _free() -> None:
@@ -147,13 +189,19 @@ def _free() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
-def _experts(mixture: experts.Mixture, wanted: shape.Shape, config: Any) -> Json:
+def _experts(make: Callable[[], experts.Mixture], wanted: shape.Shape, config: Any) -> Json:
+    mixture = make()
     counts = [batch * config.canvas_length for batch in wanted.batches]
     return {str(n): experts.measure_experts(mixture, n, wanted.repeats) for n in counts}
 
 
-def _makers(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, Callable[[], Runner]]:
-    """What makes each side; a side is made when it is its turn, so that one is in memory at a time."""
+def _makers(
+    prepared: shape.Prepared, served: shape.Prepared, folder: Path, small: bool
+) -> dict[str, Callable[[], Runner]]:
+    """What makes each side; a side is made when it is its turn, so that one is in memory at a time.
+
+    `served` is what engines are built from, which may be quantized.
+    """
 
     def onnxruntime() -> Runner:
         if small:
@@ -162,12 +210,20 @@ def _makers(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, Ca
             return HostRunner(prepared, OrtBackend())
         return DeviceRunner("canvasrt, ONNX Runtime on CUDA", prepared, _cuda(prepared.shape))
 
+    def graphs() -> Runner:
+        if small:
+            raise CanvasError("CUDA graphs need a GPU", "leave the side out")
+        return DeviceRunner(
+            "canvasrt, ONNX Runtime on CUDA, CUDA graphs", prepared, _cuda(prepared.shape, True)
+        )
+
     def tensorrt() -> Runner:
-        backend, bundle = _engines(prepared, folder)
-        return DeviceRunner(f"canvasrt, {backend.module.__name__}", prepared, backend, bundle)
+        backend, bundle = _engines(served, folder)
+        return DeviceRunner(f"canvasrt, {backend.module.__name__}", served, backend, bundle)
 
     return {
         "onnxruntime": onnxruntime,
+        "onnxruntime-graphs": graphs,
         "tensorrt": tensorrt,
         "transformers": lambda: TransformersRunner(prepared, static=False),
         "transformers-compiled": lambda: TransformersRunner(prepared, static=True),
@@ -189,23 +245,33 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
     def tensorrt() -> experts.Mixture:
         from canvasrt.build.compile import Job, compile_graph
         from canvasrt.build.profiles import Range
+        from canvasrt.runtime.tensorrt import TensorRTBackend
 
-        backend, _ = _engines(prepared, folder)
+        target = _target()
+        module = require(*BUILDER_MODULES[target.builder])
         file = shape.experts_graph(prepared.shape, prepared.config, folder)
-        target, engine = _target(), file.with_suffix(".engine")
+        engine = file.with_suffix(".engine")
         capability = target.capability if target.builds_anywhere else None
         sizes = {"tokens": Range(1, 256, most), "capacity": Range(1, 32, most)}
-        compile_graph(Job(backend.module.__name__, file, engine, capability, {"all": sizes}))
+        compile_graph(Job(module.__name__, file, engine, capability, {"all": sizes}))
+        here = {
+            "name": target.name,
+            "backend": target.builder,
+            "builder_version": module.__version__,
+            "compute_capability": target.capability_text,
+            "built_on": platform.machine(),
+        }
+        backend = TensorRTBackend(here, rows_apart=False)
         profiles = [{name: each.to_json() for name, each in sizes.items()}]
         return experts.DeviceMixture(backend, engine, size, most, profiles)
 
     return {"onnxruntime": onnxruntime, "tensorrt": tensorrt}
 
 
-def _cuda(wanted: shape.Shape) -> Any:
+def _cuda(wanted: shape.Shape, graphs: bool = False) -> Any:
     from canvasrt.runtime.onnxruntime_cuda import OrtCudaBackend
 
-    return OrtCudaBackend(rows_apart=False, max_batch=max(wanted.batches))
+    return OrtCudaBackend(rows_apart=False, graphs=graphs, max_batch=max(wanted.batches))
 
 
 def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
@@ -215,13 +281,16 @@ def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
 
     target = _target()
     wanted = prepared.shape
+    precision = prepared.graphs.manifest.options.get("precision", wanted.precision)
+    context, batch = wanted.max_context, max(wanted.batches)
     bundle = build(
         prepared.graphs.path,
         target,
-        folder / f"{wanted.name}-engines",
-        wanted.precision,
-        max_context=wanted.max_context,
-        max_batch=max(wanted.batches),
+        # One folder keeps the engines of several runs.
+        folder / f"{wanted.name}-engines-{precision}-{context}-{batch}",
+        precision,
+        max_context=context,
+        max_batch=batch,
     )
     assert bundle.manifest.target is not None
     return TensorRTBackend(bundle.manifest.target, rows_apart=False), bundle
@@ -235,8 +304,7 @@ def _target() -> Target:
     found = [target for target in TARGETS if target.capability == here.capability]
     if not found:
         raise CanvasError(f"no target has the capability of {here.name}", "canvasrt targets")
-    module = "tensorrt_rtx" if found[0].builder == "tensorrt-rtx" else "tensorrt"
-    require(module, "rtx" if module == "tensorrt_rtx" else "tensorrt")
+    require(*BUILDER_MODULES[found[0].builder])
     # Of two with one capability, the one with more memory refuses less.
     return max(found, key=lambda target: target.memory or 0)
 

@@ -26,6 +26,8 @@ class TransformersRunner:
         self._static, self._config = static, prepared.config
         self._cuda = self._torch.cuda.is_available()
         self._device = "cuda" if self._cuda else "cpu"
+        if self._cuda:
+            self._torch.cuda.reset_peak_memory_stats()
         self._model = repeated_model(prepared, self._torch, self._device)
         self._loads: list[int] = []
         self._loads_of: dict[str, int] = {}

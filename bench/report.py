@@ -8,11 +8,13 @@ from typing import Any
 
 Json = dict[str, Any]
 
+FILES = ("gpu.json", "gpu.md")
+
 
 def write(data: Json, out: Path) -> tuple[Path, Path]:
-    """`gpu.json` and `gpu.md` in `out`."""
+    """`FILES` in `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    files = out / "gpu.json", out / "gpu.md"
+    files = out / FILES[0], out / FILES[1]
     files[0].write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     files[1].write_text(markdown(data), encoding="utf-8")
     return files
@@ -31,8 +33,19 @@ def _heading(data: Json) -> str:
     return (
         f"## {data['device']}, {data['date']}\n\n"
         f"The shape `{shape['name']}`: {shape['layers'] * shape['copies']} layers, {shape['precision']}, "
-        f"random weights ({data['weight_bytes'] / 1e9:.2f} GB). {known}. "
+        f"random weights ({data['weight_bytes'] / 1e9:.2f} GB). {_engines(data)}{known}. "
         f"`{data['command']}`"
+    )
+
+
+def _engines(data: Json) -> str:
+    """What sets the engines apart from the other sides, and the floor with them."""
+    engines = data.get("engines")
+    if not engines:
+        return ""
+    return (
+        f"The side tensorrt and the floor, and these alone: {engines['precision']} "
+        f"({engines['weight_bytes'] / 1e9:.2f} GB), {engines['calibration']}. "
     )
 
 
@@ -57,10 +70,11 @@ def _floor(data: Json) -> str:
     rates = data["rates"]
     if "skipped" in rates:
         return ""
-    return (
-        f"The floor: {rates['copy_bytes_per_second'] / 1e9:,.0f} GB/s of copying and "
-        f"{rates['matrix_operations_per_second'] / 1e12:,.1f} TFLOP/s ({rates['matrix']}), both measured."
-    )
+    copied = f"The floor: {rates['copy_bytes_per_second'] / 1e9:,.0f} GB/s of copying"
+    if "matrix" not in rates:
+        return f"{copied}, measured; products are left out."
+    operations = rates["matrix_operations_per_second"] / 1e12
+    return f"{copied} and {operations:,.1f} TFLOP/s ({rates['matrix']}), both measured."
 
 
 def _generation(data: Json) -> str:
@@ -105,7 +119,8 @@ def _experts(data: Json) -> str:
         for tokens, found in runs.items()
     ]
     heads = ["side", "tokens", "32", "64", "128", "256", "dense"]
-    return _table(heads, rows, "One layer's experts, milliseconds by capacity")
+    title = f"One layer's experts in {data['shape']['precision']}, milliseconds by capacity"
+    return _table(heads, rows, title)
 
 
 def _loads(data: Json) -> str:

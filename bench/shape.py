@@ -58,6 +58,12 @@ FULL = Shape("released", 6, 5, "bf16", (1, 2, 4, 8), (512, 4096, 32_768), 16, 20
 SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
 
 
+# The largest input of every product, in a calibration that is made up: that of normalised states is of this order.
+MADE_UP_AMAX = 8.0
+# What engines may be measured at, besides the precision of a shape.
+QUANTIZED = ("fp8", "nvfp4")
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The files of a shape: a checkpoint of one segment's layers, its graphs, and the whole model's configuration."""
@@ -89,6 +95,31 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
         export(checkpoint, graphs, shape.layers, shape.precision)
     bundle = load_bundle(graphs, kind="graphs", check=False)
     return Prepared(shape, checkpoint, bundle, repeated(bundle.manifest.model, shape.copies))
+
+
+def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
+    """The same with the body's weights quantized by a recipe of canvasrt's; what is missing in `folder` is written.
+
+    The calibration is made up: no prompt is run, and every input is said to reach `MADE_UP_AMAX`. How long a pass takes
+    does not depend on it.
+    """
+    from canvasrt.export.quantize.calibrate import Calibration
+    from canvasrt.export.quantize.quantize import quantize
+    from canvasrt.recipes import load_recipe
+
+    out = folder / f"{prepared.shape.name}-graphs-{precision}"
+    if not out.exists():
+        model, recipe = prepared.graphs.manifest.model, load_recipe(precision)
+        cached = [
+            f"layers.{i}.{part}" for i in range(len(model.layers)) for part in ("key", "value")
+        ]
+        made_up = Calibration(
+            amax=dict.fromkeys(recipe.formats(model), MADE_UP_AMAX),
+            cache=dict.fromkeys(cached, MADE_UP_AMAX) if recipe.kv_cache else {},
+            sha256="made up",
+        )
+        quantize(prepared.graphs, out, recipe, calibration=made_up)
+    return replace(prepared, graphs=load_bundle(out, kind="graphs", check=False))
 
 
 def repeated(config: ModelConfig, copies: int) -> ModelConfig:

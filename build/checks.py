@@ -13,6 +13,7 @@ from canvasrt.build.host import check_disk, check_memory_here, same_disk
 from canvasrt.build.plan import Plan
 from canvasrt.build.precision import PLAIN, Precision, parse_precision
 from canvasrt.build.source import Source
+from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, require
 from canvasrt.machine import BUILDER_MODULES, has_gpu
@@ -58,12 +59,24 @@ def check_source(target: Target, precision: Precision, source: Source) -> None:
                 f"build them as they are, for {_targets_with(str(have))},"
                 " or start from a checkpoint of plain weights",
             )
+        if source.graphs is not None:
+            _check_base(target, source.graphs)
     elif source.graphs is not None and have != precision.exported:
         raise CanvasError(
             f"the {what} {have}, and {precision.name} engines for {target.name} need"
             f" {precision.exported} graphs",
             "build from the checkpoint instead, or from graphs of"
             f" `canvasrt export CHECKPOINT --precision {precision.exported} -o DIR`",
+        )
+
+
+def _check_base(target: Target, graphs: Bundle) -> None:
+    """Raise CanvasError where what is not quantized is in fp32: a GPU's engines compute it in bf16."""
+    base = graphs.manifest.options.get("base_precision", "bf16")
+    if target.capability is not None and base != "bf16":
+        raise CanvasError(
+            f"the graphs were quantized from {base} ones, and engines for {target.name} need bf16 ones",
+            "quantize graphs of `canvasrt export CHECKPOINT --precision bf16 -o DIR`",
         )
 
 

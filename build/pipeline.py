@@ -12,6 +12,7 @@ from canvasrt.build.plan import DEFAULT_MAX_BATCH, Adapters, Options, Plan, plan
 from canvasrt.build.precision import choose
 from canvasrt.build.source import read_source, source_precision
 from canvasrt.bundle import Bundle
+from canvasrt.errors import UsageError
 from canvasrt.progress import Progress, no_progress
 from canvasrt.staging import check_output
 from canvasrt.targets import Target, find_target
@@ -85,6 +86,11 @@ def plan_all(
     With `check`, a target that cannot be built for here is refused before the source is read through.
     """
     precisions = choose(targets, options.precision, source_precision(source))
+    if options.calibration is not None and not any(each.is_quantized for each in precisions):
+        raise UsageError(
+            f"--calibration is for weights that are quantized, and these stay {precisions[0].text}",
+            "name a recipe with --precision, or leave --calibration out",
+        )
     for target in targets if check else ():
         check_buildable(target)
     opened = read_source(source, progress)

@@ -96,9 +96,17 @@ class Plan:
         return self.precision.formats(self.source.model)
 
     @property
+    def kv_cache(self) -> str | None:
+        """The format of cached keys and values, by the recipe asked for or the one that made the graphs."""
+        if self.precision.recipe is not None:
+            return self.precision.recipe.kv_cache
+        graphs = self.source.graphs
+        made_with = graphs.manifest.options.get("recipe") if graphs else None
+        return (made_with or {}).get("kv_cache")
+
+    @property
     def memory(self) -> memory.Estimate:
         """The memory that serving takes."""
-        recipe = self.precision.recipe
         return memory.estimate(
             self.source.model,
             self.precision.name,
@@ -106,7 +114,8 @@ class Plan:
             self.max_batch,
             on_cpu=self.target.capability is None,
             formats=self.formats,
-            kv_cache=recipe.kv_cache if recipe else None,
+            kv_cache=self.kv_cache,
+            layers_per_segment=self.layers_per_segment,
         )
 
     @property

@@ -14,20 +14,23 @@ SPARE = 1.1
 # The most tokens of a row and of an image that one call takes, the query heads of a group whose scores are there at
 # once, and the largest head with a fused kernel: as build.profiles and export.layers have them.
 PREFILL_CHUNK, SOFT_TOKENS, FOLDED_HEADS, MAX_FUSED_HEAD_DIM = 512, 280, 2, 256
+# The most tokens of a shared encoding pass, as runtime.resident has it, and the usual layers of a segment.
+ENCODE_TOKENS, LAYERS_PER_SEGMENT = 1024, 6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of device memory while serving."""
+    """Bytes of device memory while serving; `buffers` is what passes through between engines and caches."""
 
     weights: int
     kv_cache: int
     workspace: int
+    buffers: int
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.kv_cache + self.workspace
+        return self.weights + self.kv_cache + self.workspace + self.buffers
 
     def to_json(self) -> dict[str, int]:
         """The parts and their sum."""
@@ -42,6 +45,7 @@ def estimate(
     on_cpu: bool = False,
     formats: Mapping[str, str] | None = None,
     kv_cache: str | None = None,
+    layers_per_segment: int = LAYERS_PER_SEGMENT,
 ) -> Estimate:
     """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
 
@@ -53,10 +57,11 @@ def estimate(
         2 * layer.num_kv_heads * layer.head_dim * _cached_tokens(model, layer, max_context)
         for layer in model.layers
     )
+    number = 1 if kv_cache and not on_cpu else element
     weights = segment_bytes(model, precision, len(model.layers), formats, widened=on_cpu)
     return Estimate(
         weights=sum(weights.values()),
-        kv_cache=cached * max_batch * (1 if kv_cache and not on_cpu else element),
+        kv_cache=cached * max_batch * number,
         workspace=round(
             SPARE
             * max(
@@ -65,6 +70,9 @@ def estimate(
                 _vision_workspace(model, max_batch),
             )
         ),
+        buffers=0
+        if on_cpu
+        else _buffers(model, max_context, max_batch, element, number, layers_per_segment),
     )
 
 
@@ -139,6 +147,34 @@ def _quantizable(model: ModelConfig) -> list[str]:
 def _qkv_rows(model: ModelConfig, layer: Layer) -> int:
     projections = 2 if layer.kind == "sliding" else 1  # full layers share one for K and V
     return (model.num_attention_heads + projections * layer.num_kv_heads) * layer.head_dim
+
+
+def _buffers(
+    model: ModelConfig,
+    max_context: int,
+    max_batch: int,
+    element: int,
+    number: int,
+    layers_per_segment: int,
+) -> int:
+    """As runtime.workspace takes them: every engine's hidden states and two of each request, the new keys and values
+    of an encoding or a denoising pass, and the keys of one slot on their way to another width. `number` is the bytes
+    of one that is cached."""
+    row = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
+    encoded = max(row, min(ENCODE_TOKENS, max_batch * row))
+    canvases = max_batch * model.canvas_length
+    cut = [
+        model.layers[first : first + layers_per_segment]
+        for first in range(0, len(model.layers), layers_per_segment)
+    ]
+    states = (len(cut) + 1) * max(canvases, encoded) + 2 * canvases
+    token = [sum(2 * each.num_kv_heads * each.head_dim for each in layers) for layers in cut]
+    slot = max(
+        each.num_kv_heads * each.head_dim * _cached_tokens(model, each, max_context)
+        for each in model.layers
+    )
+    new = max(encoded * sum(token), canvases * max(token))
+    return states * model.hidden_size * element + (new + slot) * number
 
 
 def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, element: int) -> int:

@@ -21,6 +21,7 @@ from canvasrt.containers.replies import ReplyBuilder
 from canvasrt.containers.request import read_request
 from canvasrt.containers.server import (
     MAX_MODEL_LEN_VARIABLE,
+    SHARE_PASSES_VARIABLE,
     STOPPING_VARIABLE,
     THREADS_VARIABLE,
 )
@@ -53,7 +54,11 @@ class StreamModel:
         options = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
         # `engines` is relative to the model repository, which holds this model's folder.
         engines = Path(args["model_repository"]).parent / options["engines"]
-        self._model = Model.load(engines, threads=_number(THREADS_VARIABLE))
+        self._model = Model.load(
+            engines,
+            threads=_number(THREADS_VARIABLE),
+            share_passes=bool(_number(SHARE_PASSES_VARIABLE)),
+        )
         self._model.max_context = _context(self._model.max_context)
         bundle = load_bundle(engines, check=False)  # the model has checked it
         manifest = bundle.manifest

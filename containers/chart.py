@@ -17,15 +17,16 @@ _ARCHITECTURES = {"x86_64": "amd64", "any": "amd64", "aarch64": "arm64"}
 _SHOWN = 0.9
 
 
-def write_chart(out: Path, image: str, target: Target) -> None:
+def write_chart(out: Path, image: str, target: Target, max_batch: int | None = None) -> None:
     """Write the chart to the new folder `out`.
 
     `image` is `[REGISTRY/]NAME[:TAG]`. A target that is built on its GPU gets a StatefulSet, whose volumes keep the
-    engines over restarts; the others have them in the image.
+    engines over restarts; the others have them in the image. `max_batch` canvases are denoised together;
+    None leaves the autoscaler's limit at that of the usual 4.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")
-    for name, value in _values(image, target).items():
+    for name, value in _values(image, target, max_batch).items():
         values = _set(values, name, value)
     (out / "values.yaml").write_text(values, encoding="utf-8")
     chart = (out / "Chart.yaml").read_text(encoding="utf-8")
@@ -34,10 +35,10 @@ def write_chart(out: Path, image: str, target: Target) -> None:
     (out / "Chart.yaml").write_text(chart, encoding="utf-8")
 
 
-def _values(image: str, target: Target) -> dict[str, Any]:
+def _values(image: str, target: Target, max_batch: int | None) -> dict[str, Any]:
     repository, tag = _split(image)
     on_gpu = target.capability is not None
-    return {
+    values = {
         "repository": f'"{repository}"',
         "tag": f'"{tag}"',
         "target": target.name,
@@ -46,6 +47,9 @@ def _values(image: str, target: Target) -> dict[str, Any]:
         "memoryMiB": int(_SHOWN * target.memory / 2**20) if target.memory else 0,
         "kind": "Deployment" if target.builds_anywhere else "StatefulSet",
     }
+    if max_batch is not None:
+        values["activeCanvases"] = max(1, max_batch * 3 // 4)
+    return values
 
 
 def _split(image: str) -> tuple[str, str]:

@@ -257,9 +257,10 @@ def _write_texts(folder: Path, bundles: Mapping[str, Bundle], recipe: Recipe) ->
         "bindings": DISTRIBUTION,
         "settings": settings_for(manifests),
     }
-    for place, target in _charts(manifests).items():
+    for (place, target), manifest in zip(_charts(manifests).items(), manifests, strict=True):
         (folder / place).parent.mkdir(exist_ok=True)
-        write_chart(folder / place, recipe.tag, target)
+        max_batch = recipe.max_batch or manifest.options.get("max_batch")
+        write_chart(folder / place, recipe.tag, target, max_batch)
     for name, text in render(facts).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

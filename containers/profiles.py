@@ -35,13 +35,16 @@ class Profile:
     digest: str
     memory: int | None  # bytes that serving takes on the GPU
     builds: bool = False
+    recipe: str | None = None  # the name of what quantized them, where a recipe did
 
     @cached_property
     def tags(self) -> dict[str, str]:
         """What tells profiles apart."""
+        recipe = {"recipe": self.recipe} if self.recipe else {}
         return {
             "backend": self.target.builder.replace("-", "_"),
             "precision": self.precision,
+            **recipe,
             "tp": "1",
             "pp": "1",
             "target": self.target.name,
@@ -59,9 +62,11 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """For example `tensorrt-fp8-tp1-pp1`; those of several targets can share one."""
+        """For example `tensorrt-fp8-tp1-pp1`, with the recipe in the precision's place where there is one; those of
+        several targets can share one."""
         tags = self.tags
-        return f"{tags['backend']}-{tags['precision']}-tp{tags['tp']}-pp{tags['pp']}"
+        weights = "-".join((self.recipe or self.precision).split())
+        return f"{tags['backend']}-{weights}-tp{tags['tp']}-pp{tags['pp']}"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -188,11 +193,27 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> Profile:
         manifest.digest,
         None if target.capability is None else _memory(manifest, precision, context, batch),
         builds,
+        (options.get("recipe") or {}).get("name"),
     )
 
 
 def _memory(manifest: Manifest, precision: str, context: int, batch: int) -> int:
-    return memory.estimate(manifest.model, precision, context, batch).total
+    """By what is in the bundle: which of its weights are quantized, and how it caches keys and values."""
+    options = manifest.options
+    formats = {
+        name: form
+        for entry in manifest.segments
+        for name, form in (entry.get("quantized") or {}).items()
+    }
+    return memory.estimate(
+        manifest.model,
+        precision,
+        context,
+        batch,
+        formats=formats or None,
+        kv_cache=(options.get("recipe") or {}).get("kv_cache"),
+        layers_per_segment=int(options.get("layers_per_segment") or memory.LAYERS_PER_SEGMENT),
+    ).total
 
 
 def _preference(profile: Profile) -> tuple[bool, bool, int, str]:

@@ -26,6 +26,8 @@ from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def run(settings: Settings) -> None:
     """Serves a bundle until a signal comes. CanvasError when it cannot start or ends by itself."""
@@ -96,10 +98,17 @@ def _serve(
             exit_timeout=settings.exit_timeout,
             threads=settings.threads,
             max_model_len=settings.max_model_len,
+            share_passes=settings.share_passes,
             output=output.descriptor,
             recent=output.recent,
             options=settings.triton_options,
         )
+        if settings.keys and settings.host not in LOOPBACK:
+            log.warning(
+                "the API keys guard the OpenAI API alone: who reaches the ports %d and %d needs none",
+                settings.ports.http,
+                settings.ports.grpc,
+            )
         supervisor = Supervisor(server, front, stop)
         try:
             supervisor.start(settings.ready_timeout)
@@ -174,6 +183,7 @@ def _show(settings: Settings, source: Bundle, profile: Profile) -> None:
         },
         "served_model_names": list(settings.names),
         "max_model_len": settings.max_model_len or profile.max_context,
+        "share_passes": settings.share_passes,
         "api_keys": len(settings.keys),
         "tls": settings.ssl_mode,
         "cache": str(settings.cache) if settings.cache else None,
@@ -183,6 +193,19 @@ def _show(settings: Settings, source: Bundle, profile: Profile) -> None:
 
     def render(shown: Any) -> None:
         for name, value in data.items():
-            shown.print(f"{name}: {value}", markup=False)
+            if name == "profile":
+                value = f"{profile.name} ({profile.id}) for {profile.target.name}"
+            shown.print(f"{name}: {_plain(value)}", markup=False)
 
     emit(data, settings.as_json, render)
+
+
+def _plain(value: Any) -> str:
+    """A setting as a person reads it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

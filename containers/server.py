@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -35,9 +36,12 @@ UNLOAD_TIMEOUT = 3  # for the models to be unloaded after that
 PROBE_TIMEOUT = 5.0
 THREADS_VARIABLE = "CANVASRT_THREADS"
 MAX_MODEL_LEN_VARIABLE = "CANVASRT_MAX_MODEL_LEN"
+SHARE_PASSES_VARIABLE = "CANVASRT_SHARE_PASSES"  # 1: yes
 STOPPING_VARIABLE = "CANVASRT_STOPPING"  # a file: once it is there, requests are refused
 SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
 _STOPPING = "stopping"
+# Calls that change the server, or name shared memory for it to read and write. No caller needs them.
+_CLOSED = "model-repository,shared-memory,logging,trace"
 POLL = 0.05
 _CAUSES = (
     # The traceback follows in the same line, with its line breaks escaped.
@@ -74,6 +78,7 @@ class Server:
         exit_timeout: float = EXIT_TIMEOUT,
         threads: int | None = None,
         max_model_len: int | None = None,
+        share_passes: bool = False,
         output: int | None = None,
         recent: Sequence[str] = (),
         options: Sequence[str] = (),
@@ -81,13 +86,17 @@ class Server:
         """`log` is the file for the server's output, appended to; None passes it on to stderr, or to
         the descriptor `output`, whose last lines `recent` holds. `threads` are the engines' CPU threads; None takes
         `CANVASRT_THREADS`, else every core. `max_model_len` limits a request's tokens further than
-        the engines do. `options` are tritonserver's own."""
+        the engines do. `share_passes` is `Model.load`'s. `options` are tritonserver's own."""
         self.repository = repository
         self.host = host
         self.ports = ports or Ports()
         self.log = log
         self.exit_timeout = exit_timeout
-        self._variables = {THREADS_VARIABLE: threads, MAX_MODEL_LEN_VARIABLE: max_model_len}
+        self._variables = {
+            THREADS_VARIABLE: threads,
+            MAX_MODEL_LEN_VARIABLE: max_model_len,
+            SHARE_PASSES_VARIABLE: int(share_passes),
+        }
         self._given_output = output
         self._recent = recent
         self._options = tuple(options)
@@ -303,6 +312,8 @@ class Server:
         for name in ("http", "grpc", "metrics"):
             command.append(f"--{name}-address={self.host}")
             command.append(f"--{name}-port={getattr(self.ports, name)}")
+        for option in ("http-restricted-api", "grpc-restricted-protocol"):
+            command.append(f"--{option}={_CLOSED}:closed={secrets.token_hex(16)}")
         if not Path("/dev/nvidiactl").exists():
             command.append("--allow-gpu-metrics=false")
         return [*command, *self._options]

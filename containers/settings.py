@@ -46,6 +46,7 @@ class Settings:
     ready_timeout: float = READY_TIMEOUT
     exit_timeout: int = EXIT_TIMEOUT
     threads: int | None = None
+    share_passes: bool = False
     dry_run: bool = False
     as_json: bool = False
 

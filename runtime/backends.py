@@ -39,6 +39,8 @@ def choose(
             f"the bundle was built for {builder}, which this version cannot run",
             "build it again with this version",
         )
+    if not target:
+        _check_graphs(manifest.options.get("precision", "fp32"), device)
     if device == "cuda":
         if target:
             raise CanvasError(
@@ -51,3 +53,17 @@ def choose(
     from canvasrt.runtime.onnxruntime import OrtBackend
 
     return OrtBackend(threads, pass_work(manifest.model))
+
+
+def _check_graphs(precision: str, device: str | None) -> None:
+    """Refuses graphs that are not run as they are: ONNX Runtime has no kernels for them."""
+    if precision not in ("fp32", "bf16"):
+        raise CanvasError(
+            f"the graphs are quantized to {precision}, and run as engines only",
+            "build them for a target: `canvasrt build GRAPHS --target cpu`, or that of a GPU",
+        )
+    if precision == "bf16" and device != "cuda":
+        raise CanvasError(
+            "the graphs are in bf16, which a CPU does not run",
+            "export the checkpoint with --precision fp32, or give --device cuda where there is a GPU",
+        )

@@ -100,18 +100,26 @@ class CudaDevice:
         return " / ".join(f"{v // 1000}.{v % 1000 // 10}" for v in (int(driver), int(runtime)))
 
     def capture(self, work: Callable[[], Any]) -> int:
-        """A graph of what `work` queues, which is recorded and not run. Launch it with `replay`."""
+        """A graph of what `work` queues, which is recorded and not run. Launch it with `replay`.
+
+        CanvasError when the driver cannot capture it; nothing is queued then, and the stream goes on as before.
+        """
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
         try:
             work()
-        finally:
-            # Ends the capture in any case: an open one would take in all that follows.
-            graph = self._call("cudaStreamEndCapture", self.stream)
+        except BaseException:
+            # An open capture would take in all that follows. What `work` raised says more than how it ends.
+            _, graph = self._runtime.cudaStreamEndCapture(self.stream)
+            if graph:
+                self._runtime.cudaGraphDestroy(graph)
+            raise
+        graph = self._call("cudaStreamEndCapture", self.stream)
         try:
             executable = int(self._call("cudaGraphInstantiate", graph, 0))
         finally:
             self._call("cudaGraphDestroy", graph)
+        self._taken.append(("cudaGraphExecDestroy", executable))
         return executable
 
     def replay(self, graph: int) -> None:
@@ -120,6 +128,7 @@ class CudaDevice:
 
     def forget(self, graph: int) -> None:
         """Frees a captured graph that no queued work uses."""
+        self._taken.remove(("cudaGraphExecDestroy", graph))
         self._call("cudaGraphExecDestroy", graph)
 
     def clock(self) -> int:
@@ -145,5 +154,6 @@ class CudaDevice:
 
 
 def _give_back(runtime: ModuleType, taken: list[tuple[str, int]]) -> None:
-    for free, address in taken:
+    # Graphs before the memory that they use.
+    for free, address in reversed(taken):
         getattr(runtime, free)(address)

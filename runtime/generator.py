@@ -30,11 +30,17 @@ class Generator:
         self._running: list[ActiveRequest] = []
         self._cancelled: set[int] = set()
         self._next_id = 0
+        self._denoised = 0
 
     @property
     def idle(self) -> bool:
         """True when no request is waiting or running."""
         return not (self._waiting or self._running)
+
+    @property
+    def active_canvases(self) -> int:
+        """The rows of the last denoising pass whose requests still run."""
+        return min(self._denoised, len(self._running))
 
     def add(self, request: Request) -> int:
         """Queues a request and returns its id. CanvasError when it can never run."""
@@ -115,6 +121,7 @@ class Generator:
         """One step of every request whose tokens are all encoded."""
         ready = [each for each in self._running if not each.pending.size]
         inputs: list[DenoiseInput] = [each.next_step() for each in ready]
+        self._denoised = len(ready)
         events: list[Event] = []
         for each, output in zip(ready, self.model.denoise(inputs), strict=True):
             events += each.take(output)

@@ -96,7 +96,8 @@ class DeviceCache:
             )
             for layer, item, size in zip(config.layers, itemsizes, sizes, strict=True)
         ]
-        self._scratch = device.allocate(max(sizes))
+        self.scratch_bytes = max(sizes)
+        self._scratch = device.allocate(self.scratch_bytes)
         # Only where every slot begins at an aligned address can a pass begin at any slot.
         self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
 

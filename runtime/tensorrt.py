@@ -98,6 +98,7 @@ class TensorRTBackend:
         self.runtime = self.module.Runtime(self.logger)
         self.engines: list[TensorRTEngine] = []
         self._activations: tuple[int, int] | None = None
+        self._compiled: Any = None
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
         # Mapped: an engine may be as large as the machine's memory.
@@ -117,6 +118,12 @@ class TensorRTBackend:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
         return self._activations
+
+    def compiled(self, config: Any) -> Any:
+        """TensorRT-RTX's cache of kernels, which all contexts share: each would compile its own otherwise."""
+        if self._compiled is None:
+            self._compiled = config.create_runtime_cache()
+        return self._compiled
 
 
 class TensorRTEngine:
@@ -181,8 +188,11 @@ class TensorRTEngine:
         if len(self._known) <= GRAPHS:
             return
         _, captured = self._known.popitem(last=False)
-        if captured is not None and captured.graph is not None:
-            self._backend.device.synchronize()
+        if captured is None:
+            return
+        # Its context ends here too, which no queued work may use any more.
+        self._backend.device.synchronize()
+        if captured.graph is not None:
             self._backend.device.forget(captured.graph)
 
     def _context(self, profile: int, repeats: bool) -> _Context:
@@ -204,21 +214,25 @@ class TensorRTEngine:
             # LAZY would change kernels, and with them last bits, while a request runs.
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
+            compiled = self._backend.compiled(config)
+            if compiled is not None:
+                config.set_runtime_cache(compiled)
             context = self._engine.create_execution_context(config)
         else:
+            compiled = None
             context = self._engine.create_execution_context(own)
         if context is None:
             raise CanvasError(
                 f"{self.name} gives no execution context: {self._backend.logger.last}",
                 "the GPU's memory may be full: build with a smaller --max-context or --max-batch",
             )
-        context.set_device_memory(*self._backend.activations())
         if not context.set_optimization_profile_async(profile, device.stream):
             raise CanvasError(
                 f"{self.name} has no profile {profile}: {self._backend.logger.last}",
                 "build the bundle again with this version",
             )
-        return _Context(self, context, device)
+        context.set_device_memory(*self._backend.activations())
+        return _Context(self, context, device, compiled)
 
     def refused(self, what: str) -> CanvasError:
         """The error for a call that TensorRT did not take."""
@@ -231,8 +245,12 @@ class TensorRTEngine:
 class _Context:
     """An execution context, told only what has changed since the call before."""
 
-    def __init__(self, engine: TensorRTEngine, context: Any, device: CudaDevice) -> None:
+    def __init__(
+        self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
+    ) -> None:
+        """compiled: the cache of kernels that the context was made with, which has to outlive it."""
         self._engine, self._context, self._device = engine, context, device
+        self._compiled = compiled
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
 
@@ -259,15 +277,26 @@ class _Context:
 
 @dataclass
 class _Captured:
-    """A call that came before: its own context, and its graph once it was captured."""
+    """A call that came before: its own context, and its graph once it was captured.
+
+    `fits`: whether it can be; otherwise it runs as any other call.
+    """
 
     context: _Context
     graph: int | None = None
+    fits: bool = True
 
     def run(self, call: Call, device: CudaDevice) -> None:
+        if self.graph is None and self.fits:
+            try:
+                self.graph = device.capture(self.context.enqueue)
+            except CanvasError as error:
+                _log.warning("runs without a CUDA graph: %s", error)
+                self.fits = False
         if self.graph is None:
-            self.graph = device.capture(self.context.enqueue)
-        device.replay(self.graph)
+            self.context.run(call)
+        else:
+            device.replay(self.graph)
 
 
 class _Logger:

@@ -94,6 +94,7 @@ class Workspace:
             "key-value cache": self.cache.bytes,
             "hidden states": hidden * len(stages) + 2 * batch * self.row_bytes,
             "new keys and values": new_bytes,
+            "scratch": self.cache.scratch_bytes,
         }
         device.synchronize()  # the constants' arrays on the host end here
 

@@ -63,3 +63,22 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             name = word.partition("=")[0]
             if re.fullmatch(r"--[a-z][\w-]*", name):
                 assert name in known, f"{line}: no option {name}"
+
+
+def test_the_messages_to_look_up_exist() -> None:
+    """Each message that the troubleshooting page quotes, between its ellipses, is in the code."""
+    sources = [
+        file.read_text("utf-8")
+        for folder in ("build", "canvasrt", "containers", "export", "runtime")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # strings over several lines
+    rows = re.findall(
+        r"^\| (.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+    )
+    quoted = [
+        part.strip() for row in rows for part in re.split("[`…]", "…".join(_CODE.findall(row)))
+    ]
+    quoted = [part for part in quoted if part]
+    assert len(quoted) > 10
+    assert [part for part in quoted if part not in code] == []

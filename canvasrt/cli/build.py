@@ -79,7 +79,8 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
     console.print(f"  serves     {plan.max_batch} requests of {plan.max_context} tokens at once")
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},"
-        f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)}"
+        f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)},"
+        f" buffers {size(need.buffers)}"
     )
     if plan.target.memory is not None:
         verdict = "fits" if plan.fits else "does not fit"

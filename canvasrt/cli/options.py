@@ -60,10 +60,10 @@ Precision = Annotated[
     typer.Option(
         "--precision",
         "-p",
-        metavar="NAME",
+        metavar="NAME|FILE",
         show_default=False,
         help="What the weights become: fp32, bf16, a quantization recipe's name (fp8, nvfp4,"
-        " nvfp4-experts) or file. Without it: as in the source, or the target's first.",
+        " nvfp4-mixed, nvfp4-experts), or a YAML file of your own. Without it: as in the source, or the target's first.",
     ),
 ]
 GraphPrecision = Annotated[

@@ -18,7 +18,7 @@ Graphs = Annotated[
     typer.Argument(
         metavar="GRAPHS",
         show_default=False,
-        help="A folder that `canvasrt export` wrote: bf16 for GPUs, fp32 for a CPU.",
+        help="A folder that `canvasrt export` wrote: bf16 for GPUs and a CPU, fp32 for a CPU alone.",
     ),
 ]
 Recipe = Annotated[
@@ -28,7 +28,7 @@ Recipe = Annotated[
         "-p",
         metavar="NAME|FILE",
         show_default=False,
-        help="A recipe: fp8, nvfp4-experts, nvfp4, or a YAML file of your own.",
+        help="A recipe: fp8, nvfp4, nvfp4-mixed, nvfp4-experts, or a YAML file of your own.",
     ),
 ]
 

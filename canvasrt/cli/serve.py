@@ -181,6 +181,15 @@ def serve(
         ),
     ] = None,
     threads: Threads = None,
+    share_passes: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-passes",
+            show_default=False,
+            help="On a GPU, run requests in shared passes: more throughput, but a seed no longer decides the"
+            " tokens alone.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool | None,
         typer.Option(

@@ -41,7 +41,8 @@ class Completions:
         """The answer to one request. ApiError, or CallerGone when nobody waits for it any more."""
         inputs = inputs_of(asked)
         chat = isinstance(asked, ChatRequest)
-        shape = Shape(chat, asked.model, self._fingerprint, asked.wants_usage)
+        seed = inputs[0]["seed"]
+        shape = Shape(chat, asked.model, self._fingerprint, seed, asked.wants_usage)
         run = _Run(self, asked, inputs, shape, request.url.path)
         if not asked.stream:
             body = await unless_gone(request.receive, run.whole())

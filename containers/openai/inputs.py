@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from canvasrt.containers.openai.schema import (
 
 # OpenAI's roles → those of the chat template.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# Below what a JSON reader with floating-point numbers keeps exactly, as JavaScript's.
+_SEEDS = 2**53 - MAX_ANSWERS
 _OPTIONS = (
     "max_denoising_steps",
     "entropy_bound",
@@ -29,7 +32,10 @@ _OPTIONS = (
 
 
 def inputs_of(asked: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
-    """The inputs of every Triton request: for each prompt `n` of them, with seeds that count up."""
+    """The inputs of every Triton request: for each prompt `n` of them, with seeds that count up.
+
+    Callers that give no seed expect another answer every time, so one is drawn.
+    """
     if isinstance(asked, ChatRequest):
         messages = [_message(each, f"messages[{i}]") for i, each in enumerate(asked.messages)]
         prompts: list[dict[str, Any]] = [{"messages": json.dumps(messages)}]
@@ -41,7 +47,7 @@ def inputs_of(asked: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
             f"{len(prompts)} prompts with n {n} are more than {MAX_ANSWERS} answers.", "n"
         )
     options = _options(asked)
-    seed = asked.seed or 0
+    seed = secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed
     return [{**prompt, **options, "seed": seed + i} for prompt in prompts for i in range(n)]
 
 

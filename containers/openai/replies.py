@@ -37,11 +37,12 @@ class Usage:
 
 @dataclass
 class Shape:
-    """The objects of one request: `chat` says which of the two kinds they are of."""
+    """The objects of one request: `chat` says which of the two kinds they are of, `seed` the first answer's seed."""
 
     chat: bool
     model: str
     fingerprint: str
+    seed: int
     with_usage: bool = False
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -95,4 +96,6 @@ class Shape:
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
+            # Not OpenAI's: what repeats the answer, also where the caller gave none.
+            "canvasrt": {"seed": self.seed},
         }

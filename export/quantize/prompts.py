@@ -71,7 +71,11 @@ class Prompts:
             try:
                 request.validate(self.config, self.max_context)
             except CanvasError as error:
-                raise self._wrong(number, error.message, error.hint) from error
+                hint = error.hint.replace(
+                    "ask for fewer new tokens",
+                    "give a smaller calibration.max_new_tokens in a recipe of your own",
+                )
+                raise self._wrong(number, error.message, hint) from error
             yield request
 
     def _params(self, index: int) -> SamplingParams:
@@ -94,7 +98,8 @@ class Prompts:
                     if line.strip():
                         yield number, line
         except (OSError, UnicodeDecodeError) as error:
-            raise CanvasError(f"cannot read {self.file}: {error}", _HINT) from error
+            why = getattr(error, "strerror", None) or error
+            raise CanvasError(f"cannot read {self.file}: {why}", _HINT) from error
 
     def _ids(self, number: int, line: str) -> list[int]:
         kind, value = self._parse(number, line)
@@ -117,8 +122,10 @@ class Prompts:
         """The kind of a line and its value. Other keys are the dataset's own business."""
         try:
             data = json.loads(line)
-        except ValueError as error:
-            raise self._wrong(number, f"it is not JSON ({error})") from error
+        except json.JSONDecodeError as error:
+            raise self._wrong(
+                number, f"it is not JSON ({error.msg.removesuffix(' at')}, column {error.colno})"
+            ) from error
         kinds = [kind for kind in KINDS if isinstance(data, dict) and kind in data]
         if len(kinds) != 1:
             raise self._wrong(number, f"it does not have exactly one of {', '.join(KINDS)}")

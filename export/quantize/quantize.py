@@ -34,11 +34,13 @@ def quantize(
     recipe: Recipe | str | Path,
     calibration_file: Path | str | None = None,
     progress: Progress | None = None,
+    calibration: Calibration | None = None,
 ) -> Bundle:
     """Write the quantized graph bundle of `graphs` to `out`.
 
     Args: `graphs` a bundle that `canvasrt export` wrote, bf16 for GPUs or fp32; `recipe` one of canvasrt's by name, a
-    file, or a loaded one; `calibration_file` JSONL prompts, by default those that come with canvasrt. Raises
+    file, or a loaded one; `calibration_file` JSONL prompts, by default those that come with canvasrt; `calibration` what
+    was observed before, in place of running any. Raises
     `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and when
     `out` holds something; then nothing is left behind.
     """
@@ -51,10 +53,11 @@ def quantize(
             graphs, "graphs", progress=lambda done, total: report("checking graphs", done, total)
         )
     choices = _check(graphs, chosen)
-    prompts = None if calibration_file is None else Path(calibration_file).expanduser()
-    # On the disk of the result, which has room for graphs.
-    with scratch(out.parent / f"{out.name}.calibration") as folder:
-        calibration = calibrate(graphs, chosen, prompts, report, folder)
+    if calibration is None:
+        prompts = None if calibration_file is None else Path(calibration_file).expanduser()
+        # On the disk of the result, which has room for graphs.
+        with scratch(out.parent / f"{out.name}.calibration") as folder:
+            calibration = calibrate(graphs, chosen, prompts, report, folder)
     _load_modelopt()
     with staging(out) as tmp:
         _write(graphs, tmp, choices, chosen.kv_cache is not None, calibration, report)

@@ -15,6 +15,7 @@ from bench import experts, floor, measure, shape
 from bench.reference import repeated_model
 from bench.report import markdown
 from bench.runner import DeviceRunner, HostRunner
+from canvasrt.export.quantize.quantize import read_calibration
 from canvasrt.machine import gpus
 from canvasrt.runtime.model import DenoiseInput, EncodeInput
 from canvasrt.runtime.noise import step_noise
@@ -134,13 +135,39 @@ def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) 
     assert np.abs(entropy - out.entropy).max() < 1e-3
 
 
+@pytest.mark.parametrize("precision", shape.QUANTIZED)
+def test_engines_may_be_quantized(precision: str, prepared: shape.Prepared, folder: Path) -> None:
+    """By a recipe of ours, over a calibration that the bundle itself says is made up."""
+    served = shape.quantized(prepared, precision, folder)
+    assert served.config == prepared.config
+    assert served.weight_bytes < prepared.weight_bytes
+    manifest = served.graphs.manifest
+    assert manifest.options["precision"] == precision
+    assert manifest.made_from["calibration"] == "made up"
+    calibration = read_calibration(served.graphs)
+    assert set(calibration["amax"].values()) == {shape.MADE_UP_AMAX}
+    assert calibration["prompts"] == 0
+    assert shape.quantized(prepared, precision, folder).graphs.path == served.graphs.path
+
+
+def test_a_report_names_the_engines_precision(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ("--precision", "fp8", "--sides", "onnxruntime-graphs,tensorrt")
+    done = script("--small", "--contexts", 64, "--work", folder, "-o", out, *asked)
+    assert done.returncode == 0, done.stderr
+    text = (out / "gpu.md").read_text()
+    assert "The side tensorrt and the floor, and these alone: fp8" in text
+    assert "a calibration that is made up: no prompt was run" in text
+    assert "- onnxruntime-graphs: CanvasError: CUDA graphs need a GPU" in text
+
+
 def test_a_measurement_that_fails_ends_no_other(prepared: shape.Prepared) -> None:
     class Broken(HostRunner):
         def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
-            raise RuntimeError("out of memory\nand more")
+            raise OSError("out of memory\nand more")
 
     found = measure.side(Broken(prepared, OrtBackend(1)), QUICK)
-    assert found["segments"][0]["parts"] == {"skipped": "RuntimeError: out of memory"}
+    assert found["segments"][0]["parts"] == {"skipped": "OSError: out of memory"}
     assert all("ms" in run for run in found["passes"])
 
 
@@ -150,6 +177,9 @@ def test_the_floor_is_the_slower_of_reading_and_computing(prepared: shape.Prepar
     assert one["reading"] == eight["reading"] == prepared.weight_bytes / 1e6
     assert eight["computing"] == 8 * one["computing"]
     assert eight["floor"] == max(eight["reading"], eight["computing"])
+    del measured["matrix_operations_per_second"]
+    alone = floor.floor_ms(prepared, measured, 8)
+    assert alone["floor"] == alone["reading"] == one["reading"]
 
 
 def test_the_released_shape_is_what_a_gpu_gets() -> None:

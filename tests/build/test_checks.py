@@ -152,3 +152,9 @@ def test_options_of_the_graphs(checkpoint_files: Path) -> None:
         plan(source, "rtx-5090", "out", calibration=Path("nowhere"))
     smaller = plan(source, "rtx-5090", "out", layers_per_segment=2).needs.segments["body_0"]
     assert smaller < plan(source, "rtx-5090", "out").needs.segments["body_0"]
+
+
+def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_path: Path) -> None:
+    options = Options("fp32", calibration=tmp_path / "prompts.jsonl")
+    with pytest.raises(UsageError, match="--calibration is for weights that are quantized"):
+        plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)

@@ -70,10 +70,11 @@ def test_what_several_stages_count_with_is_the_same() -> None:
     from canvasrt.build import profiles as ours
     from canvasrt.build.plan import DEFAULT_LAYERS_PER_SEGMENT
     from canvasrt.export import layers, segments
-    from canvasrt.runtime import model
+    from canvasrt.runtime import model, resident
 
     assert model.PREFILL_CHUNK == PREFILL_CHUNK == memory.PREFILL_CHUNK
     assert ours.SOFT_TOKENS == SOFT_TOKENS
     assert layers.FOLDED_HEADS == FOLDED_HEADS
     assert layers.MAX_FUSED_HEAD_DIM == MAX_FUSED_HEAD_DIM
-    assert segments.LAYERS_PER_SEGMENT == DEFAULT_LAYERS_PER_SEGMENT
+    assert segments.LAYERS_PER_SEGMENT == DEFAULT_LAYERS_PER_SEGMENT == memory.LAYERS_PER_SEGMENT
+    assert resident.ENCODE_TOKENS == memory.ENCODE_TOKENS

@@ -91,6 +91,27 @@ def test_a_gpu_target_asks_for_its_gpu(chart: Path) -> None:
     }
 
 
+def test_the_autoscaler_goes_by_metrics_that_the_models_have(tmp_path: Path) -> None:
+    from canvasrt.containers.metrics import GAUGES
+
+    write_chart(tmp_path / "chart", "canvasrt:1", find_target("rtx-5090"), max_batch=8)
+    metrics = render(tmp_path / "chart", *EVERYTHING)["HorizontalPodAutoscaler"]["spec"]["metrics"]
+    pods = {each["pods"]["metric"]["name"]: each["pods"]["target"] for each in metrics}
+    assert set(pods) == {"canvasrt_requests_waiting", "canvasrt_active_canvases"}
+    assert set(pods) <= {f"canvasrt_{name}" for name in GAUGES}
+    # A value that is reached before the batch is full, or it would never scale.
+    assert pods["canvasrt_active_canvases"]["averageValue"] == "6"
+
+
+def test_further_arguments_come_after_those_of_the_image(chart: Path) -> None:
+    from canvasrt.containers.image.settings import COMMAND
+
+    assert "args" not in pod(render(chart))["containers"][0]
+    (container,) = pod(render(chart, "args={--share-passes}"))["containers"]
+    words = [word for each in container["args"] for word in each.split("=")]
+    assert words == [*COMMAND, "--share-passes"]
+
+
 def test_a_cpu_target_asks_for_none(tmp_path: Path) -> None:
     write_chart(tmp_path / "chart", "canvasrt:1", find_target("cpu"))
     text = yaml.safe_dump(pod(render(tmp_path / "chart")))
@@ -140,6 +161,13 @@ def test_keys_come_from_a_secret_that_exists(chart: Path) -> None:
     assert {"name": "api-keys", "secret": {"secretName": "keys", "defaultMode": 0o440}} in spec[
         "volumes"
     ]
+
+
+def test_where_keys_are_asked_for_no_port_goes_without(chart: Path) -> None:
+    objects = render(chart, "apiKeys.existingSecret=keys")
+    policy = objects["NetworkPolicy"]["spec"]
+    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == {8000, 8002}
+    assert {port["port"] for port in objects["Service"]["spec"]["ports"]} == {8000, 8002}
 
 
 def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:

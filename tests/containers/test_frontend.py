@@ -52,6 +52,15 @@ def test_hanging_up_ends_the_request_in_triton(
     assert eventually(lambda: in_flight(server) == 0)
 
 
+def test_waiting_requests_and_canvases_are_told(front: FrontEnd, server: Server):
+    with asking(front, n=6, **ENDLESS):
+        assert eventually(lambda: metric(server, "canvasrt_requests_waiting") == 2)
+        assert eventually(lambda: metric(server, "canvasrt_active_canvases") == 4)
+    assert eventually(lambda: in_flight(server) == 0)
+    assert eventually(lambda: metric(server, "canvasrt_requests_waiting") == 0)
+    assert eventually(lambda: metric(server, "canvasrt_active_canvases") == 0)
+
+
 def test_hanging_up_in_the_middle_of_a_stream_ends_the_request(front: FrontEnd, server: Server):
     slow = {"max_denoising_steps": 300, "stability_threshold": 10_000, "seed": 7}
     with asking(front, stream=True, max_tokens=4000, **slow) as connection:

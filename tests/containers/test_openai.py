@@ -37,10 +37,22 @@ def test_a_chat_completion(openai: OpenAI, local: Local, tokenizer: Tokenizer):
     assert answer.object == "chat.completion"
     assert answer.model == "canvasrt"
     assert answer.system_fingerprint == "fp_0123456789ab"
+    assert answer.canvasrt == {"seed": 7}
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == 40
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 40
     assert answer.usage.denoising_steps == sum(expected.steps)
+
+
+def test_without_a_seed_one_is_drawn_and_told(openai: OpenAI):
+    answers = [chat(openai, seed=None) for _ in range(2)]
+    seeds = [answer.canvasrt["seed"] for answer in answers]
+    assert seeds[0] != seeds[1]
+    again = chat(openai, seed=seeds[0], stream=True)
+    chunks = list(again)
+    assert all(chunk.canvasrt == {"seed": seeds[0]} for chunk in chunks)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == answers[0].choices[0].message.content
 
 
 def test_a_streamed_chat_completion(openai: OpenAI):

@@ -18,6 +18,8 @@ from canvasrt.containers.prepare import engines_folder, prepare
 from canvasrt.containers.profiles import Profile, choose, profiles_of
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
+from canvasrt.memory import estimate
+from canvasrt.recipes import Recipe, load_recipe
 from canvasrt.targets import find_target
 from tests.conftest import Command
 
@@ -35,18 +37,34 @@ def _builders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
-def make(folder: Path, like: Bundle, target: str | None, precision: str = "bf16") -> Path:
+def make(
+    folder: Path,
+    like: Bundle,
+    target: str | None,
+    precision: str = "bf16",
+    recipe: Recipe | None = None,
+) -> Path:
     """A bundle that says it is for a target; nothing of it is run."""
+    quantized = recipe.formats(like.manifest.model) if recipe else {}
+    options = {"precision": precision, "max_context": 4096, "max_batch": 4}
+    if recipe:
+        options |= {"precision": recipe.precision, "recipe": recipe.to_json()}
     folder.mkdir(parents=True)
     (folder / "head.onnx").write_bytes(target.encode() if target else b"graphs")
     write_manifest(
         folder,
         kind="engines" if target else "graphs",
         made_from={},
-        options={"precision": precision, "max_context": 4096, "max_batch": 4},
+        options=options,
         model=like.manifest.model,
         sampler=like.manifest.sampler,
-        segments=[],
+        segments=[
+            {
+                "name": "head",
+                "file": "head.onnx",
+                "quantized": {name: choice.format for name, choice in quantized.items()},
+            }
+        ],
         embedding=None,
         tokenizer=None,
         target={"name": target, "backend": "any"} if target else None,
@@ -111,6 +129,39 @@ def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
 )
 def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
     assert choose(several, gpus=gpus).target.name == expected
+
+
+def test_recipes_of_one_target_are_told_apart(tmp_path: Path, engines: Bundle):
+    wide = load_recipe("nvfp4-mixed")
+    narrow = replace(wide, name="narrow cache", kv_cache="fp8")
+    found = {}
+    for number, recipe in enumerate((load_recipe("nvfp4"), wide, narrow)):
+        folder = make(tmp_path / str(number), engines, "rtx-5090", recipe=recipe)
+        (found[recipe.name],) = profiles_of(load_bundle(folder))
+    assert len({profile.id for profile in found.values()}) == 3
+    assert {name: profile.name for name, profile in found.items()} == {
+        "nvfp4": "tensorrt_rtx-nvfp4-tp1-pp1",
+        "nvfp4-mixed": "tensorrt_rtx-nvfp4-mixed-tp1-pp1",
+        "narrow cache": "tensorrt_rtx-narrow-cache-tp1-pp1",
+    }
+    assert found["nvfp4"].tags["precision"] == found["nvfp4-mixed"].tags["precision"] == "nvfp4"
+    assert found["nvfp4-mixed"].tags["recipe"] == "nvfp4-mixed"
+
+
+def test_memory_is_that_of_the_recipe(tmp_path: Path, engines: Bundle):
+    """Its formats, weight by weight, and its cache of one byte a number."""
+    model = engines.manifest.model
+    taken = {}
+    for name in ("nvfp4", "nvfp4-experts"):
+        for cache in (None, "fp8"):
+            recipe = replace(load_recipe(name), kv_cache=cache)
+            folder = make(tmp_path / f"{name}-{cache}", engines, "rtx-5090", recipe=recipe)
+            (profile,) = profiles_of(load_bundle(folder))
+            taken[name, cache] = profile.memory
+            formats = dict.fromkeys(recipe.formats(model), "nvfp4")
+            need = estimate(model, "nvfp4", 4096, 4, formats=formats, kv_cache=cache)
+            assert profile.memory == need.total
+    assert taken["nvfp4-experts", None] > taken["nvfp4", None] > taken["nvfp4", "fp8"]
 
 
 def test_a_profile_can_be_asked_for(several: Bundle):

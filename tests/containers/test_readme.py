@@ -1,4 +1,4 @@
-"""The README's tables of tensors are those of the models."""
+"""What the README says of the served models is so."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.containers.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs_of
 
 README = Path(__file__).parents[2] / "README.md"
@@ -23,3 +24,9 @@ def test_the_readme_has_the_tensor(tensor: Tensor):
 def test_the_readme_has_no_other():
     rows = re.findall(r"^\| `(\w+)` \| [A-Z0-9]+ \| \[", README.read_text("utf-8"), re.MULTILINE)
     assert rows == [tensor.name for tensor in TENSORS]
+
+
+def test_the_readme_calls_the_model_as_it_is_served():
+    models = re.findall(r'"model": "([^"]+)"', README.read_text("utf-8"))
+    assert models
+    assert set(models) <= set(Settings().names)

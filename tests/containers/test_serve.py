@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.client import Answer, Client
+from canvasrt.containers.server import Server
 from canvasrt.errors import CanvasError
 from tests.containers.conftest import ENDLESS, eventually, needs_triton
 
@@ -291,3 +293,35 @@ def _command_lines() -> dict[str, str]:
             line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             found[file.parent.name] = line
     return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("logging", {"log_verbose_level": 1}),
+        ("trace/setting", {"trace_level": ["TIMESTAMPS"]}),
+        ("systemsharedmemory/region/a/register", {"key": "/a", "offset": 0, "byte_size": 8}),
+        ("repository/models/canvasrt/unload", {}),
+    ],
+)
+def test_callers_cannot_change_the_server(server: Server, path: str, body: dict[str, Any]):
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=10)
+    connection.request("POST", f"/v2/{path}", json.dumps(body))
+    reply = connection.getresponse()
+    assert reply.status == 403, reply.read()
+    connection.close()
+
+
+def test_callers_cannot_change_the_server_over_grpc(server: Server):
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    with InferenceServerClient(f"127.0.0.1:{server.ports.grpc}") as client:
+        assert client.is_server_ready()
+        for call in (
+            lambda: client.update_log_settings({"log_verbose_level": 1}),
+            lambda: client.register_system_shared_memory("a", "/a", 8),
+            lambda: client.unload_model("canvasrt"),
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.installation import find_installation
+from canvasrt.containers.server import Server
 from canvasrt.containers.settings import VARIABLES, Settings, resolve
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
@@ -174,3 +179,24 @@ def refused(done: subprocess.CompletedProcess[str], says: str, code: int) -> Non
     assert error.startswith("error: ")
     assert says in error
     assert hint.startswith("hint: ")
+
+
+def test_shared_passes_are_asked_for_and_reach_the_model(
+    engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    assert not from_environment().share_passes
+    settings = resolve({"share_passes": True}, {}, {})
+    server = Server(engines.path, share_passes=settings.share_passes)
+    environment = server._environment(find_installation())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    # Triton's module, which is there in a model's process alone.
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
+    backend = importlib.import_module("canvasrt.containers.backend")
+    load = MagicMock(side_effect=InterruptedError)
+    monkeypatch.setattr(backend.Model, "load", load)
+    config = json.dumps({"parameters": {"engines": {"string_value": "engines"}}})
+    with pytest.raises(InterruptedError):
+        backend.StreamModel().initialize({"model_config": config, "model_repository": "m/n"})
+    assert load.call_args.kwargs["share_passes"] is True
+    sys.modules.pop("canvasrt.containers.backend")

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Call
 from tests.runtime.fake_engine import FakeDevice, FakeEngine
 
@@ -29,6 +30,7 @@ class FakeCudaDevice(FakeDevice):
         super().__init__()
         self.graphs: dict[int, list[Callable[[], Any]]] = {}
         self.replayed = 0
+        self.captures = True
         self._recording: list[Callable[[], Any]] | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
@@ -38,6 +40,8 @@ class FakeCudaDevice(FakeDevice):
             self._recording.append(work)
 
     def capture(self, work: Callable[[], Any]) -> int:
+        if not self.captures:
+            raise CanvasError("CUDA: operation not permitted when stream is capturing", "")
         self._recording = []
         work()
         number = max(self.graphs, default=0) + 1
@@ -103,8 +107,17 @@ class IRuntimeConfig:
     dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
     strategy = ExecutionContextAllocationStrategy.STATIC
 
+    runtime_cache: object = None
+
     def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
         self.strategy = strategy
+
+    def create_runtime_cache(self) -> object:
+        return object()
+
+    def set_runtime_cache(self, cache: object) -> bool:
+        self.runtime_cache = cache
+        return True
 
 
 class IExecutionContext:
@@ -121,6 +134,7 @@ class IExecutionContext:
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert size >= self._engine.device_memory_size_v2
+        assert self.profile is not None
         self._memory = memory
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:

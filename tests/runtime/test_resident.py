@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
+from canvasrt.memory import estimate
 from canvasrt.runtime.generator import Finished, Generator, Request, Result
 from canvasrt.runtime.model import DenoiseInput, EncodeInput, Model
 from canvasrt.runtime.noise import step_noise
@@ -247,6 +248,20 @@ def test_more_requests_than_places_are_an_error(
     assert "--max-batch" in raised.value.hint
     for row in rows:
         model.release(row)
+
+
+def test_the_estimate_counts_what_is_taken(fake: tuple[DeviceModel, FakeBackend]) -> None:
+    model, _ = fake
+    taken = dict(model.workspace.bytes)
+    need = estimate(
+        model.config,
+        "fp32",
+        model.workspace.sizes.past["full"],
+        model.max_batch,
+        layers_per_segment=len(model.stages[0].layers),
+    )
+    assert taken.pop("key-value cache") == need.kv_cache
+    assert sum(taken.values()) == need.buffers
 
 
 def test_too_little_memory_is_said_at_load(tiny: Pair) -> None:

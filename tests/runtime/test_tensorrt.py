@@ -148,6 +148,47 @@ def test_few_graphs_are_kept(
     assert len(engines.device.graphs) <= 2 * len(engines.backend.engines)
 
 
+def test_a_call_that_cannot_be_captured_runs_as_it_is(
+    tiny: Pair, prompt: Prompt, tmp_path: Path
+) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    engines.device.captures = False
+    wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
+    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
+    (head,) = [each for each in engines.backend.engines if each.name == "head"]
+    (known,) = head._known.values()
+    assert known is not None
+    assert not known.fits
+    assert not engines.device.replayed
+
+
+def test_no_context_ends_while_queued_work_may_use_it(
+    tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was not captured, too."""
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    engines.device.captures = False
+    Generator(engines.model).run(requests(tiny, prompt, [9], max_new_tokens=CANVAS))
+    (head,) = [each for each in engines.backend.engines if each.name == "head"]
+    (known,) = head._known.values()
+    assert known is not None
+    assert known.graph is None
+    waited: list[bool] = []
+    monkeypatch.setattr(tensorrt, "GRAPHS", 0)
+    monkeypatch.setattr(engines.device, "synchronize", lambda: waited.append(True))
+    head._forget()
+    assert waited
+    assert not head._known
+
+
+def test_contexts_share_what_was_compiled(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=True)
+    Generator(engines.model).run(requests(tiny, prompt, [9]))
+    contexts = [each for engine in engines.backend.engines for each in engine._engine.contexts]
+    assert len(contexts) > len(engines.backend.engines)
+    assert {id(each.config.runtime_cache) for each in contexts} == {id(engines.backend._compiled)}
+
+
 def test_a_context_is_told_only_what_changed(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
     engines = Engines(tiny.graphs, tmp_path, rtx=True)
     wanted = requests(tiny, prompt, [40], adaptive_stop=False, max_denoising_steps=4)
@@ -171,7 +212,7 @@ def test_the_fake_has_no_name_that_tensorrt_has_not() -> None:
     for fake in API:
         own = {name for name in vars(fake) if not name.startswith("_")}
         own -= {"fake", "contexts", "config", "profile", "shapes", "addresses", "set_calls"}
-        own -= {"strategy", "device"}
+        own -= {"strategy", "device", "runtime_cache"}
         missing = {name for name in own if not hasattr(getattr(real, fake.__name__), name)}
         assert not missing, fake.__name__
 

@@ -28,7 +28,13 @@ containers:
     image: {{ include "canvasrt.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     {{- with .Values.args }}
-    args: {{ toYaml . | nindent 6 }}
+    # Kubernetes puts these in the place of the image's own arguments, which are repeated: the last of an option wins.
+    args:
+      - serve
+      - --host=0.0.0.0
+      - --log=-
+      - --exit-timeout=30
+      {{- toYaml . | nindent 6 }}
     {{- end }}
     env:
       - name: NIM_CACHE_PATH
