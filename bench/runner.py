@@ -97,6 +97,7 @@ class OurRunner:
         return took[WARM_UP:]
 
     def _fill(self, row: Any, context: int) -> None:
+        """Let a row's cache hold `context` tokens; each side has its own way."""
         raise NotImplementedError
 
     def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
