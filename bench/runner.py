@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,7 +63,7 @@ class Runner(Protocol):
         ...
 
 
-class OurRunner:
+class OurRunner(ABC):
     """What our two sides share: all goes through the runtime's own model."""
 
     def __init__(self, name: str, model: Model) -> None:
@@ -96,9 +97,9 @@ class OurRunner:
             hidden = [output.next_hidden for output in outputs]
         return took[WARM_UP:]
 
+    @abstractmethod
     def _fill(self, row: Any, context: int) -> None:
         """Let a row's cache hold `context` tokens; each side has its own way."""
-        raise NotImplementedError
 
     def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
         config = self.model.config

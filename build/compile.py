@@ -1,6 +1,6 @@
 """One ONNX graph to one engine with TensorRT-RTX or TensorRT, in a process of its own.
 
-A build holds up to three times its weights in memory, cannot be interrupted from Python, and may be killed for want
+A build holds more than twice its weights in memory, cannot be interrupted from Python, and may be killed for want
 of memory: a process gives all of the first back, can be ended at any time, and its death is an error like another.
 """
 

@@ -45,10 +45,6 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
     return {**graphs.manifest.embedding, "dtype": "float32"}
 
 
-widen = lower
-"""The same for a bundle that is not quantized."""
-
-
 def lower_graph(source: Path, out: Path) -> None:
     """Write the graph file `source` as `out`, its weights beside it; a file that several graphs read is written once."""
     model = ir.load(source)

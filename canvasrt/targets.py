@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -105,8 +104,3 @@ def check_precision(target: Target, precision: str | None) -> str:
             f"precisions of {target.name}: {', '.join(target.precisions)}",
         )
     return precision
-
-
-def target_names(targets: Sequence[Target] = TARGETS) -> list[str]:
-    """The names, in the table's order."""
-    return [target.name for target in targets]

@@ -34,17 +34,21 @@ INPUT_AMAX = 6.0
 CACHE_SCALE = 0.03
 
 
-@pytest.fixture(scope="session")
-def plain_graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def small_graphs(folder: Path) -> Bundle:
     """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
     from canvasrt.export import synthetic
     from canvasrt.export.graphs import export
 
-    folder = tmp_path_factory.mktemp("quantize")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
         synthetic.write(folder / "checkpoint", "small", layers=2)
     return export(folder / "checkpoint", folder / "graphs", precision="bf16")
+
+
+@pytest.fixture(scope="session")
+def plain_graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Graphs of `SHAPE`, made once."""
+    return small_graphs(tmp_path_factory.mktemp("quantize"))
 
 
 class Quantized:

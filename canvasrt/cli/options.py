@@ -29,12 +29,6 @@ BundlePath = Annotated[
         help="A folder that `canvasrt export`, `build` or `package` wrote.",
     ),
 ]
-EnginesPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="BUNDLE", show_default=False, help="A folder that `canvasrt build` wrote."
-    ),
-]
 Out = Annotated[
     Path,
     typer.Option(

@@ -18,23 +18,11 @@ from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
+from tests.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 TARGETS = {"rtx-4090": "8.9", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
-SHAPE = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_global_key_value_heads": 1,
-    "sliding_window": 32,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-    "max_position_embeddings": 4096,
-}
 OPTIONS = {"max_context": 1024, "max_batch": 2}
 
 Built = Callable[..., tuple[Bundle, list[str]]]
@@ -43,14 +31,7 @@ Built = Callable[..., tuple[Bundle, list[str]]]
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
-    from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
-
-    folder = tmp_path_factory.mktemp("tensorrt")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
-        synthetic.write(folder / "checkpoint", "small", layers=2)
-    return export(folder / "checkpoint", folder / "graphs", precision="bf16")
+    return small_graphs(tmp_path_factory.mktemp("tensorrt"))
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from canvasrt.errors import UsageError
-from canvasrt.targets import TARGETS, check_precision, find_target, parse_targets, target_names
+from canvasrt.targets import TARGETS, check_precision, find_target, parse_targets
 
 
 def test_every_target_is_named_once() -> None:
-    names = target_names()
+    names = [target.name for target in TARGETS]
     assert len(names) == len(set(names))
     assert {"cpu", "rtx-4090", "rtx-5090", "rtx-pro-6000", "dgx-spark", "h100", "h200", "b200"} <= {
         *names
@@ -33,7 +33,7 @@ def test_nvfp4_needs_blackwell_and_fp8_ada() -> None:
 
 
 def test_several_names() -> None:
-    assert target_names(parse_targets("cpu, RTX-5090,cpu")) == ["cpu", "rtx-5090"]
+    assert [each.name for each in parse_targets("cpu, RTX-5090,cpu")] == ["cpu", "rtx-5090"]
 
 
 @pytest.mark.parametrize("names", ["rtx-9090", "cpu,gpu", "", ","])
