@@ -32,7 +32,7 @@ demo: $(STAMP)
 
 image-demo: $(STAMP)
 	.ci/container-tools
-	$(BIN)/python -m canvasrt.containers.image.demo
+	$(BIN)/python -m canvasrt.cli.image_demo
 
 # One thread a worker: the workers fill the machine, and more threads would only wait for each other.
 test: $(STAMP)

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
-from canvasrt.build import build
 from canvasrt.bundle import load_bundle
 from canvasrt.machine import memory_bytes
+from canvasrt.pipeline import build
 
 EVERY = 0.05  # seconds between samples
 _PAGE = os.sysconf("SC_PAGE_SIZE")

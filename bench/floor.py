@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.shape import Prepared
 from canvasrt.extras import is_installed
-from canvasrt.runtime.model import pass_work
+from canvasrt.runtime.tables import pass_work
 
 
 def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:

@@ -205,7 +205,7 @@ def _makers(
 
     def onnxruntime() -> Runner:
         if small:
-            from canvasrt.runtime.onnxruntime import OrtBackend
+            from canvasrt.runtime.backends.onnxruntime import OrtBackend
 
             return HostRunner(prepared, OrtBackend())
         return DeviceRunner("canvasrt, ONNX Runtime on CUDA", prepared, _cuda(prepared.shape))
@@ -237,7 +237,7 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
     def onnxruntime() -> experts.Mixture:
         file = shape.experts_graph(prepared.shape, prepared.config, folder)
         if small:
-            from canvasrt.runtime.onnxruntime import OrtBackend
+            from canvasrt.runtime.backends.onnxruntime import OrtBackend
 
             return experts.HostMixture(OrtBackend(), file, size)
         return experts.DeviceMixture(_cuda(prepared.shape), file, size, most)
@@ -245,7 +245,7 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
     def tensorrt() -> experts.Mixture:
         from canvasrt.build.compile import Job, compile_graph
         from canvasrt.build.profiles import Range
-        from canvasrt.runtime.tensorrt import TensorRTBackend
+        from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
         target = _target()
         module = require(*BUILDER_MODULES[target.builder])
@@ -269,15 +269,16 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
 
 
 def _cuda(wanted: shape.Shape, graphs: bool = False) -> Any:
-    from canvasrt.runtime.onnxruntime_cuda import OrtCudaBackend
+    from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
     return OrtCudaBackend(rows_apart=False, graphs=graphs, max_batch=max(wanted.batches))
 
 
 def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
     """Engines for the GPU that is here, built from the graphs, and the backend that runs them."""
-    from canvasrt.build import build
-    from canvasrt.runtime.tensorrt import TensorRTBackend
+    from canvasrt.build.plan import Options
+    from canvasrt.pipeline import build
+    from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
     target = _target()
     wanted = prepared.shape
@@ -288,9 +289,7 @@ def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
         target,
         # One folder keeps the engines of several runs.
         folder / f"{wanted.name}-engines-{precision}-{context}-{batch}",
-        precision,
-        max_context=context,
-        max_batch=batch,
+        Options(precision, max_context=context, max_batch=batch),
     )
     assert bundle.manifest.target is not None
     return TensorRTBackend(bundle.manifest.target, rows_apart=False), bundle

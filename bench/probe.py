@@ -171,10 +171,10 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
 
     import numpy as np
 
-    from canvasrt.runtime.buffers import Block, constant
-    from canvasrt.runtime.cuda import CudaDevice
+    from canvasrt.runtime.backends.cuda import CudaDevice
+    from canvasrt.runtime.backends.tensorrt import TensorRTBackend
     from canvasrt.runtime.engine import Call
-    from canvasrt.runtime.tensorrt import TensorRTBackend
+    from canvasrt.runtime.gpu.buffers import Block, constant
 
     config = load_bundle(graphs, check=False).manifest.model
     device = CudaDevice("rtx")
@@ -224,7 +224,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
 
 def _provider(folder: Path) -> str:
     """The demo's tokens through the CUDA provider, beside the CPU's."""
-    from canvasrt.runtime.onnxruntime_cuda import OrtCudaBackend
+    from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
     OrtCudaBackend()  # says at once what is missing
     return _generated(_in_fp32(folder), folder, "cuda")
@@ -232,14 +232,15 @@ def _provider(folder: Path) -> str:
 
 def _engines(folder: Path) -> str:
     """The demo's tokens through engines for the GPU that is here, beside the CPU's in fp32."""
-    from canvasrt.build import build
+    from canvasrt.build.plan import Options
+    from canvasrt.pipeline import build
     from canvasrt.targets import TARGETS
 
     here = {gpu.capability for gpu in gpus()[:1]}
     target = next((target for target in TARGETS if target.capability in here), None)
     if target is None:
         raise CanvasError("no target has the capability of the GPU here, or there is none", "")
-    bundle = build("demo", target, folder / "engines", "bf16")
+    bundle = build("demo", target, folder / "engines", Options("bf16"))
     return f"{target.name}: {_generated(bundle.path, folder, None)}"
 
 
@@ -255,9 +256,10 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     """Tokens of four requests: apart, in shared passes, and on the CPU."""
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.model import Model
+    from canvasrt.runtime.open import open_model
     from canvasrt.runtime.sampling import SamplingParams
 
-    cpu = Model.load(_in_fp32(folder), check=False)
+    cpu = open_model(_in_fp32(folder), check=False)
     wanted = [
         Request(
             list(range(3, 40 + seed)),
@@ -269,8 +271,8 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     def tokens(model: Model) -> list[list[int]]:
         return [result.token_ids for result in Generator(model).run(wanted)]
 
-    apart, again = (tokens(Model.load(path, check=False, device=device)) for _ in range(2))
-    shared = tokens(Model.load(path, check=False, device=device, share_passes=True))
+    apart, again = (tokens(open_model(path, check=False, device=device)) for _ in range(2))
+    shared = tokens(open_model(path, check=False, device=device, share_passes=True))
     return (
         f"ran; the same tokens a second time: {again == apart}; "
         f"in shared passes: {shared == apart}; on the CPU in fp32: {apart == tokens(cpu)}"

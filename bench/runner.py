@@ -15,14 +15,16 @@ from bench.replicas import ReplicaEngine, ReplicaSegment, TimedEngine
 from bench.shape import Prepared
 from canvasrt.bundle import Bundle
 from canvasrt.runtime.bench import measure, random_prompts
+from canvasrt.runtime.cpu import Body, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.generator import Request
-from canvasrt.runtime.host import Body, HostModel
-from canvasrt.runtime.model import DenoiseInput, Model, map_table
+from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.workspace import Stage
+from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.resident import DeviceModel
+from canvasrt.runtime.passes import DenoiseInput
 from canvasrt.runtime.sampling import SamplingParams
-from canvasrt.runtime.workspace import Stage
+from canvasrt.runtime.tables import map_table
 
 WARM_UP = 4  # a call is captured when it comes a third time
 

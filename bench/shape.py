@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.extras import require
-from canvasrt.model import ModelConfig
 
 # A sliding and a full layer, a few experts, and the released canvas.
 _SMALL: dict[str, Any] = {
@@ -105,7 +105,7 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
     """
     from canvasrt.export.quantize.calibrate import Calibration
     from canvasrt.export.quantize.quantize import quantize
-    from canvasrt.recipes import load_recipe
+    from canvasrt.recipes.recipe import load_recipe
 
     out = folder / f"{prepared.shape.name}-graphs-{precision}"
     if not out.exists():
@@ -134,7 +134,7 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
 
     from canvasrt.export import onnx
     from canvasrt.export.moe import Experts, Router
-    from canvasrt.external import Stored
+    from canvasrt.graphs.external import Stored
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.precision]
     file = folder / f"{shape.name}-experts.onnx"

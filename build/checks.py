@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache import cache_folder, check_cache
 from canvasrt.build.graphs import is_cached
-from canvasrt.build.host import check_disk, check_memory_here, same_disk
+from canvasrt.build.needs import check_disk, check_memory_here, same_disk
 from canvasrt.build.plan import Plan
 from canvasrt.build.precision import PLAIN, Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
+from canvasrt.cache import cache_folder, check_cache
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, require
 from canvasrt.machine import BUILDER_MODULES, has_gpu

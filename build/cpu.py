@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.cache import take_over
 from canvasrt.build.plan import Plan
-from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.extras import require
 from canvasrt.progress import Progress
+from canvasrt.staging import link_or_copy, staging
 
 
 def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
@@ -25,7 +25,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             embedding, taken = manifest.embedding, list(manifest.files)
         for number, name in enumerate(taken):
             progress(f"taking over graphs for {plan.target.name}", number, len(taken))
-            take_over(graphs.path / name, tmp / name)
+            link_or_copy(graphs.path / name, tmp / name)
         bodies = [entry["file"] for entry in manifest.segments if "layers" in entry]
         rewritten = [name for name in bodies if _rewrite(tmp / name)]
         write_manifest(
@@ -48,7 +48,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
 def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any], list[str]]:
     """Write quantized graphs in float32; the embedding table's entry, and the files to take over beside them."""
     require("onnx_ir", "export")
-    from canvasrt.build.lower import lower
+    from canvasrt.graphs.lower import lower
 
     embedding = lower(graphs, out, progress)
     return embedding, [name for name in graphs.manifest.files if not (out / name).exists()]
@@ -57,7 +57,7 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 def _rewrite(file: Path) -> bool:
     """Splits the experts of a body graph; its weights stay in the file that was taken over."""
     onnx = require("onnx", "export")
-    from canvasrt.build.experts import split_experts
+    from canvasrt.graphs.experts import split_experts
 
     model = onnx.load(file, load_external_data=False)
     if not split_experts(model):

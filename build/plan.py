@@ -7,21 +7,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from canvasrt import extras, memory
-from canvasrt.build.cache import load_checked
-from canvasrt.build.host import Needs, host_needs
+from canvasrt import extras
+from canvasrt.build import memory
+from canvasrt.build.needs import Needs, host_needs
 from canvasrt.build.precision import Precision, choose
 from canvasrt.build.source import Source
-from canvasrt.bundle import MANIFEST, Bundle, hash_files, load_bundle, made_by
-from canvasrt.errors import CanvasError
+from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
+from canvasrt.cache import load_checked
+from canvasrt.defaults import ADAPTER_FILES, LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.hashes import hash_files
 from canvasrt.targets import Target, find_target
-
-DEFAULT_MAX_CONTEXT = 32_768
-DEFAULT_MAX_BATCH = 4
-# As in export.segments, which needs torch.
-DEFAULT_LAYERS_PER_SEGMENT = 6
-# As in export.lora, which does too: the files of an adapter.
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 # Folders of LoRA adapters, and what each is scaled by.
 Adapters = tuple[tuple[Path, float], ...]
@@ -33,10 +29,13 @@ class Options:
 
     precision: str | None = None
     max_context: int | None = None
-    max_batch: int = DEFAULT_MAX_BATCH
+    max_batch: int = MAX_BATCH
     layers_per_segment: int | None = None
     calibration: Path | None = None
     adapters: Adapters = ()
+
+
+DEFAULT_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Plan:
     max_context: int
     max_batch: int
     out: Path
-    layers_per_segment: int = DEFAULT_LAYERS_PER_SEGMENT
+    layers_per_segment: int = LAYERS_PER_SEGMENT
     calibration: Path | None = None
     adapters: Adapters = ()
 
@@ -193,37 +192,34 @@ def plan(
     source: Source,
     target: Target | str,
     out: Path | str,
-    precision: Precision | str | None = None,
-    max_context: int | None = None,
-    max_batch: int = DEFAULT_MAX_BATCH,
-    layers_per_segment: int | None = None,
-    calibration: Path | None = None,
-    adapters: Adapters = (),
+    options: Options = DEFAULT_OPTIONS,
+    precision: Precision | None = None,
 ) -> Plan:
     """Check the options of a build against the model and the target.
 
-    Without a `precision` it is that of the source, where the target has it, or the target's first.
+    `precision` is what `options.precision` means for this target, where the caller has chosen it already.
     """
     target = find_target(target) if isinstance(target, str) else target
-    if not isinstance(precision, Precision):
-        (precision,) = choose([target], precision, source.precision)
-    if max_batch < 1:
-        raise CanvasError(f"--max-batch {max_batch} is less than 1", "give 1 or more")
+    if precision is None:
+        (precision,) = choose([target], options.precision, source.precision)
+    if options.max_batch < 1:
+        raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
+    calibration = options.calibration
     if calibration is not None and not calibration.is_file():
         raise CanvasError(
             f"no calibration file at {calibration}", "give a JSONL file of prompts, or leave it out"
         )
-    _check_adapters(source, adapters)
+    _check_adapters(source, options.adapters)
     return Plan(
         source,
         target,
         precision,
-        _context(source, max_context),
-        max_batch,
+        _context(source, options.max_context),
+        options.max_batch,
         Path(out).expanduser(),
-        _layers(source, layers_per_segment),
+        _layers(source, options.layers_per_segment),
         calibration,
-        adapters,
+        options.adapters,
     )
 
 
@@ -246,14 +242,14 @@ def _context(source: Source, asked: int | None) -> int:
     """`--max-context`, checked; without it the model's limit or the default, whichever is less."""
     model = source.model
     limit = model.max_position_embeddings
-    context = min(limit, DEFAULT_MAX_CONTEXT) if asked is None else asked
+    context = min(limit, MAX_CONTEXT) if asked is None else asked
     if context > limit:
-        raise CanvasError(
+        raise UsageError(
             f"--max-context {context} is more than the model's {limit} positions",
             f"give at most {limit}",
         )
     if context <= model.canvas_length:
-        raise CanvasError(
+        raise UsageError(
             f"--max-context {context} leaves no room for a prompt beside one canvas of"
             f" {model.canvas_length} tokens",
             f"give at least {model.canvas_length + 1}",
@@ -264,10 +260,10 @@ def _context(source: Source, asked: int | None) -> int:
 def _layers(source: Source, asked: int | None) -> int:
     """`--layers-per-segment`, checked; graphs are cut already."""
     if asked is not None and asked < 1:
-        raise CanvasError(f"--layers-per-segment {asked} is less than 1", "give 1 or more")
+        raise UsageError(f"--layers-per-segment {asked} is less than 1", "give 1 or more")
     if source.graphs is None:
-        return asked or DEFAULT_LAYERS_PER_SEGMENT
-    cut = source.graphs.manifest.options.get("layers_per_segment", DEFAULT_LAYERS_PER_SEGMENT)
+        return asked or LAYERS_PER_SEGMENT
+    cut = source.graphs.manifest.options.get("layers_per_segment", LAYERS_PER_SEGMENT)
     if asked not in (None, cut):
         raise CanvasError(
             f"{source.path} holds graphs of {cut} layers each, and --layers-per-segment is {asked}",

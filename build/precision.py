@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.model import ModelConfig
-from canvasrt.recipes import Recipe, load_recipe
+from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import Target, check_precision
 
 # What graphs are exported in.

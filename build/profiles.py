@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from canvasrt.model import ModelConfig
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import PREFILL_CHUNK, SOFT_TOKENS
 
 # The most tokens of a prompt that the runtime encodes in one call.
-PREFILL_CHUNK = 512
 # The context that kernels are chosen for; everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
 # Soft tokens of an image, and the images of a call: the defaults of transformers' image processor.
-SOFT_TOKENS = 280
 
 ENCODE, DENOISE, DENOISE_BATCH, IMAGES = "encode", "denoise", "denoise_batch", "images"
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt import checkpoints
-from canvasrt.build.cache import hash_memo, load_checked
 from canvasrt.build.precision import PLAIN
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
-from canvasrt.model import ModelConfig
+from canvasrt.cache import hash_memo, load_checked
+from canvasrt.checkpoints import locate
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.progress import Progress, no_progress
-from canvasrt.quantization import quantization_of
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,41 @@ class Source:
         return {name: form for entry in entries for name, form in _quantized(entry).items()}
 
 
-def read_source(source: Path | str, progress: Progress | None = None) -> Source:
-    """Open a checkpoint or a graph bundle and hash it, once for all targets."""
-    report = progress or no_progress
+def find_source(source: Path | str) -> Source:
+    """Locate a checkpoint or a graph bundle and read what it says about itself; nothing large is read.
+
+    `made_from` is empty until `hash_source` fills it in.
+    """
     path = Path(source).expanduser()
     if (path / MANIFEST).exists():
-        bundle = load_checked(
-            path, "graphs", lambda done, total: report("checking graphs", done, total)
-        )
-        made_from = {"kind": "graphs", "digest": bundle.manifest.digest}
-        return Source(path, bundle.manifest.model, made_from, bundle, precision_of(bundle))
-    folder = checkpoints.resolve(str(source))
+        bundle = load_bundle(path, kind="graphs", check=False)
+        return Source(path, bundle.manifest.model, {}, bundle, precision_of(bundle))
+    folder = locate.resolve(str(source))
+    precision = checkpoint_precision(folder)
     model, _ = ModelConfig.from_checkpoint(folder)
-    hashes = checkpoints.fingerprint(
-        folder,
+    return Source(folder, model, {}, None, precision)
+
+
+def hash_source(source: Source, progress: Progress | None = None) -> Source:
+    """The source with its hashes in `made_from`; CanvasError when a graph bundle is damaged."""
+    report = progress or no_progress
+    if source.graphs is not None:
+        graphs = load_checked(
+            source.path, "graphs", lambda done, total: report("checking graphs", done, total)
+        )
+        made_from = {"kind": "graphs", "digest": graphs.manifest.digest}
+        return replace(source, graphs=graphs, made_from=made_from)
+    hashes = locate.fingerprint(
+        source.path,
         lambda done, total: report("hashing the checkpoint", done, total),
         hash_memo().hash_files,
     )
-    return Source(
-        folder, model, {"kind": "checkpoint", "files": hashes}, None, checkpoint_precision(folder)
-    )
+    return replace(source, made_from={"kind": "checkpoint", "files": hashes})
 
 
-def source_precision(source: Path | str) -> str | None:
-    """A source's precision, read from its manifest or configuration alone; None for a checkpoint of plain weights."""
-    path = Path(source).expanduser()
-    if (path / MANIFEST).exists():
-        return precision_of(load_bundle(path, kind="graphs", check=False))
-    return checkpoint_precision(checkpoints.resolve(str(source)))
+def read_source(source: Path | str, progress: Progress | None = None) -> Source:
+    """Locate and hash a checkpoint or a graph bundle."""
+    return hash_source(find_source(source), progress)
 
 
 def precision_of(graphs: Bundle) -> str:

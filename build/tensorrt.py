@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build import compile
-from canvasrt.build.cache import EngineCache, code_hash, take_over
 from canvasrt.build.compile import Children, Job
-from canvasrt.build.host import SHARE, builder_memory, check_memory_here
+from canvasrt.build.needs import SHARE, builder_memory, check_memory_here
 from canvasrt.build.parallel import Task, run_all
 from canvasrt.build.plan import Plan
 from canvasrt.build.profiles import Profile, profiles, to_json
-from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.cache import EngineCache, code_hash
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
+from canvasrt.staging import link_or_copy, staging
 
 Json = dict[str, Any]
 
@@ -59,7 +60,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         made = _engines(plan, graphs, segments, tmp, progress)
         known = {each.file: _without_facts(made[each.name]) for each in segments}
         for name in (manifest.embedding["file"], *(manifest.tokenizer or ())):
-            take_over(graphs.file(name), tmp / name)
+            link_or_copy(graphs.file(name), tmp / name)
             known[name] = manifest.files[name]
         write_manifest(
             tmp,
@@ -102,7 +103,7 @@ def _engines(
     for each in segments:
         if found := cache.find(each.made_from):
             progress(f"reusing {each.name} for {plan.target.name}", 1, 1)
-            take_over(found[0], out / each.file)
+            link_or_copy(found[0], out / each.file)
             made[each.name] = found[1]
             continue
         need = builder_memory(each.name, _weights(graphs, each.entry))

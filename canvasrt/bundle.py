@@ -5,29 +5,22 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import canvasrt
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.model import ModelConfig, SamplerDefaults
-from canvasrt.staging import staging
-
-__all__ = ["MANIFEST", "SCHEMA", "Bundle", "Manifest", "load_bundle", "staging", "write_manifest"]
+from canvasrt.hashes import HashProgress, canonical, hash_files
 
 Json = dict[str, Any]
-# Called with (bytes hashed so far, bytes in all).
-HashProgress = Callable[[int, int], None]
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
 KINDS = ("graphs", "engines", "package")
-_CHUNK = 1 << 22
 _AGAIN = "the bundle is damaged or was edited: make it again, or copy it again"
 
 
@@ -121,11 +114,6 @@ class Bundle:
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 
-def canonical(data: Mapping[str, Any]) -> str:
-    """The one text that a manifest may have."""
-    return json.dumps(data, sort_keys=True, indent=2) + "\n"
-
-
 def made_by(packages: Sequence[str] = ()) -> dict[str, str]:
     """Versions of canvasrt and of the named distributions that are installed."""
     found = {"canvasrt": canvasrt.__version__}
@@ -194,8 +182,9 @@ def load_bundle(
     kind: str | tuple[str, ...] | None = None,
     check: bool = True,
     progress: HashProgress | None = None,
+    hasher: Callable[..., dict[str, str]] = hash_files,
 ) -> Bundle:
-    """Open a bundle; with `check`, compare every file's size and SHA-256 with the manifest.
+    """Open a bundle; with `check`, compare every file's size and SHA-256, as `hasher` gives it, with the manifest.
 
     Raises CanvasError naming the file that is missing or differs, or the kind that was expected.
     """
@@ -210,34 +199,11 @@ def load_bundle(
     bundle = Bundle(path, manifest)
     _check_sizes(bundle)
     if check:
-        hashes = hash_files(path, list(manifest.files), progress)
+        hashes = hasher(path, list(manifest.files), progress)
         for name, entry in manifest.files.items():
             if hashes[name] != entry["sha256"]:
                 raise CanvasError(f"{path / name} differs from the manifest (SHA-256)", _AGAIN)
     return bundle
-
-
-def hash_files(
-    root: Path, names: Iterable[str], progress: HashProgress | None = None
-) -> dict[str, str]:
-    """SHA-256 of files under `root`, by name, several at a time."""
-    names = list(names)
-    total = sum((root / name).stat().st_size for name in names)
-    done = 0
-
-    def hash_one(name: str) -> str:
-        nonlocal done
-        digest = hashlib.sha256()
-        with (root / name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                done += len(chunk)  # only a progress display reads it
-                if progress is not None:
-                    progress(done, total)
-        return digest.hexdigest()
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(hash_one, names), strict=True))
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -106,6 +106,15 @@ def disk_full_error(out: Path) -> CanvasError:
     )
 
 
+def link_or_copy(source: Path, destination: Path) -> None:
+    """Hard-link a file, which takes no space; copy it when the destination is on another disk."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
 def _move_into_place(tmp: Path, out: Path) -> None:
     try:
         os.rename(tmp, out)

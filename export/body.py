@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.export.layers import (
     Attention,
     GatedMLP,
@@ -15,7 +16,6 @@ from canvasrt.export.layers import (
     rotation,
 )
 from canvasrt.export.moe import Experts, Router
-from canvasrt.model import Layer, ModelConfig
 
 
 class BodyLayer(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.formats import Form, Format, Packed
 from canvasrt.export.weights import Weight
-from canvasrt.lowbits import BLOCK, Bytes, Floats, dequantize_nvfp4, from_e4m3
+from canvasrt.graphs.lowbits import BLOCK, Bytes, Floats, dequantize_nvfp4, from_e4m3
 
 # The dtype of a quantized weight in the file tells its format.
 _FORMATS: dict[torch.dtype, Format] = {torch.uint8: "nvfp4", torch.float8_e4m3fn: "fp8"}

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from canvasrt import checkpoints
-from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.checkpoints import locate
+from canvasrt.checkpoints.config import Layer, ModelConfig
+from canvasrt.checkpoints.quantized import Quantization, quantization_of
+from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.errors import CanvasError
 from canvasrt.export import onnx
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
-from canvasrt.export.segments import (
-    EMBEDDING_FILE,
-    LAYERS_PER_SEGMENT,
-    Segment,
-    segments,
-)
+from canvasrt.export.segments import EMBEDDING_FILE, Segment, segments
 from canvasrt.export.weights import weights
-from canvasrt.model import Layer, ModelConfig
-from canvasrt.quantization import Quantization, quantization_of
+from canvasrt.staging import staging
 
 # Called with (bytes of weights written so far, bytes in all).
 Progress = Callable[[int, int], None]
@@ -58,7 +55,30 @@ def export(
     quantized checkpoint that has no scales for activations. Raises `CanvasError` for a checkpoint or an adapter that is
     missing, damaged, or of another architecture, and when `out` is not empty; then nothing is left behind.
     """
-    folder = checkpoints.resolve(checkpoint)
+    folder = locate.resolve(checkpoint)
+    return export_folder(
+        folder,
+        locate.fingerprint(folder),
+        out,
+        layers_per_segment,
+        precision,
+        progress,
+        adapters,
+        calibration,
+    )
+
+
+def export_folder(
+    folder: Path,
+    hashes: Mapping[str, str],
+    out: Path | str,
+    layers_per_segment: int = LAYERS_PER_SEGMENT,
+    precision: str | None = None,
+    progress: Progress | None = None,
+    adapters: Sequence[tuple[str | Path, float]] = (),
+    calibration: Path | None = None,
+) -> Bundle:
+    """`export` of a checkpoint that has been resolved to `folder`, and whose fingerprint is `hashes`."""
     config, sampler = ModelConfig.from_checkpoint(folder)
     how = quantization_of(folder)
     _check_options(folder, how, precision, adapters)
@@ -73,7 +93,7 @@ def export(
         _check_weights(parts, source, quantized)
         if quantized and packs and not quantized.static:
             quantized.calibrate(
-                lambda wide: export(folder, wide, precision="bf16"), out, calibration
+                lambda wide: export_folder(folder, hashes, wide, precision="bf16"), out, calibration
             )
         _write_graphs(parts, config, source, tmp, DTYPES[base], progress, quantized)
         write_manifest(
@@ -81,7 +101,7 @@ def export(
             kind="graphs",
             made_from={
                 "kind": "checkpoint",
-                "files": checkpoints.fingerprint(folder),
+                "files": dict(hashes),
                 **({"adapters": [each.to_json() for each in merged]} if merged else {}),
                 **(quantized.made_from if quantized else {}),
             },

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.export.layers import GatedMLP, RMSNorm, placeholder, rms_norm
-from canvasrt.model import ModelConfig
 
 
 class Head(nn.Module):

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from canvasrt.model import Layer, ModelConfig
+from canvasrt.checkpoints.config import Layer, ModelConfig
+from canvasrt.defaults import FOLDED_HEADS, MAX_FUSED_HEAD_DIM
 
 # ONNX `Attention` has no TensorRT kernel above this head size; larger heads are written out in primitives.
-MAX_FUSED_HEAD_DIM = 256
 # Query heads of each group whose scores are in memory at once, where attention is written out. Fewer bound the memory
 # more closely, and copy the keys more often.
-FOLDED_HEADS = 2
 
 
 def placeholder(*shape: int) -> nn.Parameter:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canvasrt.bundle import hash_files
+from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.shards import Shard
 from canvasrt.export.weights import DECODER, ENCODER
+from canvasrt.hashes import hash_files
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 
 _HINT = "merge it with PEFT's merge_and_unload(), save the whole checkpoint, and export that"
 # What makes of a LoRA something that is no sum, or changes more than the weights that it names.

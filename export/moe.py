@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.export.layers import Linear, gelu_gate, placeholder, rms_norm
-from canvasrt.model import ModelConfig
 
 
 class Router(nn.Module):

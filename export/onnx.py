@@ -13,10 +13,10 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from canvasrt import external
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.weights import Weight
-from canvasrt.external import Stored
+from canvasrt.graphs import external
+from canvasrt.graphs.external import Stored
 
 OPSET = 23
 

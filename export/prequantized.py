@@ -10,6 +10,8 @@ import onnx_ir as ir
 import torch
 
 from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import Codes, read_codes
@@ -17,10 +19,16 @@ from canvasrt.export.quantize.formats import LARGEST, Form
 from canvasrt.export.quantize.forms import quantize_graph, stored
 from canvasrt.export.segments import Segment
 from canvasrt.export.weights import Weight, weights
-from canvasrt.external import Stored
-from canvasrt.model import ModelConfig
-from canvasrt.quantization import Quantization
-from canvasrt.recipes import Choice, Exclusion, Recipe, Rule, load_recipe, quantizable, recipe_names
+from canvasrt.graphs.external import Stored
+from canvasrt.recipes.recipe import (
+    Choice,
+    Exclusion,
+    Recipe,
+    Rule,
+    load_recipe,
+    quantizable,
+    recipe_names,
+)
 from canvasrt.staging import scratch
 
 _DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}

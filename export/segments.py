@@ -11,17 +11,17 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from canvasrt.checkpoints.config import Layer, ModelConfig
+from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.export import onnx, weights
 from canvasrt.export.body import BodySegment
 from canvasrt.export.chain import chain
 from canvasrt.export.head import Head
 from canvasrt.export.vision import Vision
 from canvasrt.export.weights import Sources
-from canvasrt.model import Layer, ModelConfig
 
 # The released model is built in five engines of six layers: one engine of everything needs three times its weights
 # in memory to build.
-LAYERS_PER_SEGMENT = 6
 
 EMBEDDING_FILE = "embedding.bin"
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 import canvasrt
-from canvasrt.bundle import staging
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.segments import Segment, segments
 from canvasrt.export.shards import Piece, write_shards
-from canvasrt.model import ModelConfig
+from canvasrt.staging import staging
 
 _GENERATION = {
     "max_denoising_steps": 48,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.export.layers import (
     Linear,
     RMSNorm,
@@ -20,7 +21,6 @@ from canvasrt.export.layers import (
     rms_norm,
     rotate,
 )
-from canvasrt.model import ModelConfig
 
 
 class ClippedLinear(nn.Module):

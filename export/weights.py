@@ -9,9 +9,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.model import Layer, ModelConfig
 
 Sources = dict[str, tuple[str, ...]]
 """A graph's weight → the checkpoint tensors that are stacked along the first axis to make it."""

@@ -7,8 +7,9 @@ from collections import deque
 
 import numpy as np
 
-from canvasrt.runtime.model import DenoiseInput, DenoiseOutput, Hidden, Model
+from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden
 from canvasrt.runtime.request import (
     Block,
     Draft,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.model import ModelConfig
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.model import Model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from canvasrt.model import ModelConfig
+from canvasrt.checkpoints.config import ModelConfig
 
 MULTIPLE = 4
 # An overflow repeats a whole segment, which costs more than some slots that stay empty.

@@ -6,9 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.active import ActiveRequest
-from canvasrt.runtime.model import DenoiseInput, EncodeInput, Model
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result
 
 __all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result"]
@@ -21,7 +23,7 @@ class Generator:
     `add` and `cancel` may be called from other threads while one thread calls `step`.
     """
 
-    def __init__(self, model: Model, max_batch: int = 4) -> None:
+    def __init__(self, model: Model, max_batch: int = MAX_BATCH) -> None:
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model

@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from canvasrt.bundle import Bundle, Manifest, load_bundle
-from canvasrt.errors import CanvasError
-from canvasrt.extras import require
-from canvasrt.model import ModelConfig, SamplerDefaults
-from canvasrt.runtime.engine import Backend, DeviceBackend
+from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.defaults import PREFILL_CHUNK
 from canvasrt.runtime.passes import (
     Counters,
     DenoiseInput,
@@ -29,9 +26,6 @@ __all__ = ["Counters", "DenoiseInput", "DenoiseOutput", "EncodeInput", "Hidden",
 Input = TypeVar("Input", EncodeInput, DenoiseInput)
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
-
-PREFILL_CHUNK = 512
-DEFAULT_MAX_CONTEXT = 32_768
 
 
 class Model(ABC):
@@ -60,35 +54,6 @@ class Model(ABC):
         self.rows_apart = rows_apart
         # The reference rounds it to the table's dtype.
         self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        threads: int | None = None,
-        check: bool = True,
-        backend: Backend | DeviceBackend | None = None,
-        device: str | None = None,
-        share_passes: bool = False,
-    ) -> Model:
-        """Loads a graph or engine bundle.
-
-        threads: CPU threads (None: every core); check: verify the files' hashes first; device: `cpu` or `cuda`
-        (None: what the bundle was built for); share_passes: on a GPU, let requests share passes, which is
-        faster, and may let what shares a pass change the last bits of a request's results, and so its tokens;
-        backend: what runs it, in place of the one chosen by these.
-        Raises CanvasError for a bundle that is damaged, or that this machine cannot run.
-        """
-        from canvasrt.runtime.backends import choose
-        from canvasrt.runtime.host import HostModel
-
-        bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
-        backend = backend or choose(bundle.manifest, device, threads, share_passes)
-        if isinstance(backend, DeviceBackend):
-            from canvasrt.runtime.resident import DeviceModel
-
-            return DeviceModel.open(bundle, backend)
-        return HostModel.open(bundle, backend)
 
     @property
     def canvas_length(self) -> int:
@@ -143,40 +108,3 @@ class Model(ABC):
 
     @abstractmethod
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]: ...
-
-
-def pass_work(config: ModelConfig) -> int:
-    """Multiply-adds by weights in one request's denoising pass."""
-    size, experts = config.hidden_size, config.top_k_experts
-    gated = 3 * size
-    weights = 2 * config.vocab_size * size + gated * config.intermediate_size
-    for layer in config.layers:
-        heads = 2 * config.num_attention_heads + 2 * layer.num_kv_heads
-        weights += size * layer.head_dim * heads
-        weights += gated * (config.intermediate_size + experts * config.moe_intermediate_size)
-    return weights * config.canvas_length
-
-
-def max_context(manifest: Manifest) -> int:
-    """The most tokens, prompt and answer, of one request."""
-    limit = min(manifest.model.max_position_embeddings, DEFAULT_MAX_CONTEXT)
-    return int(manifest.options.get("max_context") or limit)
-
-
-def map_table(bundle: Bundle) -> np.ndarray:
-    """The embedding table `[vocab_size, hidden_size]`, mapped from its file and read on demand."""
-    entry = bundle.manifest.embedding
-    if not entry:
-        raise CanvasError(
-            f"{bundle.path} carries no embedding table", "export the checkpoint again"
-        )
-    dtype = host_dtype(entry["dtype"])
-    return np.memmap(bundle.file(entry["file"]), dtype=dtype, mode="r", shape=tuple(entry["shape"]))
-
-
-def host_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of that name, or ml_dtypes' where NumPy has none (bfloat16, float8_e4m3fn)."""
-    try:
-        return np.dtype(name).newbyteorder("<")
-    except TypeError:
-        return np.dtype(getattr(require("ml_dtypes", "gpu"), name))

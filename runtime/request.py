@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.model import ModelConfig
 from canvasrt.runtime.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.model import ModelConfig, SamplerDefaults
 from canvasrt.runtime.noise import MAX_SEED
 
 

@@ -67,7 +67,7 @@ assert canvasrt.__file__.startswith(sys.argv[1]), canvasrt.__file__
 assert canvasrt.build.__file__.startswith(sys.argv[1]), canvasrt.build.__file__
 for name in ("export", "runtime", "containers"):
     assert importlib.util.find_spec(name) is None, name
-from canvasrt.checkpoints import resolve
+from canvasrt.checkpoints.locate import resolve
 from canvasrt.cli.app import run
 print(resolve("demo"))
 sys.exit(run(["targets"]))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt import __version__
-from canvasrt.cli.output import print_error
+from canvasrt.console import print_error
 from canvasrt.errors import CanvasError, UsageError
 
 _MAKE, _USE, _LOOK, _INSIDE = "Make", "Use", "Look", "Inside a container, as in NIM"
@@ -102,7 +102,7 @@ def run(arguments: list[str]) -> int:
         code = make_app()(arguments or ["--help"], prog_name="canvasrt", standalone_mode=False)
     except CanvasError as error:
         _show_traceback(debug)
-        print_error(error.message, error.hint)
+        print_error(error.message, error.hint, error.log)
         return 2 if isinstance(error, UsageError) else 1
     except typer.Abort:
         return _interrupted()

@@ -81,13 +81,13 @@ def bench(
     Example: canvasrt bench build/demo --against transformers --checkpoint demo
     """
     _check(against, checkpoint, early_stop)
-    from canvasrt.cli.output import emit, progress
+    from canvasrt.console import emit, progress
+    from canvasrt.runtime.backends.onnxruntime import available_cores
     from canvasrt.runtime.bench import Summary
-    from canvasrt.runtime.model import Model
-    from canvasrt.runtime.onnxruntime import available_cores
+    from canvasrt.runtime.open import open_model
 
     threads = threads or available_cores()
-    model = Model.load(bundle, threads, device=device, share_passes=share_passes)
+    model = open_model(bundle, threads, device=device, share_passes=share_passes)
     work = _requests(model, prompt_tokens, blocks, steps, early_stop, batch, rounds + 1)
     sides = {"canvasrt": _ours(model)}
     if against:
@@ -163,7 +163,7 @@ def _ours(model: Model) -> Any:
 
 
 def _theirs(checkpoint: str, threads: int) -> Any:
-    from canvasrt import checkpoints
+    from canvasrt.checkpoints import locate as checkpoints
     from canvasrt.cli.against import Transformers
 
     return Transformers(checkpoints.resolve(checkpoint), threads).measure
@@ -201,7 +201,7 @@ def _render(
     summaries: dict[str, Summary],
     ratio: Spread | None,
 ) -> None:
-    from canvasrt.cli.output import table
+    from canvasrt.console import table
 
     stop = "early stop" if settings["early_stop"] else f"{settings['steps']} steps a block"
     cpu = f"{settings['threads']} threads"

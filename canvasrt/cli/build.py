@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit, progress, size
+from canvasrt.console import emit, progress, size
+from canvasrt.defaults import MAX_BATCH
 
 if TYPE_CHECKING:
-    from canvasrt.build import Plan
+    from canvasrt.build.plan import Plan
     from canvasrt.bundle import Bundle
 
-DEFAULT_MAX_BATCH = 4
 # Options that a manifest has in full, and a summary does not need.
 LONG = ("recipe", "adapters")
 
@@ -23,7 +23,7 @@ def build(
     out: options.Out,
     precision: options.Precision = None,
     max_context: options.MaxContext = None,
-    max_batch: options.MaxBatch = DEFAULT_MAX_BATCH,
+    max_batch: options.MaxBatch = MAX_BATCH,
     layers_per_segment: options.LayersPerSegment = None,
     calibration: options.Calibration = None,
     adapter: options.Adapter = None,
@@ -31,8 +31,8 @@ def build(
     as_json: options.AsJson = False,
 ) -> None:
     """Build engines for one or more targets; run again, it reuses what has not changed."""
-    from canvasrt.build.pipeline import build_all, plan_all
     from canvasrt.build.plan import Options
+    from canvasrt.pipeline import build_all, plan_all
     from canvasrt.targets import parse_targets
 
     targets = parse_targets(target)

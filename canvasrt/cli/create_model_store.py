@@ -26,6 +26,6 @@ def create_model_store(
     cache: Cache = None,
 ) -> None:
     """Copy the engines of one profile out of a package into a folder that can be served by itself."""
-    from canvasrt.containers.commands import write_store
+    from canvasrt.cli.profiles import write_store
 
     write_store(bundle, profile, model_store, cache)

@@ -21,6 +21,6 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Build the demo checkpoint, package it, serve it, ask it questions, and stop."""
-    from canvasrt.containers.demo import run
+    from canvasrt.cli.walkthrough import run
 
     run(keep, as_json)

@@ -104,7 +104,7 @@ def deploy(
     as_json: AsJson = False,
 ) -> None:
     """Run a package with docker or podman, and wait until it is ready."""
-    from canvasrt.cli.output import emit, progress
+    from canvasrt.console import emit, progress
     from canvasrt.containers.deploy import deploy as work
     from canvasrt.containers.deploy.command import Options
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit
+from canvasrt.console import emit
 
 _MARKS = {
     "ok": "[green]ok  [/green]",
@@ -16,7 +16,7 @@ def doctor(as_json: options.AsJson = False) -> None:
     """Show what is installed and works on this machine, and how to mend what does not."""
     from rich.markup import escape
 
-    from canvasrt.doctor import report
+    from canvasrt.cli.checkup import report
 
     data = report()
 

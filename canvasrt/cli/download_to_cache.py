@@ -21,6 +21,6 @@ def download_to_cache(
 
     Nothing is downloaded: a package carries its engines, or the graphs that they are built from here.
     """
-    from canvasrt.containers.commands import fill_cache
+    from canvasrt.cli.profiles import fill_cache
 
     fill_cache(bundle, profile, every, cache)

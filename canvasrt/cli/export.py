@@ -3,7 +3,7 @@
 from typing import Any
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit, progress, size
+from canvasrt.console import emit, progress, size
 
 # What the graphs compute in: fp32 for a CPU, bf16 for GPUs.
 PRECISIONS = ("fp32", "bf16")
@@ -19,7 +19,7 @@ def export(
     as_json: options.AsJson = False,
 ) -> None:
     """Turn a checkpoint into ONNX graphs."""
-    from canvasrt import checkpoints
+    from canvasrt.checkpoints import locate as checkpoints
     from canvasrt.errors import UsageError
     from canvasrt.extras import require
     from canvasrt.staging import check_output
@@ -33,8 +33,8 @@ def export(
     folder = checkpoints.resolve(checkpoint)
     require("torch", "export")
     require("onnx", "export")
+    from canvasrt.defaults import LAYERS_PER_SEGMENT
     from canvasrt.export.graphs import export as export_graphs
-    from canvasrt.export.segments import LAYERS_PER_SEGMENT
 
     with progress() as report:
         bundle = export_graphs(

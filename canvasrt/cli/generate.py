@@ -112,10 +112,10 @@ def generate(
     ids, text = _prompt(prompt, prompt_ids, system, raw)
 
     from canvasrt.runtime.generator import Generator, Request
-    from canvasrt.runtime.model import Model
+    from canvasrt.runtime.open import open_model
     from canvasrt.runtime.sampling import SamplingParams
 
-    model = Model.load(bundle, threads, device=device, share_passes=share_passes)
+    model = open_model(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=ids is None)
     if ids is None:
         assert tokenizer is not None

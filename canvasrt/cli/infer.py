@@ -73,7 +73,7 @@ def infer(
 
     Example: canvasrt infer "Add 17 and 25" --protocol grpc --stream
     """
-    from canvasrt.containers.ask import Question, ask
+    from canvasrt.cli.ask import Question, ask
 
     question = Question(
         prompt=prompt,

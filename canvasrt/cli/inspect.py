@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit, size, table
+from canvasrt.console import emit, size, table
 
 
 def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None:

@@ -8,6 +8,6 @@ from canvasrt.cli.serve import Bundle
 
 def list_model_profiles(bundle: Bundle = None, as_json: AsJson = False) -> None:
     """Show the profiles of a package, and which of them run on this machine."""
-    from canvasrt.containers.commands import show_profiles
+    from canvasrt.cli.profiles import show_profiles
 
     show_profiles(bundle, as_json)

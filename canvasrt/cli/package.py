@@ -85,8 +85,8 @@ def package(
     """Write engines, a Triton model repository and an image, or all that one is built from."""
     from rich.console import Console
 
-    from canvasrt.cli.output import emit, progress
-    from canvasrt.containers.image import command
+    from canvasrt.cli import packaging as command
+    from canvasrt.console import emit, progress
 
     options = command.Options(
         format=format,

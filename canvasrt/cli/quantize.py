@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit, progress, size
+from canvasrt.console import emit, progress, size
 
 if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
@@ -42,7 +42,7 @@ def quantize(
 ) -> None:
     """Quantize graphs to FP8 or NVFP4, calibrated on generations from prompts."""
     from canvasrt.extras import require
-    from canvasrt.recipes import load_recipe
+    from canvasrt.recipes.recipe import load_recipe
 
     recipe = load_recipe(precision)
     for module in ("torch", "onnx_ir", "modelopt"):

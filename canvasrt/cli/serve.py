@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli.generate import Threads
 from canvasrt.cli.options import AsJson
+from canvasrt.console import emit
 from canvasrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from canvasrt.containers.serve.settings import Settings
 
 # Most defaults are None, which is how it is known that an option was not given: the environment and
 # NIM_PASSTHROUGH_ARGS come after the command line.
@@ -206,10 +212,14 @@ def serve(
     """
     given = {name: value for name, value in locals().items() if name in _PARAMETERS}
 
-    from canvasrt.containers.serve import run
-    from canvasrt.containers.settings import resolve
+    from canvasrt.containers.serve import serve as work
+    from canvasrt.containers.serve.settings import resolve
 
-    run(resolve(_renamed(given), _renamed(_passthrough())))
+    settings = resolve(_renamed(given), _renamed(_passthrough()))
+    if settings.dry_run:
+        _show_decisions(work.decisions(settings), settings.as_json)
+        return
+    work.run(settings, lambda where: _show_ready(where, settings), sys.stderr)
 
 
 _PARAMETERS = frozenset(serve.__annotations__) - {"return"}
@@ -217,7 +227,7 @@ _PARAMETERS = frozenset(serve.__annotations__) - {"return"}
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
     """Options as settings by name."""
-    from canvasrt.containers.settings import names_of
+    from canvasrt.containers.serve.settings import names_of
 
     settings = dict(given)
     names = settings.pop("served_model_name", None)
@@ -234,7 +244,7 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
 def _passthrough() -> dict[str, Any]:
     """The options in NIM_PASSTHROUGH_ARGS, read as the command line's are."""
     from canvasrt.cli.app import parsed_command
-    from canvasrt.containers.settings import PASSTHROUGH
+    from canvasrt.containers.serve.settings import PASSTHROUGH
 
     text = os.environ.get(PASSTHROUGH, "").strip()
     if not text:
@@ -247,3 +257,42 @@ def _passthrough() -> dict[str, Any]:
             f"{PASSTHROUGH} is {text!r}: {said}", "it takes the options of `canvasrt serve`"
         ) from None
     return dict(context.params)
+
+
+def _show_ready(data: dict[str, Any], settings: Settings) -> None:
+    if settings.json_logs and not settings.as_json:
+        where = data["openai"], data["http"], data["grpc"]
+        logging.getLogger(__name__).info("ready: openai %s http %s grpc %s", *where)
+        return
+
+    def render(shown: Any) -> None:
+        shown.print(f"ready   openai {data['openai']}", markup=False)
+        shown.print(f"triton  http {data['http']}   grpc {data['grpc']}", markup=False)
+        shown.print(f"metrics {data['metrics']}", markup=False)
+        if data["log"]:
+            shown.print(f"log     {data['log']}", markup=False)
+        shown.print(f"try     canvasrt infer '12+34=' --url {data['http']}", markup=False)
+
+    emit(data, settings.as_json, render)
+    sys.stdout.flush()
+
+
+def _show_decisions(data: dict[str, Any], as_json: bool) -> None:
+    def render(shown: Any) -> None:
+        for name, value in data.items():
+            if name == "profile":
+                value = f"{value['name']} ({value['id']}) for {value['tags']['target']}"
+            shown.print(f"{name}: {_plain(value)}", markup=False)
+
+    emit(data, as_json, render)
+
+
+def _plain(value: Any) -> str:
+    """A setting as a person reads it."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

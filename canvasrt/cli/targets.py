@@ -3,7 +3,7 @@
 from typing import Any
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit, size, table
+from canvasrt.console import emit, size, table
 
 
 def targets(as_json: options.AsJson = False) -> None:

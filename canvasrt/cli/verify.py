@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli import options
-from canvasrt.cli.output import emit, progress, size
+from canvasrt.console import emit, progress, size
 
 
 def verify(
@@ -45,7 +45,7 @@ def verify(
     Exits 1 when the limits of the bundle's recipe, or of its precision, are exceeded.
     """
     from canvasrt.bundle import load_bundle
-    from canvasrt.checkpoints import resolve
+    from canvasrt.checkpoints.locate import resolve
     from canvasrt.errors import CanvasError, UsageError
 
     if report is not None and reference is None:
@@ -112,7 +112,7 @@ def verify(
 
 def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
     """The verdict, the limits, and what loses most."""
-    from canvasrt.cli.output import table
+    from canvasrt.console import table
     from canvasrt.fidelity import markdown
 
     overall = quality["steps"]["all"]

@@ -95,9 +95,9 @@ def _asker(arguments: argparse.Namespace) -> Callable[[Sequence[str], int], list
     """Asks prompts with a limit of steps, through the engines or through transformers."""
     if arguments.engines is not None:
         from canvasrt.demo.engines import answer
-        from canvasrt.runtime.model import Model
+        from canvasrt.runtime.open import open_model
 
-        engines = Model.load(arguments.engines)
+        engines = open_model(arguments.engines)
         return lambda prompts, steps: answer(engines, prompts, steps, arguments.seed)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
         arguments.checkpoint, dtype=arguments.dtype

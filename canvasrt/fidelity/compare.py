@@ -14,8 +14,8 @@ from canvasrt.fidelity.prompts import Prompts
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
 from canvasrt.fidelity.stats import RelativeError, Series
 from canvasrt.progress import Progress
-from canvasrt.runtime.model import DenoiseInput, EncodeInput
 from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from canvasrt.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.extras import require
+from canvasrt.runtime.backends.onnxruntime import OrtBackend, OrtSegment
 from canvasrt.runtime.engine import Arrays
-from canvasrt.runtime.model import Model, pass_work
-from canvasrt.runtime.onnxruntime import OrtBackend, OrtSegment
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.tables import pass_work
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
@@ -72,7 +73,7 @@ class ObservedModel:
         if (bundle.manifest.target or {}).get("backend", "onnxruntime") == "onnxruntime":
             require("onnx", "export")
             self.backend = ObservingBackend(pass_work(bundle.manifest.model))
-        self.model = Model.load(bundle.path, check=False, backend=self.backend)
+        self.model = open_model(bundle.path, check=False, backend=self.backend)
         if self.backend is not None:
             self.head = self.backend.segments["head"]
 

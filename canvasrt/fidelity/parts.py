@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.fidelity.capture import Pass
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
-from canvasrt.model import ModelConfig
 from canvasrt.progress import Progress
-from canvasrt.runtime.cache import RequestCache
 from canvasrt.runtime.engine import Arrays, Segment
+from canvasrt.runtime.kv_cache import RequestCache
 
 ENCODE, DENOISE = "encode", "denoise"
 

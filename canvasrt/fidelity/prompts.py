@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.demo import CHECKPOINT
 from canvasrt.demo.tasks import TASKS, questions
-from canvasrt.model import ModelConfig
 from canvasrt.runtime.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"

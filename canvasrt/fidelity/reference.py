@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.extras import require
-from canvasrt.model import ModelConfig
-from canvasrt.runtime.model import DenoiseInput, DenoiseOutput, EncodeInput
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
 if TYPE_CHECKING:
     from torch import Tensor

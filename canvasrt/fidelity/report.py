@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.bundle import Bundle, made_by
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import Answers, Pace, ask_questions, compare_pace
 from canvasrt.fidelity.compare import Steps, compare_steps
@@ -16,7 +17,6 @@ from canvasrt.fidelity.parts import DENOISE, part_errors
 from canvasrt.fidelity.prompts import Prompts, is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors
-from canvasrt.model import ModelConfig
 from canvasrt.progress import Progress, no_progress
 from canvasrt.runtime.tokenizer import Tokenizer
 

@@ -124,7 +124,7 @@ class _Weights:
     def _array(self, name: str) -> np.ndarray:
         import onnx_ir as ir
 
-        from canvasrt import external
+        from canvasrt.graphs import external
 
         value = self._all.get(name)
         if value is None or value.const_value is None:

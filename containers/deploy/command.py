@@ -8,7 +8,8 @@ from pathlib import Path
 
 from canvasrt.containers.deploy.engine import Engine
 from canvasrt.containers.deploy.packages import Package
-from canvasrt.containers.image import settings as image
+from canvasrt.containers.names import PACKAGE
+from canvasrt.containers.package import settings as image
 from canvasrt.errors import CanvasError, UsageError
 
 VOLUME = "canvasrt-cache"
@@ -62,7 +63,7 @@ def run_command(
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]
     engines = options.engines or package.engines
     if engines is not None:
-        words += ["--volume", f"{_folder(engines)}:{image.PACKAGE}/engines:ro"]
+        words += ["--volume", f"{_folder(engines)}:{PACKAGE}/engines:ro"]
     for variable in options.variables:
         if not variable.partition("=")[0]:
             raise UsageError(f"--env {variable!r} has no name", "give --env NAME=VALUE")

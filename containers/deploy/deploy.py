@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from canvasrt.containers.deploy.command import RESTART, Options, run_command
 from canvasrt.containers.deploy.engine import Engine, find_engine, last_line
 from canvasrt.containers.deploy.packages import Package, load, open_package
-from canvasrt.containers.image.settings import ImageSettings
+from canvasrt.containers.package.settings import ImageSettings
 from canvasrt.containers.ports import listen
 from canvasrt.errors import CanvasError
 from canvasrt.progress import Progress, no_progress
@@ -154,19 +153,20 @@ def wait_ready(
         state = (engine.inspect("container", name) or {}).get("State") or {}
         if not state.get("Running"):
             code = state.get("ExitCode")
-            _show_log(engine, name)
-            cause = _cause(engine, name)
+            cause, log = _cause(engine, name), engine.logs(name, LOG_LINES)
             engine.run("rm", "--force", name)
             raise CanvasError(
                 f"the container ended with exit code {code}" + (f": {cause}" if cause else ""),
                 "its last lines are above",
+                log,
             )
         if time.monotonic() > deadline:
-            _show_log(engine, name)
+            log = engine.logs(name, LOG_LINES)
             engine.run("rm", "--force", name)
             raise CanvasError(
                 f"the container was not ready after {timeout:g} s",
                 "allow more with --timeout; its last lines are above",
+                log,
             )
         sleep(_LOOK_EVERY)
 
@@ -189,11 +189,6 @@ def _forget(engine: Engine, name: str, said: str) -> None:
         state = (engine.inspect("container", name) or {}).get("State") or {}
         if state.get("Status") == "created":
             engine.run("rm", "--force", name)
-
-
-def _show_log(engine: Engine, name: str) -> None:
-    for line in engine.logs(name, LOG_LINES):
-        print(line, file=sys.stderr)
 
 
 def _cause(engine: Engine, name: str) -> str:

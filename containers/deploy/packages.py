@@ -11,7 +11,7 @@ from canvasrt.bundle import MANIFEST, load_bundle
 from canvasrt.containers.deploy.engine import Engine, last_line
 from canvasrt.containers.image.base import read_base
 from canvasrt.containers.image.layout import write_archive
-from canvasrt.containers.package import ENGINES
+from canvasrt.containers.names import ENGINES
 from canvasrt.errors import CanvasError
 from canvasrt.staging import scratch
 

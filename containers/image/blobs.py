@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from canvasrt.staging import link_or_copy
+
 Json = dict[str, Any]
 # Called with the bytes read since the last call.
 Counter = Callable[[int], None]
@@ -78,10 +80,7 @@ class Blobs:
         target = self.path(digest)
         if target.exists():
             return
-        try:
-            os.link(source.resolve(), target)
-        except OSError:
-            shutil.copyfile(source, target)
+        link_or_copy(source, target)
 
     def add_layer(
         self,

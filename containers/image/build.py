@@ -10,23 +10,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canvasrt.bundle import Bundle, HashProgress, Manifest, load_bundle
-from canvasrt.containers.image import bindings, releases, wheels
+from canvasrt.bundle import Bundle, Manifest, load_bundle
+from canvasrt.containers.image import environment
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, Counter, Entry, Layer, entries_of
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
-from canvasrt.containers.image.requirements import Pin, canonical
-from canvasrt.containers.image.settings import CACHE, PACKAGE, USER, architecture_of, settings_for
-from canvasrt.containers.package import (
-    ENGINES,
-    IMAGE,
-    REPOSITORY,
-    SBOM,
-    Recipe,
-    backends_of,
-    package,
-)
+from canvasrt.containers.names import ENGINES, IMAGE, PACKAGE, REPOSITORY
+from canvasrt.containers.package import bindings, releases, wheels
+from canvasrt.containers.package.package import SBOM, Recipe, backends_of, package
+from canvasrt.containers.package.requirements import Pin, canonical
+from canvasrt.containers.package.settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.errors import CanvasError
+from canvasrt.hashes import HashProgress
 from canvasrt.progress import Progress, no_progress
 from canvasrt.staging import check_output, scratch, staging
 
@@ -181,10 +176,10 @@ def _layers(
         ):
             progress(f"writing the layer of {what}", 0, 0)
             folder = Path(scratch_folder) / str(number)
-            wheels.unpack(found, folder, recipe.python)
-            entries = list(wheels.unpacked_entries(folder))
+            environment.unpack(found, folder, recipe.python)
+            entries = list(environment.unpacked_entries(folder))
             if number == 0:
-                entries += wheels.venv_entries(interpreter, recipe.python)
+                entries += environment.venv_entries(interpreter, recipe.python)
                 entries += _cache_folder()
                 entries += _tensorrt(found, recipe.python)
             layers.append(blobs.add_layer(entries, f"canvasrt package: {what}", compress=True))
@@ -223,7 +218,7 @@ def _tensorrt(found: Sequence[Path], python: str) -> list[Entry]:
     """The module that leads to TensorRT's bindings, where those are among the wheels."""
     names = [wheel.name.split("-") for wheel in found]
     version = next((each[1] for each in names if canonical(each[0]) == bindings.DISTRIBUTION), None)
-    site = f"{wheels.VENV}/lib/python{python}/site-packages"
+    site = f"{environment.VENV}/lib/python{python}/site-packages"
     files = bindings.module_files(version).items() if version else ()
     return [Entry(f"{site}/{name}", content=content) for name, content in files]
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from canvasrt.containers.image.base import Base
@@ -21,6 +19,7 @@ from canvasrt.containers.image.blobs import (
     Json,
     Layer,
 )
+from canvasrt.containers.package.settings import created
 from canvasrt.errors import UsageError
 
 _LAYOUT = {"imageLayoutVersion": "1.0.0"}
@@ -121,12 +120,6 @@ def image_config(base: Base, layers: Sequence[Layer], settings: Json) -> Json:
     for name in ("container", "container_config", "docker_version", "id", "parent"):
         config.pop(name, None)  # of the daemon that built the base
     return config
-
-
-def created() -> str:
-    """The moment that the image says it was made: SOURCE_DATE_EPOCH, or the epoch itself."""
-    seconds = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def check_tag(tag: str) -> str:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from canvasrt.build.cache import cache_folder
+from canvasrt.cache import cache_folder
 from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
 from canvasrt.containers.image.layout import write_layout

@@ -13,9 +13,8 @@ from typing import IO, Any, cast
 
 from canvasrt.bundle import MANIFEST, Bundle, Manifest
 from canvasrt.containers.image.base import Base, BaseLayer, read_base
-from canvasrt.containers.image.sbom import SBOM
-from canvasrt.containers.image.settings import PACKAGE
-from canvasrt.containers.package import IMAGE
+from canvasrt.containers.names import IMAGE, PACKAGE
+from canvasrt.containers.package.sbom import SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.progress import Progress, no_progress
 

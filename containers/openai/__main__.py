@@ -20,8 +20,8 @@ from typing import Any
 
 import uvicorn
 
+from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
-from canvasrt.containers.openai.logs import configure
 from canvasrt.containers.openai.state import Settings, State
 
 # After the last answer: for callers that were about to send something when they were told to go.

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp
 import canvasrt
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.completions import Completions
-from canvasrt.containers.openai.edge import HANGUP, ID, Edge, internal_error
+from canvasrt.containers.openai.disconnect import CallerGone
 from canvasrt.containers.openai.errors import ApiError, unavailable
-from canvasrt.containers.openai.gone import CallerGone
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
+from canvasrt.containers.openai.middleware import HANGUP, ID, Edge, internal_error
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest, read_body
 from canvasrt.containers.openai.state import Settings, State
 from canvasrt.containers.openai.upstream import Upstream

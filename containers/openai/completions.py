@@ -12,9 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from canvasrt.containers.client import StreamEvent
+from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.disconnect import EventStream, unless_gone
 from canvasrt.containers.openai.errors import ApiError
-from canvasrt.containers.openai.gone import EventStream, unless_gone
 from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.replies import Shape

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from canvasrt.containers.client import StreamEvent
+from canvasrt.containers.client.triton import StreamEvent
 
 
 @dataclass

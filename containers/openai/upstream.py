@@ -15,7 +15,7 @@ import tritonclient.grpc
 import tritonclient.grpc.aio
 from tritonclient.utils import InferenceServerException
 
-from canvasrt.containers.client import StreamEvent, make_tensors, read_reply
+from canvasrt.containers.client.triton import StreamEvent, make_tensors, read_reply
 from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
 from canvasrt.containers.tensors import ANSWER_MODEL, ERROR_EVENT, ERRORS, HINT, STREAM_MODEL
 

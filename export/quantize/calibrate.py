@@ -18,14 +18,15 @@ import numpy as np
 import onnx_ir as ir
 
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, write_manifest
+from canvasrt.defaults import MAX_CONTEXT
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import Prompts, default_prompts
 from canvasrt.progress import Progress, no_progress
-from canvasrt.recipes import Recipe
+from canvasrt.recipes.recipe import Recipe
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.generator import Draft, Finished, Generator
-from canvasrt.runtime.model import DEFAULT_MAX_CONTEXT, Model
+from canvasrt.runtime.open import open_model
 from canvasrt.runtime.tokenizer import Tokenizer
 
 # Requests in memory at once, each with its cache.
@@ -98,7 +99,7 @@ def calibrate(
         config=manifest.model,
         sampler=manifest.sampler,
         settings=recipe.calibration,
-        max_context=min(manifest.model.max_position_embeddings, DEFAULT_MAX_CONTEXT),
+        max_context=min(manifest.model.max_position_embeddings, MAX_CONTEXT),
     )
     count = source.check()
     if folder is None:
@@ -116,14 +117,14 @@ def _run(
     report: Progress,
     folder: Path,
 ) -> Calibration:
-    from canvasrt.runtime.model import pass_work
-    from canvasrt.runtime.onnxruntime import OrtBackend
+    from canvasrt.runtime.backends.onnxruntime import OrtBackend
+    from canvasrt.runtime.tables import pass_work
 
     wide = _wide(graphs, folder, report)
     found = Calibration(prompts=count, sha256=prompts.sha256())
     watched = _watched(graphs, names, recipe.kv_cache is not None)
     backend = _Observing(OrtBackend(work=pass_work(graphs.manifest.model)), watched, found)
-    model = Model.load(wide.path, check=False, backend=backend)
+    model = open_model(wide.path, check=False, backend=backend)
     _generate(Generator(model, CONCURRENT), prompts, count, found, report)
     broken = [name for name, value in found.amax.items() if not math.isfinite(value)]
     if broken:
@@ -270,14 +271,14 @@ def _raise_to(found: dict[str, float], names: Iterable[str], values: np.ndarray)
 
 def _wide(graphs: Bundle, folder: Path, report: Progress) -> Bundle:
     """The graphs in fp32 in `folder`, where files can be added beside them."""
-    from canvasrt.build.cache import take_over
+    from canvasrt.staging import link_or_copy
 
     manifest = graphs.manifest
     if manifest.options.get("precision", "fp32") == "fp32":
         for name in (*manifest.files, MANIFEST):
-            take_over(graphs.path / name, folder / name)
+            link_or_copy(graphs.path / name, folder / name)
         return load_bundle(folder, kind="graphs", check=False)
-    from canvasrt.build.lower import lower
+    from canvasrt.graphs.lower import lower
 
     embedding = lower(
         graphs, folder, lambda what, done, total: report("preparing calibration", done, total)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from canvasrt import lowbits
 from canvasrt.errors import CanvasError
-from canvasrt.lowbits import BLOCK, E2M1_MAX, E4M3_MAX, Bytes, Floats
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX, E4M3_MAX, Bytes, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor

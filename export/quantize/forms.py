@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from canvasrt import external, lowbits
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.formats import Form, Format, Packed
-from canvasrt.external import Stored
-from canvasrt.lowbits import BLOCK
+from canvasrt.graphs import external, lowbits
+from canvasrt.graphs.external import Stored
+from canvasrt.graphs.lowbits import BLOCK
 
 E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
 # What a weight's parts are called behind its name.

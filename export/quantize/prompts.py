@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from canvasrt import checkpoints
 from canvasrt.bundle import Bundle
+from canvasrt.checkpoints import locate as checkpoints
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.model import ModelConfig, SamplerDefaults
-from canvasrt.recipes import CalibrationSettings
+from canvasrt.recipes.recipe import CalibrationSettings
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -28,13 +28,13 @@ _HINT = (
 def default_prompts(graphs: Bundle) -> Path:
     """The prompts that come with canvasrt: the demo's own for the demo, general ones for any other checkpoint."""
     import canvasrt.demo
-    import canvasrt.export
+    import canvasrt.recipes
 
     demo = Path(canvasrt.demo.__file__).parent
     made_from = graphs.manifest.made_from.get("files")
     if made_from and made_from == checkpoints.fingerprint(demo / "checkpoint"):
         return demo / "calibration.jsonl"
-    return Path(canvasrt.export.__path__[0]) / "recipes" / "prompts.jsonl"
+    return Path(canvasrt.recipes.__path__[0]) / "prompts.jsonl"
 
 
 @dataclass(frozen=True)

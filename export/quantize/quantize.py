@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from canvasrt import external, lowbits
-from canvasrt.bundle import Bundle, load_bundle, staging, write_manifest
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import formats
 from canvasrt.export.quantize.calibrate import Calibration, calibrate, local_names
 from canvasrt.export.quantize.formats import LARGEST, Packed, form_of
 from canvasrt.export.quantize.forms import KEY_SCALE, VALUE_SCALE, quantize_file
+from canvasrt.graphs import external, lowbits
 from canvasrt.progress import Progress, no_progress
-from canvasrt.recipes import Choice, Recipe, load_recipe
-from canvasrt.staging import check_output, scratch
+from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
+from canvasrt.staging import check_output, scratch, staging
 
 CALIBRATION_FILE = "calibration.json"
 PLAIN = ("fp32", "bf16")
@@ -99,7 +99,7 @@ def _write(
     report: Progress,
 ) -> None:
     """Write every file of the bundle but its description: graphs with quantized weights anew, the rest taken over."""
-    from canvasrt.build.cache import take_over
+    from canvasrt.staging import link_or_copy
 
     changed = {}
     for entry in graphs.manifest.segments:
@@ -109,7 +109,7 @@ def _write(
     data = {str(Path(name).with_suffix(".bin")) for name in changed}
     for name in graphs.manifest.files:
         if name not in changed and name not in data and name != CALIBRATION_FILE:
-            take_over(graphs.file(name), out / name)
+            link_or_copy(graphs.file(name), out / name)
     total = sum(graphs.manifest.files[name]["bytes"] for name in data)
     done = 0
     for name, (entry, own) in changed.items():

@@ -17,10 +17,10 @@ from bench.report import markdown
 from bench.runner import DeviceRunner, HostRunner
 from canvasrt.export.quantize.quantize import read_calibration
 from canvasrt.machine import gpus
-from canvasrt.runtime.model import DenoiseInput, EncodeInput
+from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.onnxruntime import OrtBackend
-from tests.runtime.fake_engine import FakeBackend
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from tests.helpers.fake_engine import FakeBackend
 
 ROOT = Path(__file__).parents[2]
 QUICK = replace(shape.SMALL, contexts=(64,), repeats=1)

@@ -8,22 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build import checks, host, plan
+from canvasrt.build import checks
+from canvasrt.build import needs as host
 from canvasrt.build.checks import check_buildable, check_memory, check_source
-from canvasrt.build.host import builder_memory, check_disk, check_memory_here
-from canvasrt.build.pipeline import plan_all
-from canvasrt.build.plan import Options, Plan
+from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
+from canvasrt.build.plan import Options, Plan, plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
+from canvasrt.pipeline import plan_all
 from canvasrt.targets import TARGETS, find_target, parse_targets
-from tests.canvasrt.test_memory import RELEASED
+from tests.helpers.configs import RELEASED
 
 
 def released(target: str, precision: str, context: int = 32_768, batch: int = 4) -> Plan:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
-    return plan(source, target, "out", precision, context, batch)
+    options = Options(precision, max_context=context, max_batch=batch)
+    return plan(source, target, "out", options)
 
 
 @pytest.mark.parametrize("target", [target.name for target in TARGETS if target.builds_anywhere])
@@ -147,10 +149,12 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
 def test_options_of_the_graphs(checkpoint_files: Path) -> None:
     source = Source(checkpoint_files, replace(RELEASED), {"kind": "checkpoint"})
     assert plan(source, "cpu", "out").layers_per_segment == 6
-    assert plan(source, "cpu", "out", layers_per_segment=2).layers_per_segment == 2
+    assert plan(source, "cpu", "out", Options(layers_per_segment=2)).layers_per_segment == 2
     with pytest.raises(CanvasError, match="no calibration file at nowhere"):
-        plan(source, "rtx-5090", "out", calibration=Path("nowhere"))
-    smaller = plan(source, "rtx-5090", "out", layers_per_segment=2).needs.segments["body_0"]
+        plan(source, "rtx-5090", "out", Options(calibration=Path("nowhere")))
+    smaller = plan(source, "rtx-5090", "out", Options(layers_per_segment=2)).needs.segments[
+        "body_0"
+    ]
     assert smaller < plan(source, "rtx-5090", "out").needs.segments["body_0"]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from canvasrt.build.profiles import PREFILL_CHUNK, profiles, to_json
-from canvasrt.memory import FOLDED_HEADS, MAX_FUSED_HEAD_DIM, SOFT_TOKENS
-from tests.canvasrt.test_memory import RELEASED
+from canvasrt.build.profiles import profiles, to_json
+from tests.helpers.configs import RELEASED
 
 BODY = {"name": "body_0", "layers": [0, 1, 2, 3, 4, 5]}
 HEAD = {"name": "head"}
@@ -63,18 +62,3 @@ def test_one_row_never_overflows_and_few_experts_get_what_they_start_with() -> N
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     assert profiles(BODY, small, 4096, 4)["encode"]["capacity"].max == 2048
     assert profiles(BODY, small, 300, 1)["encode"]["capacity"].max == 300
-
-
-def test_what_several_stages_count_with_is_the_same() -> None:
-    from canvasrt import memory
-    from canvasrt.build import profiles as ours
-    from canvasrt.build.plan import DEFAULT_LAYERS_PER_SEGMENT
-    from canvasrt.export import layers, segments
-    from canvasrt.runtime import model, resident
-
-    assert model.PREFILL_CHUNK == PREFILL_CHUNK == memory.PREFILL_CHUNK
-    assert ours.SOFT_TOKENS == SOFT_TOKENS
-    assert layers.FOLDED_HEADS == FOLDED_HEADS
-    assert layers.MAX_FUSED_HEAD_DIM == MAX_FUSED_HEAD_DIM
-    assert segments.LAYERS_PER_SEGMENT == DEFAULT_LAYERS_PER_SEGMENT == memory.LAYERS_PER_SEGMENT
-    assert resident.ENCODE_TOKENS == memory.ENCODE_TOKENS

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build import build, compile
-from canvasrt.build.cache import EngineCache
-from canvasrt.build.pipeline import build_all, plan_all
+from canvasrt.build import compile
 from canvasrt.build.plan import Options
 from canvasrt.build.profiles import Profile
 from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.cache import EngineCache
 from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
+from canvasrt.pipeline import build, build_all, plan_all
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
-from tests.quantized import small_graphs
+from tests.helpers.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
@@ -50,8 +50,8 @@ def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
             graphs.path,
             target,
             tmp_path / name,
+            Options(**OPTIONS),
             progress=lambda what, *_: said.append(what),
-            **OPTIONS,
         )
         return bundle, list(dict.fromkeys(said))
 

@@ -8,34 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.bundle import MANIFEST, Bundle, load_bundle, staging, write_manifest
+from canvasrt.bundle import MANIFEST, load_bundle
 from canvasrt.errors import CanvasError
-from canvasrt.model import read_config
-from tests.conftest import CONFIG, GENERATION_CONFIG
-
-MODEL, SAMPLER = read_config(CONFIG, GENERATION_CONFIG)
-
-
-def make(out: Path, kind: str = "graphs") -> Bundle:
-    with staging(out) as tmp:
-        (tmp / "tokenizer").mkdir()
-        (tmp / "body_0.onnx").write_bytes(b"graph" * 100)
-        (tmp / "embedding.bin").write_bytes(bytes(range(256)) * 8)
-        (tmp / "empty").write_bytes(b"")
-        (tmp / "tokenizer" / "tokenizer.json").write_text("{}")
-        write_manifest(
-            tmp,
-            kind=kind,
-            made_from={"checkpoint": {"config.json": "0" * 64}},
-            options={"precision": "fp32"},
-            model=MODEL,
-            sampler=SAMPLER,
-            segments=[{"name": "body_0", "file": "body_0.onnx", "layers": [0, 1]}],
-            embedding={"file": "embedding.bin", "dtype": "float32", "shape": [96, 32]},
-            tokenizer=["tokenizer/tokenizer.json"],
-            packages=("numpy", "no-such-distribution"),
-        )
-    return load_bundle(out)
+from tests.helpers.bundles import MODEL, SAMPLER, make
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -111,7 +86,8 @@ def test_whitespace_and_trailing_bytes_in_the_manifest_are_found(tmp_path: Path)
 
 
 def test_a_manifest_cannot_name_files_outside_of_its_bundle(tmp_path: Path) -> None:
-    from canvasrt.bundle import _digest, canonical
+    from canvasrt.bundle import _digest
+    from canvasrt.hashes import canonical
 
     bundle = make(tmp_path / "b")
     data = json.loads((bundle.path / MANIFEST).read_text())

@@ -1,170 +1,27 @@
-"""One package of a random model and one real tritonserver for it, shared by these tests."""
-
-from __future__ import annotations
-
-import importlib.util
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-from openai import OpenAI
-
-from canvasrt.build import build
-from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.containers.client import Client
-from canvasrt.containers.frontend import FrontEnd, FrontOptions
-from canvasrt.containers.package import package, repository_of
-from canvasrt.containers.ports import Ports
-from canvasrt.containers.server import Server
-from canvasrt.runtime.generator import Generator, Request, Result
-from canvasrt.runtime.model import Model
-from canvasrt.runtime.sampling import SamplingParams
-from canvasrt.runtime.tokenizer import Tokenizer
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("pytriton") is None,
-    reason="nvidia-pytriton is not installed: pip install -e '.[serve]'",
+from tests.helpers.serving import (
+    _one_thread,
+    engines,
+    front,
+    graphs,
+    grpc,
+    http,
+    local,
+    openai,
+    packaged,
+    server,
+    tokenizer,
 )
 
-# Never stable, so it runs through all of its steps: far longer than any test waits.
-ENDLESS: dict[str, Any] = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
-
-Local = Callable[..., Result]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """For every server started here: the workers of pytest-xdist fill the machine already."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CANVASRT_THREADS", "1")
-        yield
-
-
-@pytest.fixture(scope="session")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Graphs of a random model with the demo's shape and tokenizer; its blocks take many steps."""
-    import torch
-
-    from canvasrt.demo.model import build_model
-    from canvasrt.demo.tokenizer import build_tokenizer
-    from canvasrt.export.graphs import export
-
-    folder = tmp_path_factory.mktemp("served")
-    torch.manual_seed(3)
-    model = build_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:  # so that some tokens are likelier than others
-                parameter.mul_(3.0)
-    model.save_pretrained(folder / "checkpoint")
-    build_tokenizer().save_pretrained(folder / "checkpoint")
-    export(str(folder / "checkpoint"), folder / "graphs")
-    return load_bundle(folder / "graphs", check=False)
-
-
-@pytest.fixture(scope="session")
-def engines(graphs: Bundle) -> Bundle:
-    """CPU engines from those graphs."""
-    return build(graphs.path, "cpu", graphs.path.parent / "engines")
-
-
-@pytest.fixture(scope="session")
-def packaged(engines: Bundle) -> Bundle:
-    out = engines.path.parent / "package"
-    package(engines.path, out)
-    return load_bundle(out, kind="package")
-
-
-@pytest.fixture(scope="session")
-def server(packaged: Bundle) -> Iterator[Server]:
-    """A ready server, stopped and checked for leftovers at the end."""
-    log = packaged.path.parent / "triton.log"
-    with (
-        repository_of(packaged) as repository,
-        Server(repository, ports=Ports(0, 0, 0), log=log) as running,
-    ):
-        yield running
-    assert not leftovers(running)
-
-
-@pytest.fixture(scope="session")
-def front(server: Server) -> Iterator[FrontEnd]:
-    """An OpenAI front end over the shared server, which serves its model under two names."""
-    options = FrontOptions(
-        port=0, names=("canvasrt", "alias"), about={"digest": "0123456789abcdef"}
-    )
-    with FrontEnd.over(server, options) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def openai(front: FrontEnd) -> Iterator[OpenAI]:
-    """The real client; it reports failures at once."""
-    with OpenAI(base_url=front.url, api_key="none", max_retries=0, timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
-def http(server: Server) -> Iterator[Client]:
-    with Client(f"127.0.0.1:{server.ports.http}", "http", timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
-def grpc(server: Server) -> Iterator[Client]:
-    with Client(f"127.0.0.1:{server.ports.grpc}", "grpc", timeout=120) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
-def tokenizer(engines: Bundle) -> Tokenizer:
-    return Tokenizer.load(engines)
-
-
-@pytest.fixture(scope="session")
-def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
-    """Generates in this process: what the server must answer too."""
-    model = Model.load(engines.path, threads=1)
-
-    def generate(prompt: str, **options: Any) -> Result:
-        params = SamplingParams.from_defaults(model.sampler, model.config, **options)
-        ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-        (result,) = Generator(model).run([Request(ids, params)])
-        return result
-
-    return generate
-
-
-def leftovers(server: Server) -> list[Path]:
-    """What a stopped server has left: shared memory and processes with its name."""
-    found = list(Path("/dev/shm").glob(f"{server.run_name}*"))
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if server.run_name.encode() in file.read_bytes():
-                found.append(file)
-        except OSError:
-            continue
-    return found
-
-
-def metric(server: Server, name: str) -> float:
-    """A metric's value on the server's metrics endpoint."""
-    url = f"http://127.0.0.1:{server.ports.metrics}/metrics"
-    with urllib.request.urlopen(url, timeout=10) as reply:
-        for line in reply.read().decode().splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[-1])
-    raise AssertionError(f"there is no metric {name}")
-
-
-def eventually(check: Callable[[], bool], seconds: float = 20) -> bool:
-    """Whether `check` becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+__all__ = [
+    "_one_thread",
+    "engines",
+    "front",
+    "graphs",
+    "grpc",
+    "http",
+    "local",
+    "openai",
+    "packaged",
+    "server",
+    "tokenizer",
+]

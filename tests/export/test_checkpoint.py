@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.graphs import export
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import load, weights
-from canvasrt.model import ModelConfig
-
-from .conftest import random_model
+from tests.helpers.random_models import random_model
 
 SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 

@@ -13,96 +13,22 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
-from .conftest import SHAPES, Graphs
+from tests.helpers.graph_runs import (
+    assert_cache,
+    assert_close,
+    empty_cache,
+    encode,
+    first_hidden,
+    run_body,
+)
+from tests.helpers.random_models import SHAPES
 
-TOLERANCE = 1e-4
 CASES = [
     (shape, length)
     for shape in SHAPES
     for window in [SHAPES[shape].get("sliding_window", 64)]
     for length in ([window - 1, window, window + 1, 2 * window + 5] if window < 100 else [7, 40])
 ]
-
-
-def past_feeds(graphs: Graphs, body: dict[str, Any], cache: list[tuple], position: int) -> dict:
-    """The cache as the caller keeps it: the last window − 1 tokens in sliding layers, all in full ones."""
-    feeds = {}
-    for index in body["layers"]:
-        layer = graphs.config.layers[index]
-        key, value = cache[index]
-        kept = (
-            min(position, graphs.config.sliding_window - 1) if layer.kind == "sliding" else position
-        )
-        feeds[f"past_key_{index}"] = key[:, :, position - kept : position]
-        feeds[f"past_value_{index}"] = value[:, :, position - kept : position]
-        positions = np.arange(position - kept, position)
-        feeds[f"past_positions_{layer.kind}"] = np.tile(positions, (key.shape[0], 1))
-    return feeds
-
-
-def run_body(
-    graphs: Graphs,
-    hidden: np.ndarray,
-    cache: list[tuple],
-    position: int,
-    causal: bool,
-    groups: np.ndarray | None = None,
-    capacity: int | None = None,
-) -> tuple[np.ndarray, list[tuple], list[int]]:
-    """All body segments over one call; returns hidden, the new keys and values, and the loads."""
-    batch, length, _ = hidden.shape
-    new, loads = [], []
-    for body in graphs.bodies:
-        out = graphs.run(
-            body["name"],
-            {
-                "hidden": hidden,
-                "positions": np.tile(np.arange(position, position + length), (batch, 1)),
-                "groups": np.full((batch, length), -1) if groups is None else groups,
-                "causal": np.full(batch, causal),
-                "slots": np.arange(capacity or batch * length),
-                **past_feeds(graphs, body, cache, position),
-            },
-        )
-        hidden = out["hidden_out"]
-        loads += out["load"].tolist()
-        new += [(out[f"new_key_{i}"], out[f"new_value_{i}"]) for i in body["layers"]]
-    return hidden, new, loads
-
-
-def empty_cache(graphs: Graphs, batch: int) -> list[tuple]:
-    zeros = [
-        np.zeros((batch, layer.num_kv_heads, 0, layer.head_dim), np.float32)
-        for layer in graphs.config.layers
-    ]
-    return [(each, each) for each in zeros]
-
-
-def encode(graphs: Graphs, tokens: np.ndarray, cache: list[tuple], position: int) -> list[tuple]:
-    """The cache after `tokens` have been encoded behind the first `position`."""
-    embedded = graphs.table[tokens] * np.float32(graphs.config.hidden_size**0.5)
-    _, new, _ = run_body(graphs, embedded, cache, position, causal=True)
-    return [
-        tuple(np.concatenate([old, fresh], 2) for old, fresh in zip(*pair, strict=True))
-        for pair in zip(cache, new, strict=True)
-    ]
-
-
-def first_hidden(graphs: Graphs, canvas: np.ndarray) -> np.ndarray:
-    embedded = graphs.table[canvas] * np.float32(graphs.config.hidden_size**0.5)
-    scale = np.sqrt(np.square(embedded).mean(-1, keepdims=True) + graphs.config.rms_norm_eps)
-    return embedded / scale
-
-
-def assert_close(ours: np.ndarray, theirs: torch.Tensor | np.ndarray) -> None:
-    np.testing.assert_allclose(ours, np.asarray(theirs), rtol=0, atol=TOLERANCE)
-
-
-def assert_cache(graphs: Graphs, cache: list[tuple], reference: DynamicCache) -> None:
-    for (key, value), layer in zip(cache, reference.layers, strict=True):
-        held = layer.keys.shape[2]
-        assert_close(key[:, :, key.shape[2] - held :], layer.keys)
-        assert_close(value[:, :, value.shape[2] - held :], layer.values)
 
 
 @pytest.mark.parametrize(("shape", "length"), CASES)

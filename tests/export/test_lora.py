@@ -18,10 +18,9 @@ from canvasrt.cli.options import adapters as parse
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.export.graphs import export
 from canvasrt.export.lora import Adapted, load_adapter
-
-from .conftest import random_model
-from .quantized_checkpoints import SMALL, without_vision
-from .test_prequantized import weights_of
+from tests.helpers.graph_weights import weights_of
+from tests.helpers.quantized_checkpoints import SMALL, without_vision
+from tests.helpers.random_models import random_model
 
 BOTH = r"model\.(encoder\.language_model|decoder)\.layers.*"
 DECODER = r"model\.decoder\.layers.*"

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from canvasrt import lowbits
-from canvasrt.build.lower import lower
 from canvasrt.bundle import Bundle, Manifest
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.export import graphs
 from canvasrt.export.checkpoint import Checkpoint
@@ -25,19 +24,19 @@ from canvasrt.export.graphs import export
 from canvasrt.export.quantize.formats import dequantize
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
-from canvasrt.model import ModelConfig
-from canvasrt.quantization import quantization_of
-from canvasrt.recipes import Recipe
-
-from .conftest import Graphs
-from .quantized_checkpoints import (
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.lower import lower
+from canvasrt.recipes.recipe import Recipe
+from tests.helpers.graph_runs import empty_cache, encode
+from tests.helpers.graph_weights import weights_of
+from tests.helpers.quantized_checkpoints import (
     NVFP4_EXPERTS,
     base_model,
     modelopt_quantized,
     save_compressed,
     save_modelopt,
 )
-from .test_graph_parity import empty_cache, encode
+from tests.helpers.random_models import Graphs
 
 LAYERS, EXPERTS = 2, 8
 
@@ -115,23 +114,6 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def weights_of(bundle: Bundle, segment: str = "body_0") -> dict[str, np.ndarray]:
-    """Every weight of a graph: codes as bytes, the rest as float32."""
-    graph = ir.load(bundle.path / f"{segment}.onnx").graph
-    found = {}
-    for name, value in graph.initializers.items():
-        tensor = value.const_value
-        raw = np.frombuffer(tensor.tobytes(), np.uint8)
-        if tensor.dtype == ir.DataType.FLOAT:
-            raw = raw.view(np.float32)
-        elif tensor.dtype == ir.DataType.BFLOAT16:
-            raw = lowbits.from_bf16(raw.view(np.uint16))
-        shape = tensor.shape.numpy()
-        packed = name.endswith(".values") and tensor.dtype == ir.DataType.FLOAT4E2M1
-        found[name] = raw.reshape((*shape[:-1], shape[-1] // 2) if packed else shape)
-    return found
 
 
 def stacked(tensors: Mapping[str, torch.Tensor], layer: int, kind: str, suffix: str) -> np.ndarray:

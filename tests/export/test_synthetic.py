@@ -10,16 +10,15 @@ import pytest
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
-from canvasrt import lowbits
+from canvasrt.checkpoints.config import ModelConfig, read_config
+from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.export import synthetic
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.segments import segments
 from canvasrt.export.shards import Shard
-from canvasrt.model import ModelConfig, read_config
-from canvasrt.quantization import quantization_of
-
-from .conftest import BASE
-from .quantized_checkpoints import NVFP4_EXPERTS, modelopt_quantized, save_modelopt
+from canvasrt.graphs import lowbits
+from tests.helpers.quantized_checkpoints import NVFP4_EXPERTS, modelopt_quantized, save_modelopt
+from tests.helpers.random_models import BASE
 
 
 def parameters(model: ModelConfig) -> int:

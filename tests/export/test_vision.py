@@ -11,9 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from canvasrt.export.graphs import export
-
-from .conftest import SHAPES, Graphs, random_model
-from .test_graph_parity import assert_cache, assert_close, empty_cache, run_body
+from tests.helpers.graph_runs import assert_cache, assert_close, empty_cache, run_body
+from tests.helpers.random_models import SHAPES, Graphs, random_model
 
 PATCH, POOL = 4, 3
 TOWERS = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from canvasrt.runtime.active import ActiveRequest
-from canvasrt.runtime.model import DenoiseOutput
+from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.request import Block, Event, Request
 from canvasrt.runtime.sampling import SamplingParams
 

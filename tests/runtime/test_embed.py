@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from canvasrt.model import SamplerDefaults
-from canvasrt.runtime.host import HostModel
-from tests.runtime.test_cache import CONFIG
+from canvasrt.checkpoints.config import SamplerDefaults
+from canvasrt.runtime.cpu import HostModel
+from tests.helpers.configs import CONFIG
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

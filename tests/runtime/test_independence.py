@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request
-from canvasrt.runtime.model import Model, pass_work
-from canvasrt.runtime.onnxruntime import OrtBackend
+from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Result
 from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tables import pass_work
 
 BASE = SamplingParams(
     max_new_tokens=64, max_denoising_steps=11, entropy_bound=1.0, confidence_threshold=1.0
@@ -77,7 +78,7 @@ def test_admission_while_others_run(tiny, requests, alone, every: int) -> None:
 
 def test_the_same_seed_again_and_in_a_new_process_of_the_model(tiny, requests, alone) -> None:
     assert same(Generator(tiny.model).run(requests), alone)
-    fresh = Model.load(tiny.bundle, threads=1)
+    fresh = open_model(tiny.bundle, threads=1)
     assert same(Generator(fresh).run(requests), alone)
 
 
@@ -92,7 +93,7 @@ def test_other_seeds_give_other_tokens(tiny, requests) -> None:
 
 def test_rows_in_one_pass_give_the_same_tokens(tiny, requests, alone) -> None:
     """How a backend with real batches runs: padded rows in one pass, rounding aside the same."""
-    together = Model.load(tiny.bundle, threads=1)
+    together = open_model(tiny.bundle, threads=1)
     together.rows_apart = False
     passes = together.counters
     assert same(Generator(together, 4).run(requests), alone)
@@ -146,12 +147,12 @@ def test_leaving_a_stream_frees_the_generator(tiny, requests) -> None:
 
 def test_graphs_and_cpu_engines_give_the_same_tokens(tiny, requests, alone) -> None:
     """Graphs give experts a capacity of slots; engines for the CPU sort tokens by expert."""
-    graphs = Model.load(tiny.graphs, threads=1)
+    graphs = open_model(tiny.graphs, threads=1)
     assert same(Generator(graphs).run(requests), alone)
 
 
 def test_overflowing_experts_are_run_again(tiny, requests, alone, monkeypatch) -> None:
-    graphs = Model.load(tiny.graphs, threads=1)
+    graphs = open_model(tiny.graphs, threads=1)
     monkeypatch.setattr("canvasrt.runtime.capacity.Capacity.choose", lambda self, tokens: 1)
     results = Generator(graphs).run(requests)
     assert same(results, alone)
@@ -164,9 +165,9 @@ def test_cpu_engines_never_overflow(tiny, alone) -> None:
 
 def test_more_threads_give_the_same_tokens(tiny, requests, alone) -> None:
     """Whether they run several requests at the same time, or share the products of one."""
-    beside = Model.load(tiny.bundle, threads=3)
+    beside = open_model(tiny.bundle, threads=3)
     assert same(Generator(beside, 4).run(requests), alone)
-    sharing = Model.load(tiny.bundle, backend=OrtBackend(threads=3))
+    sharing = open_model(tiny.bundle, backend=OrtBackend(threads=3))
     assert same(Generator(sharing, 4).run(requests[:3]), alone[:3])
 
 

@@ -11,8 +11,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
 )
 
+from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.model import Layer, ModelConfig, SamplerDefaults
 from canvasrt.runtime.sampling import SamplingParams
 
 CONFIG = ModelConfig(

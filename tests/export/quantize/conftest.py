@@ -1,5 +1,5 @@
 """Quantized graphs of a small random model."""
 
-from tests.quantized import plain_graphs, quantized
+from tests.helpers.quantized import plain_graphs, quantized
 
 __all__ = ["plain_graphs", "quantized"]

@@ -16,19 +16,19 @@ import torch
 from tokenizers import Tokenizer as FastTokenizer
 
 from canvasrt.bundle import Bundle, Manifest
-from canvasrt.checkpoints import fingerprint, resolve
+from canvasrt.checkpoints.locate import fingerprint, resolve
 from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.graphs import export
 from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate, local_names
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import Prompts, default_prompts
-from canvasrt.recipes import CalibrationSettings, Recipe, quantizable
+from canvasrt.recipes.recipe import CalibrationSettings, Recipe, quantizable
+from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.capacity import Capacity
 from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.onnxruntime import OrtBackend
 from canvasrt.runtime.tokenizer import Tokenizer
-from tests.runtime.conftest import Reference, tiny_model
+from tests.helpers.reference import Reference, tiny_model
 
 # Never in the top 2 of layer 3: of each pair of opposite rows one scores above its 0.
 IDLE_LAYER, IDLE_EXPERT = 3, 5

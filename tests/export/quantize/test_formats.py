@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from canvasrt import lowbits
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.formats import FORMATS, Packed, dequantize, form_of, quantize
+from canvasrt.graphs import lowbits
 
 # The grids, number by number, in the order of their codes.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

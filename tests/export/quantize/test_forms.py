@@ -12,12 +12,12 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
-from canvasrt import lowbits
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.formats import Form, Packed, quantize
-from tests.quantized import EXPERTS
+from canvasrt.graphs import lowbits
+from tests.helpers.quantized import EXPERTS
 
 GATE_UP = "layers.1.experts.gate_up"
 SIZES = {

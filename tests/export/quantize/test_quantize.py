@@ -11,12 +11,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from canvasrt import external, lowbits
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import quantize as module
 from canvasrt.export.quantize.quantize import quantize, read_calibration
-from canvasrt.recipes import CalibrationSettings, Recipe, load_recipe
+from canvasrt.graphs import external, lowbits
+from canvasrt.recipes.recipe import CalibrationSettings, Recipe, load_recipe
 
 Command = Any
 QUICK = CalibrationSettings(prompts=2, max_new_tokens=16)

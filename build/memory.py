@@ -1,0 +1,229 @@
+"""How much memory a model takes at a precision: the arithmetic behind `canvasrt build --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from canvasrt.checkpoints.config import Layer, ModelConfig
+from canvasrt.defaults import (
+    ENCODE_TOKENS,
+    FOLDED_HEADS,
+    LAYERS_PER_SEGMENT,
+    MAX_FUSED_HEAD_DIM,
+    PREFILL_CHUNK,
+    SOFT_TOKENS,
+)
+
+# Bytes a weight. NVFP4 is 4 bits and an 8-bit scale for each 16.
+_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# Engines share one workspace, the largest; builders take somewhat more than the tensors that are counted here.
+SPARE = 1.1
+# The most tokens of a row and of an image that one call takes, the query heads of a group whose scores are there at
+# once, and the largest head with a fused kernel: as build.profiles and export.layers have them.
+# The most tokens of a shared encoding pass, as runtime.resident has it, and the usual layers of a segment.
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of device memory while serving; `buffers` is what passes through between engines and caches."""
+
+    weights: int
+    kv_cache: int
+    workspace: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.kv_cache + self.workspace + self.buffers
+
+    def to_json(self) -> dict[str, int]:
+        """The parts and their sum."""
+        return {**asdict(self), "total": self.total}
+
+
+def estimate(
+    model: ModelConfig,
+    precision: str,
+    max_context: int,
+    max_batch: int,
+    on_cpu: bool = False,
+    formats: Mapping[str, str] | None = None,
+    kv_cache: str | None = None,
+    layers_per_segment: int = LAYERS_PER_SEGMENT,
+) -> Estimate:
+    """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
+
+    `formats` is the format of each quantized weight, by global name (None: of all that can be); `kv_cache` the format
+    of cached keys and values, where it is another than the graphs'.
+    """
+    element = 4 if on_cpu or precision == "fp32" else 2
+    cached = sum(
+        2 * layer.num_kv_heads * layer.head_dim * _cached_tokens(model, layer, max_context)
+        for layer in model.layers
+    )
+    number = 1 if kv_cache and not on_cpu else element
+    weights = segment_bytes(model, precision, len(model.layers), formats, widened=on_cpu)
+    return Estimate(
+        weights=sum(weights.values()),
+        kv_cache=cached * max_batch * number,
+        workspace=round(
+            SPARE
+            * max(
+                _body_workspace(model, max_context, max_batch, element),
+                _head_workspace(model, max_batch),
+                _vision_workspace(model, max_batch),
+            )
+        ),
+        buffers=0
+        if on_cpu
+        else _buffers(model, max_context, max_batch, element, number, layers_per_segment),
+    )
+
+
+def segment_bytes(
+    model: ModelConfig,
+    precision: str,
+    layers_per_segment: int,
+    formats: Mapping[str, str] | None = None,
+    widened: bool = False,
+) -> dict[str, int]:
+    """Bytes of the weights of each segment; `widened` is the fp32 form of a CPU."""
+    base = "fp32" if widened or precision == "fp32" else "bf16"
+    if formats is None:
+        quantized = precision if precision in ("fp8", "nvfp4") else base
+        formats = dict.fromkeys(_quantizable(model), quantized)
+    sizes: dict[str, float] = {}
+    for name, count in parameters(model).items():
+        segment = "head"
+        if name.startswith("layers."):
+            segment = f"body_{int(name.split('.')[1]) // layers_per_segment}"
+        elif name == "vision":
+            segment = name
+        width = _WEIGHT_BYTES[base if widened else formats.get(name, base)]
+        sizes[segment] = sizes.get(segment, 0) + count * width
+    return {segment: round(size) for segment, size in sizes.items()}
+
+
+def parameters(model: ModelConfig) -> dict[str, int]:
+    """Weights of every matrix, by its global name; norms are too small to count."""
+    size = model.hidden_size
+    counts: dict[str, int] = {}
+    for index, layer in enumerate(model.layers):
+        counts |= {
+            f"layers.{index}.attention.qkv": size * _qkv_rows(model, layer),
+            f"layers.{index}.attention.o": size * model.num_attention_heads * layer.head_dim,
+            f"layers.{index}.mlp.gate_up": 2 * size * model.intermediate_size,
+            f"layers.{index}.mlp.down": size * model.intermediate_size,
+            f"layers.{index}.router.proj": size * model.num_experts,
+            f"layers.{index}.experts.gate_up": expert_parameters(model) // 3 * 2,
+            f"layers.{index}.experts.down": expert_parameters(model) // 3,
+        }
+    counts |= {
+        "signal_mlp.gate_up": 2 * size * model.intermediate_size,
+        "signal_mlp.down": size * model.intermediate_size,
+        "table": model.vocab_size * size,
+    }
+    return counts | ({"vision": vision_parameters(model)} if model.vision else {})
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Weights of one layer's routed experts."""
+    return model.num_experts * 3 * model.hidden_size * model.moe_intermediate_size
+
+
+def vision_parameters(model: ModelConfig) -> int:
+    """Weights of the vision tower's layers, which are all but all of it; it is not quantized."""
+    if model.vision is None:
+        return 0
+    config = model.vision
+    hidden, layers = config.get("hidden_size", 0), config.get("num_hidden_layers", 0)
+    attention = 4 * hidden * config.get("num_attention_heads", 0) * config.get("head_dim", 0)
+    return layers * (attention + 3 * hidden * config.get("intermediate_size", 0))
+
+
+def _quantizable(model: ModelConfig) -> list[str]:
+    """What is quantized where no recipe says: the matrices of the layers, without the routers."""
+    return [
+        name for name in parameters(model) if name.startswith("layers.") and "router" not in name
+    ]
+
+
+def _qkv_rows(model: ModelConfig, layer: Layer) -> int:
+    projections = 2 if layer.kind == "sliding" else 1  # full layers share one for K and V
+    return (model.num_attention_heads + projections * layer.num_kv_heads) * layer.head_dim
+
+
+def _buffers(
+    model: ModelConfig,
+    max_context: int,
+    max_batch: int,
+    element: int,
+    number: int,
+    layers_per_segment: int,
+) -> int:
+    """As runtime.workspace takes them: every engine's hidden states and two of each request, the new keys and values
+    of an encoding or a denoising pass, and the keys of one slot on their way to another width. `number` is the bytes
+    of one that is cached."""
+    row = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
+    encoded = max(row, min(ENCODE_TOKENS, max_batch * row))
+    canvases = max_batch * model.canvas_length
+    cut = [
+        model.layers[first : first + layers_per_segment]
+        for first in range(0, len(model.layers), layers_per_segment)
+    ]
+    states = (len(cut) + 1) * max(canvases, encoded) + 2 * canvases
+    token = [sum(2 * each.num_kv_heads * each.head_dim for each in layers) for layers in cut]
+    slot = max(
+        each.num_kv_heads * each.head_dim * _cached_tokens(model, each, max_context)
+        for each in model.layers
+    )
+    new = max(encoded * sum(token), canvases * max(token))
+    return states * model.hidden_size * element + (new + slot) * number
+
+
+def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, element: int) -> int:
+    """What one body segment computes at once: the largest of its layers' attention, or its experts' slots."""
+    length = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
+    attention = max(
+        _attention_workspace(model, layer, max_context, length, element) for layer in model.layers
+    )
+    tokens = length * max_batch
+    mean = -(-2 * tokens * model.top_k_experts // model.num_experts)
+    capacity = max(length, min(tokens, mean))
+    # Gathered rows, what the experts make of them, and what they give back.
+    slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
+    experts = model.num_experts * capacity * slot * element
+    return max(attention * max_batch, experts)
+
+
+def _attention_workspace(
+    model: ModelConfig, layer: Layer, max_context: int, length: int, element: int
+) -> int:
+    """Of one row: keys and values joined, and where there is no fused kernel, their copies and two sets of scores."""
+    keys = _cached_tokens(model, layer, max_context) + length
+    joined = 2 * layer.num_kv_heads * keys * layer.head_dim
+    if layer.head_dim <= MAX_FUSED_HEAD_DIM:
+        return (joined + length * keys) * element
+    heads = min(FOLDED_HEADS, model.num_attention_heads // layer.num_kv_heads)
+    scores = layer.num_kv_heads * heads * length * keys
+    return (joined * 3 // 2 + 2 * scores) * element
+
+
+def _head_workspace(model: ModelConfig, max_batch: int) -> int:
+    """The vocabulary-sized tensors that the sampler has at once, in fp32."""
+    tensors = 3 if max_batch == 1 else 3.5
+    return round(tensors * model.canvas_length * max_batch * model.vocab_size * 4)
+
+
+def _vision_workspace(model: ModelConfig, max_batch: int) -> int:
+    """The scores of an image's patches with each other, an image a request."""
+    if model.vision is None:
+        return 0
+    patches = SOFT_TOKENS * model.vision.get("pooling_kernel_size", 0) ** 2
+    return max_batch * model.vision.get("num_attention_heads", 0) * patches**2 * 2
+
+
+def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:
+    return min(max_context, model.sliding_window - 1) if layer.kind == "sliding" else max_context

@@ -1,0 +1,117 @@
+"""What a build takes of the machine that it runs on: memory and disk, estimated before it starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.build import memory
+from canvasrt.build.precision import Precision
+from canvasrt.build.source import Source
+from canvasrt.errors import CanvasError
+from canvasrt.machine import available_bytes
+
+# A builder's memory: what it takes with no weights, and bytes for each byte of a segment's. Measured with TensorRT-RTX;
+# docs/benchmarks.md has the runs.
+BUILDER_BASE = 600 * 10**6
+BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
+# The share of free memory that builders side by side may take: the rest holds the files that they read and write.
+SHARE = 3
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes: `memory` of the largest builder, `segments` of each, `graphs` and `engines` on disk."""
+
+    segments: Mapping[str, int]
+    graphs: int
+    engines: int
+
+    @property
+    def memory(self) -> int:
+        return max(self.segments.values(), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--dry-run` prints it."""
+        return {"memory": self.memory, "graphs": self.graphs, "engines": self.engines}
+
+
+def host_needs(
+    source: Source,
+    precision: Precision,
+    formats: Mapping[str, str] | None,
+    layers_per_segment: int,
+    on_cpu: bool,
+) -> Needs:
+    """The needs of a build, nothing of which is in the cache."""
+    built = memory.segment_bytes(
+        source.model, precision.name, layers_per_segment, formats, widened=on_cpu
+    )
+    graphs = 0
+    if source.graphs is None:
+        exported = source.precision or precision.exported
+        graphs += _total(source, exported, layers_per_segment, source.formats)
+    if precision.is_quantized and not source.is_quantized:
+        graphs += _total(source, precision.name, layers_per_segment, formats)
+    needs = {} if on_cpu else {name: builder_memory(name, size) for name, size in built.items()}
+    # A CPU's engines are links to its graphs, unless their weights are widened.
+    engines = 0 if on_cpu and not precision.is_quantized else sum(built.values())
+    return Needs(needs, graphs, engines)
+
+
+def builder_memory(segment: str, weights: int) -> int:
+    """The memory that building a segment takes, from the bytes of its weights."""
+    factor = HEAD_FACTOR if segment == "head" else BUILDER_FACTOR
+    return BUILDER_BASE + round(weights * factor)
+
+
+def check_memory_here(segment: str, need: int) -> None:
+    """Raise CanvasError when a segment's builder would take more memory than is free."""
+    free = available_bytes()
+    if need <= free:
+        return
+    fewer = "" if segment == "head" else "; --layers-per-segment cuts the model into smaller ones"
+    raise CanvasError(
+        f"building {segment} takes about {_gb(need)} of memory, and {_gb(free)} are free here",
+        f"close other programs, or use a machine with more memory{fewer}",
+    )
+
+
+def check_disk(needed: Mapping[Path, int]) -> None:
+    """Raise CanvasError when the disks of some folders have less free than is needed on each, in bytes."""
+    disks: dict[int, tuple[Path, int]] = {}
+    for folder, count in needed.items():
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        device = there.stat().st_dev
+        disks[device] = (there, disks.get(device, (there, 0))[1] + count)
+    for there, count in disks.values():
+        free = shutil.disk_usage(there).free
+        if count > free:
+            raise CanvasError(
+                f"the build writes about {_gb(count)} to the disk of {there},"
+                f" and {_gb(free)} are free there",
+                "free space there, or name another disk with -o and CANVASRT_CACHE",
+            )
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """Whether two folders, which need not be there yet, are on one disk."""
+    devices = [
+        os.stat(next(path for path in (folder, *folder.parents) if path.exists())).st_dev
+        for folder in (one.resolve(), other.resolve())
+    ]
+    return devices[0] == devices[1]
+
+
+def _total(
+    source: Source, precision: str, layers_per_segment: int, formats: Mapping[str, str] | None
+) -> int:
+    return sum(memory.segment_bytes(source.model, precision, layers_per_segment, formats).values())
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

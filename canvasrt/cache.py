@@ -1,0 +1,138 @@
+"""Graphs and engines kept between builds, found again by all that decides them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.errors import CanvasError
+from canvasrt.hashes import HashMemo, HashProgress, canonical, hash_files
+from canvasrt.staging import check_output, link_or_copy, staging
+
+_ENGINE, _ENTRY = "engine", "entry.json"
+
+
+def cache_folder() -> Path:
+    """`CANVASRT_CACHE`, or canvasrt's folder in the user's cache."""
+    if own := os.environ.get("CANVASRT_CACHE"):
+        return Path(own).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().resolve() / "canvasrt"
+
+
+def check_cache() -> None:
+    """Raise CanvasError when nothing can be kept."""
+    folder = cache_folder()
+    try:
+        check_output(folder / "engines" / "new")
+    except CanvasError as error:
+        raise _unusable(folder, error) from error
+
+
+def hash_memo() -> HashMemo:
+    """What is known of large files' hashes."""
+    return HashMemo(cache_folder() / "hashes.json")
+
+
+def key_of(made_from: Mapping[str, Any]) -> str:
+    """The name of what is made from this: a SHA-256."""
+    return hashlib.sha256(canonical(made_from).encode()).hexdigest()
+
+
+def code_hash(paths: Sequence[Path]) -> str:
+    """The SHA-256 of source files, and of those under folders: what an older version made is not taken for this one's."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            name = file.relative_to(path).as_posix()
+            digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class GraphCache:
+    """A folder with one graph bundle for each export and each quantization."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or cache_folder()) / "graphs"
+
+    def has(self, made_from: Mapping[str, Any]) -> bool:
+        """Whether a bundle is here, damaged or not."""
+        return (self.folder / key_of(made_from)).is_dir()
+
+    def get(
+        self,
+        made_from: Mapping[str, Any],
+        make: Callable[[Path], object],
+        progress: HashProgress | None = None,
+    ) -> Bundle:
+        """The bundle that is made from this: the one that is here, whole, or else what `make` writes."""
+        folder = self.folder / key_of(made_from)
+        try:
+            return load_checked(folder, "graphs", progress)
+        except CanvasError:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            make(folder)
+        except CanvasError:
+            # Otherwise another build made the same in the meantime.
+            if not folder.is_dir():
+                raise
+        return load_bundle(folder, kind="graphs", check=False)
+
+
+def load_checked(path: Path, kind: str, progress: HashProgress | None = None) -> Bundle:
+    """`load_bundle`, without hashing again what has been hashed and not changed since."""
+    return load_bundle(path, kind=kind, progress=progress, hasher=hash_memo().hash_files)
+
+
+class EngineCache:
+    """A folder with one folder an engine, named by the SHA-256 of what the engine was built from."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = (folder or cache_folder()) / "engines"
+
+    def find(self, made_from: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+        """The engine's file and its `sha256`, `bytes` and `facts`; None when it is not here or damaged."""
+        folder = self.folder / key_of(made_from)
+        try:
+            entry = json.loads((folder / _ENTRY).read_text(encoding="utf-8"))["file"]
+            if hash_memo().hash_files(folder, [_ENGINE])[_ENGINE] == entry["sha256"]:
+                return folder / _ENGINE, entry
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return None
+
+    def keep(
+        self, made_from: Mapping[str, Any], engine: Path, facts: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Keep an engine's file and facts about it for later builds; return what `find` will."""
+        entry = {
+            "sha256": hash_files(engine.parent, [engine.name])[engine.name],
+            "bytes": engine.stat().st_size,
+            "facts": dict(facts),
+        }
+        folder = self.folder / key_of(made_from)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            with staging(folder) as tmp:
+                link_or_copy(engine, tmp / _ENGINE)
+                text = canonical({"made_from": made_from, "file": entry})
+                (tmp / _ENTRY).write_text(text, encoding="utf-8")
+        except CanvasError as error:
+            # Otherwise another build kept the same in the meantime.
+            if self.find(made_from) is None:
+                raise _unusable(self.folder, error) from error
+        return entry
+
+
+def _unusable(folder: Path, error: CanvasError) -> CanvasError:
+    return CanvasError(
+        f"nothing can be kept in {folder}: {error.message}",
+        "set CANVASRT_CACHE to a folder that can be written, with space for graphs and engines",
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints in the Hugging Face layout: where they are, their configuration, how they are quantized."""

@@ -1,0 +1,132 @@
+"""What `canvasrt package` does with its options, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.bundle import Bundle
+from canvasrt.console import size
+from canvasrt.containers.image.build import FORMATS, Made, write_image
+from canvasrt.containers.image.layout import check_tag
+from canvasrt.containers.names import REPOSITORY
+from canvasrt.containers.package import releases
+from canvasrt.containers.package.package import Recipe, package
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.progress import Progress
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `canvasrt package`."""
+
+    format: str = "context"
+    tag: str = "canvasrt:latest"
+    engines: str = "copy"
+    base: str | None = None
+    python: str | None = None
+    wheels: bool = False
+    max_batch: int | None = None
+
+
+def run(bundles: Sequence[Path], out: Path, options: Options, progress: Progress) -> dict[str, Any]:
+    """Writes the package; what there is to say about it."""
+    _check(options)
+    recipe = Recipe(
+        max_batch=options.max_batch,
+        engines=options.engines,
+        tag=check_tag(options.tag),
+        wheels=options.wheels,
+    )
+    if options.format in FORMATS:
+        base = Path(options.base or "")
+        return _of_image(
+            write_image(
+                bundles, out, format=options.format, base=base, recipe=recipe, progress=progress
+            )
+        )
+    recipe = recipe.on(options.base or releases.DEFAULT_BASE, options.python)
+    made = package(
+        bundles,
+        out,
+        recipe=recipe,
+        progress=lambda done, total: progress("checking the engines", done, total),
+    )
+    return _of_context(made, recipe)
+
+
+def lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """The same for a reader."""
+    path, tag = data["path"], data["tag"]
+    if data["format"] == "context":
+        yield f"{path}: {size(data['bytes'])}"
+        yield f"  canvasrt serve {path}"
+        yield f"  docker build -t {tag} {path}"
+        yield f"  canvasrt deploy {path}"
+        return
+    yield f"{path}: {tag}, {data['image_digest']}"
+    yield (
+        f"  added to the base: {size(data['added_bytes'])}, of which {size(data['engine_bytes'])}"
+        f" engines and {size(data['other_bytes'])} all else"
+    )
+    if data["format"] == "docker":
+        yield f"  docker load -i {path}"
+    else:
+        yield f"  skopeo copy oci:{path} docker://REGISTRY/{tag}"
+    yield f"  canvasrt deploy {path}"
+
+
+def _check(options: Options) -> None:
+    if options.format not in ("context", *FORMATS):
+        raise UsageError(
+            f"unknown format {options.format!r}", f"the formats are context, {', '.join(FORMATS)}"
+        )
+    on_disk = options.base is not None and Path(options.base).expanduser().exists()
+    if options.format == "context" and on_disk:
+        raise UsageError(
+            f"--base {options.base} is a file or folder, and --format context names an image",
+            f"load it and give its name, or use --format {' or '.join(FORMATS)}",
+        )
+    if options.format in FORMATS and options.base is None:
+        raise CanvasError(
+            f"--format {options.format} needs --base, an image on disk to build on",
+            f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
+            " --format context leaves fetching it to `docker build`",
+        )
+    if options.format in FORMATS and options.wheels:
+        raise UsageError("--wheels is for --format context", "an image holds what the wheels do")
+
+
+def _of_context(made: Bundle, recipe: Recipe) -> dict[str, Any]:
+    path = made.path.resolve()
+    return {
+        "path": str(path),
+        "format": "context",
+        "tag": recipe.tag,
+        "digest": made.manifest.digest,
+        "bytes": made.manifest.total_bytes,
+        "base": recipe.base,
+        "model_repository": str(path / REPOSITORY),
+    }
+
+
+def _of_image(made: Made) -> dict[str, Any]:
+    image = made.image
+    return {
+        "path": str(image.path),
+        "format": made.format,
+        "tag": image.tag,
+        "digest": made.manifest.digest,
+        "image_digest": image.digest,
+        "image_id": image.image_id,
+        "base_bytes": image.base_bytes,
+        "added_bytes": image.added_bytes,
+        "engine_bytes": made.engine_bytes,
+        "other_bytes": made.other_bytes,
+        "layers": [
+            {"what": layer.created_by, "digest": layer.digest, "bytes": layer.size}
+            for layer in image.layers
+        ],
+    }

@@ -1,0 +1,165 @@
+"""The demo: builds the demo checkpoint for the CPU, packages and serves it, and marks its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from canvasrt.console import emit, progress, table
+from canvasrt.containers.client.openai import OpenAIClient
+from canvasrt.containers.client.triton import Client
+from canvasrt.containers.package.package import package, repository_of
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.serve.server import Server
+from canvasrt.demo.tasks import is_correct
+from canvasrt.errors import CanvasError
+from canvasrt.pipeline import build
+
+QUESTIONS = (
+    "12+34=",
+    "31-75=",
+    "reverse planet",
+    "upper hello",
+    "sort 40172",
+    "count 7 to 10",
+    "shuffle abdeg",
+    "brackets 8 ([",
+)
+T = TypeVar("T")
+# A tiny model may miss one question; more than that means that something is broken.
+MAY_MISS = 2
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question with its answers over each protocol. Times are in milliseconds."""
+
+    question: str
+    http: str
+    grpc: str
+    openai: str
+    right: bool
+    steps: list[int]
+    http_ms: float
+    grpc_ms: float
+    openai_ms: float
+
+
+def run(keep: Path | None, as_json: bool) -> None:
+    """Runs the demo and prints its table. CanvasError when too much is wrong."""
+    started = time.perf_counter()
+    with _folder(keep) as folder, progress() as show:
+        build("demo", "cpu", folder / "engines", progress=show)
+        built = time.perf_counter()
+        show("packaging", 0, 0)
+        made = package(folder / "engines", folder / "package")
+        show("starting tritonserver", 0, 0)
+        log = folder / "triton.log"
+        with (
+            repository_of(made) as repository,
+            Server(repository, ports=Ports(0, 0, 0), log=log) as server,
+            FrontEnd.over(server, FrontOptions(port=0)) as front,
+        ):
+            ready = time.perf_counter()
+            show("asking", 0, 0)
+            rows = ask_all(server, front.url)
+        stopped = time.perf_counter()
+    seconds = {
+        "build": built - started,
+        "package_and_start": ready - built,
+        "total": stopped - started,
+    }
+    _print(rows, seconds, as_json)
+    judge(rows)
+
+
+def ask_all(server: Server, openai_url: str) -> list[Row]:
+    """Every question over all protocols."""
+    with (
+        Client(f"{server.address}:{server.ports.http}", "http") as http,
+        Client(f"{server.address}:{server.ports.grpc}", "grpc") as grpc,
+    ):
+        openai = OpenAIClient(openai_url)
+        for ask in (http.infer, grpc.infer, openai.ask):
+            ask({"prompt": QUESTIONS[0]})  # the first call sets up buffers
+        rows = []
+        for question in QUESTIONS:
+            inputs = {"prompt": question, "seed": SEED}
+            by_http, http_ms = _timed(http.infer, inputs)
+            by_grpc, grpc_ms = _timed(grpc.infer, inputs)
+            by_openai, openai_ms = _timed(openai.ask, inputs)
+            rows.append(
+                Row(
+                    question=question,
+                    http=by_http.text,
+                    grpc=by_grpc.text,
+                    openai=by_openai["text"],
+                    right=is_correct(question, by_http.text),
+                    steps=by_http.steps,
+                    http_ms=http_ms,
+                    grpc_ms=grpc_ms,
+                    openai_ms=openai_ms,
+                )
+            )
+    return rows
+
+
+def _timed(ask: Callable[[dict[str, Any]], T], inputs: dict[str, Any]) -> tuple[T, float]:
+    before = time.perf_counter()
+    answer = ask(inputs)
+    return answer, (time.perf_counter() - before) * 1000
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="canvasrt-demo-") as folder:
+        yield Path(folder)
+
+
+def _print(rows: list[Row], seconds: dict[str, float], as_json: bool) -> None:
+    right = sum(row.right for row in rows)
+    data = {"rows": [asdict(row) for row in rows], "right": right, "seconds": seconds}
+
+    def render(shown: Any) -> None:
+        columns = ("question", "HTTP", "gRPC", "OpenAI", "right", "steps a block", "ms, each")
+        shown.print(table(columns, [_cells(row) for row in rows]))
+        shown.print(
+            f"{right} of {len(rows)} right; built in {seconds['build']:.0f} s, serving"
+            f" {seconds['package_and_start']:.0f} s later, {seconds['total']:.0f} s in all"
+        )
+
+    emit(data, as_json, render)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    steps = " ".join(map(str, row.steps))
+    times = " ".join(f"{ms:.0f}" for ms in (row.http_ms, row.grpc_ms, row.openai_ms))
+    right = "yes" if row.right else "no"
+    return (row.question, row.http, row.grpc, row.openai, right, steps, times)
+
+
+def judge(rows: list[Row]) -> None:
+    """CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
+    for row in rows:
+        if not row.http == row.grpc == row.openai:
+            raise CanvasError(
+                f"{row.question!r} got {row.http!r} over HTTP, {row.grpc!r} over gRPC and"
+                f" {row.openai!r} over the OpenAI API",
+                "the same seed must give the same answer: this is a bug in canvasrt",
+            )
+    wrong = [row.question for row in rows if not row.right]
+    if len(wrong) > MAY_MISS:
+        raise CanvasError(
+            f"{len(wrong)} of {len(rows)} answers are wrong: {', '.join(wrong)}",
+            "the demo checkpoint answers nearly all of them: run `canvasrt doctor`",
+        )

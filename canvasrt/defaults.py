@@ -1,0 +1,16 @@
+"""Numbers and file names that several stages share, free of torch."""
+
+MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
+MAX_BATCH = 4  # requests denoised together
+LAYERS_PER_SEGMENT = 6
+
+# The most tokens of one row in an encoding pass, and of one image.
+PREFILL_CHUNK, SOFT_TOKENS = 512, 280
+# The most tokens of an encoding pass that several requests share.
+ENCODE_TOKENS = 1024
+
+# Attention with larger heads has no fused kernel: its queries are folded, these heads of a group at a time.
+MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
+
+# The files of a PEFT LoRA adapter.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

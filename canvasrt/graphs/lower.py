@@ -1,0 +1,259 @@
+"""Graphs for ONNX Runtime on a CPU: everything in float32, with quantized weights and activations rounded as they are.
+
+A CPU multiplies neither bfloat16 nor FP8 nor NVFP4. The lowered graph holds the weights' dequantized values, and
+rounds each activation to the same grid at the same place. Weights are streamed, one piece in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from canvasrt.bundle import Bundle
+from canvasrt.graphs import external, lowbits
+from canvasrt.graphs.experts import DOMAIN
+from canvasrt.graphs.external import Stored
+from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
+from canvasrt.progress import Progress
+
+_FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
+_E4M3, _E2M1 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1
+_VALUES = ".values"
+_PARTS = (_VALUES, ".block_scales", ".scale", ".factor")
+# Attributes that name a dtype.
+_DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
+# Numbers that are widened at a time.
+_PIECE = 1 << 22
+
+
+def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Write every graph of a bundle to the folder `out`, as ONNX Runtime runs it on a CPU; quantized or not.
+
+    Files keep their names, and inputs and outputs theirs, bfloat16 and E4M3 ones in float32. Returns the manifest's
+    entry of the embedding table, which is written too; segment entries stay as they are.
+    """
+    files = [segment["file"] for segment in graphs.manifest.segments]
+    for number, name in enumerate(files):
+        if progress:
+            progress("lowering graphs for a CPU", number, len(files))
+        lower_graph(graphs.file(name), out / name)
+    return {**graphs.manifest.embedding, "dtype": "float32"}
+
+
+def lower_graph(source: Path, out: Path) -> None:
+    """Write the graph file `source` as `out`, its weights beside it; a file that several graphs read is written once."""
+    model = ir.load(source)
+    packed = [name for name in model.graph.initializers if name.endswith(_VALUES)]
+    names = [name.removesuffix(_VALUES) for name in packed]
+    weights = {name: _Weight(model.graph, name) for name in names}
+    for weight in weights.values():
+        weight.rewrite()
+    _round_inputs(model.graph)
+    _lower_cache(model.graph)
+    _widen_graph(model)
+    for function in rounding(model.graph):
+        model.functions[function.identifier()] = function
+        model.opset_imports[function.domain] = 1
+    own, shared = source.with_suffix(".bin").name, out.with_suffix(".bin")
+    with shared.open("wb") as file:
+        for name, value in model.graph.initializers.items():
+            item = weights[name].stored if name in weights else _wide(value)
+            location = getattr(value.const_value, "location", own)
+            if location in (own, None) or name in weights:
+                external.append(model, item, file)
+            else:
+                with (out.parent / str(location)).open("wb") as other:
+                    external.append(model, item, other)
+    ir.save(model, out)
+
+
+class _Weight:
+    """A packed weight of a graph, and how it is written."""
+
+    def __init__(self, graph: ir.Graph, name: str) -> None:
+        self.graph, self.name = graph, name
+        values = {part: graph.initializers.get(name + part) for part in _PARTS}
+        self.values = {part: value for part, value in values.items() if value is not None}
+        self.tensors: dict[str, Any] = {part: v.const_value for part, v in self.values.items()}
+        self.shape = tuple(int(size) for size in self.tensors[_VALUES].shape.numpy())
+
+    @property
+    def stored(self) -> Stored:
+        """The dequantized weight, its factor included."""
+        return Stored(self.name, _FLOAT, self.shape, self._read)
+
+    def rewrite(self) -> None:
+        """Put the plain weight in the place of its parts, and take the factor out of the graph."""
+        plain = ir.Value(name=self.name, type=ir.TensorType(_FLOAT), shape=ir.Shape(self.shape))
+        self.graph.initializers[self.name] = plain
+        (dequantize,) = self.values[_VALUES].consumers()
+        wide = dequantize.outputs[0]
+        users = wide.consumers()
+        if [node.op_type for node in users] == ["Cast"]:
+            wide = users[0].outputs[0]
+        wide.replace_all_uses_with(plain)
+        if ".factor" in self.values:
+            (scaled,) = self.values[".factor"].consumers()
+            product = scaled.inputs[0]
+            assert product is not None
+            scaled.outputs[0].replace_all_uses_with(product)
+            self.graph.remove(scaled, safe=True)
+        _drop(self.graph, wide.producer())
+        for value in self.values.values():
+            if not value.consumers():
+                del self.graph.initializers[str(value.name)]
+
+    def _read(self) -> Iterator[memoryview]:
+        """An expert, or the whole of a plain matrix, at a time."""
+        rank = len(self.shape)
+        scale = _floats(self.tensors[".scale"])
+        factor = self.tensors.get(".factor")
+        factors = None if factor is None else _floats(factor)
+        data = {part: _bytes(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors}
+        count = self.shape[0] if rank == 3 else 1
+        for index in range(count):
+            # Everything of this matrix: `[out, …]`.
+            parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
+            if ".block_scales" in parts:
+                wide = lowbits.dequantize_nvfp4(parts[_VALUES], parts[".block_scales"], scale)
+            else:
+                wide = lowbits.dequantize_fp8(parts[_VALUES], scale)
+            if factors is not None:
+                wide = wide * factors.reshape(count, -1)[index][:, None]
+            yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
+
+
+def _round_inputs(graph: ir.Graph) -> None:
+    """Replace the quantizers of activations by nodes that round.
+
+    Rows are rounded one by one, so what is gathered is rounded before: there are fewer rows then, and the experts
+    keep the form that `experts.split_experts` knows.
+    """
+    for node in list(graph):
+        if node.op_type == "TRT_FP4DynamicQuantize":
+            kind = ROUND_NVFP4
+        elif node.op_type == "QuantizeLinear" and not node.outputs[0].is_graph_output():
+            kind = ROUND_FP8
+        else:
+            continue
+        x, scale = node.inputs
+        assert x is not None
+        assert scale is not None
+        last = _dequantized(node)
+        gather = x.producer()
+        if gather is not None and gather.op_type == "Gather" and len(x.consumers()) == 1:
+            before = gather.inputs[0]
+            assert before is not None
+            gather.replace_input_with(0, _rounded(graph, gather, kind, before, scale))
+            last.replace_all_uses_with(x)
+        else:
+            last.replace_all_uses_with(_rounded(graph, node, kind, x, scale))
+        _drop(graph, last.producer())
+
+
+def _rounded(graph: ir.Graph, where: ir.Node, kind: str, x: ir.Value, scale: ir.Value) -> ir.Value:
+    node = ir.node(kind, [x, scale], domain=DOMAIN, name=f"{scale.name}/round")
+    output = node.outputs[0]
+    output.name, output.type, output.shape = f"{scale.name}/rounded", ir.TensorType(_FLOAT), x.shape
+    graph.insert_before(where, node)
+    return output
+
+
+def _dequantized(quantize: ir.Node) -> ir.Value:
+    """What the product reads: the value behind the DequantizeLinear of a quantizer, and behind its cast."""
+    (dequantize,) = quantize.outputs[0].consumers()
+    value = dequantize.outputs[0]
+    users = value.consumers()
+    if [node.op_type for node in users] == ["Cast"] and quantize.domain:
+        value = users[0].outputs[0]
+    return value
+
+
+def _lower_cache(graph: ir.Graph) -> None:
+    """A cache in E4M3: what is read is in float32, and what is written is rounded."""
+    for value in graph.inputs:
+        if value.dtype == _E4M3:
+            (dequantize,) = value.consumers()
+            dequantize.outputs[0].replace_all_uses_with(value)
+            graph.remove(dequantize, safe=True)
+            value.type = ir.TensorType(_FLOAT)
+    for index, value in enumerate(list(graph.outputs)):
+        node = value.producer()
+        if value.dtype != _E4M3 or node is None:
+            continue
+        x, scale = node.inputs
+        assert x is not None
+        assert scale is not None
+        rounded = _rounded(graph, node, ROUND_FP8, x, scale)
+        graph.outputs[index] = rounded
+        graph.remove(node, safe=True)
+        rounded.name = value.name
+
+
+def _widen_graph(model: ir.Model) -> None:
+    """Everything that is bfloat16 becomes float32, but for the initializers' data."""
+    graph = model.graph
+    for node in graph.all_nodes():
+        for name in _DTYPE_ATTRIBUTES:
+            attribute = node.attributes.get(name)
+            if attribute is not None and attribute.value == _BFLOAT16.value:
+                node.attributes[name] = ir.AttrInt64(name, _FLOAT.value)
+        constant = node.attributes.get("value")
+        if constant is not None and getattr(constant.value, "dtype", None) == _BFLOAT16:
+            wide = ir.tensor(constant.value.numpy().astype(np.float32))
+            node.attributes["value"] = ir.AttrTensor("value", wide)
+        for value in node.outputs:
+            _widen_value(value)
+    for value in (*graph.inputs, *graph.outputs):
+        _widen_value(value)
+
+
+def _widen_value(value: ir.Value) -> None:
+    if value.dtype == _BFLOAT16:
+        value.type = ir.TensorType(_FLOAT)
+
+
+def _wide(value: ir.Value) -> Stored:
+    """An initializer in float32 where it is bfloat16, else as it is."""
+    found = external.from_graph(value)
+    if found.dtype != _BFLOAT16:
+        return found
+
+    bits = _bytes(value.const_value).view(np.uint16)
+
+    def pieces() -> Iterator[memoryview]:
+        for start in range(0, len(bits), _PIECE):
+            yield lowbits.from_bf16(bits[start : start + _PIECE]).view(np.uint8).data
+
+    return replace(found, dtype=_FLOAT, read=pieces)
+
+
+def _bytes(tensor: Any) -> np.ndarray:
+    """A tensor's bytes, mapped where it is external data."""
+    if isinstance(tensor, ir.ExternalTensor):
+        return external.mapped(tensor)
+    return np.frombuffer(tensor.tobytes(), np.uint8)
+
+
+def _floats(tensor: Any) -> np.ndarray:
+    """A small tensor's values in float32, whatever they are stored in."""
+    data = _bytes(tensor)
+    shape = tuple(int(size) for size in tensor.shape.numpy())
+    if tensor.dtype == _BFLOAT16:
+        return lowbits.from_bf16(data.view(np.uint16)).reshape(shape)
+    return data.view(np.float32).reshape(shape)
+
+
+def _drop(graph: ir.Graph, node: ir.Node | None) -> None:
+    """Remove a node whose results nothing reads, and then what only it read."""
+    if node is None or any(value.uses() or value.is_graph_output() for value in node.outputs):
+        return
+    before: list[Callable[[], ir.Node | None]] = [v.producer for v in node.inputs if v is not None]
+    graph.remove(node, safe=True)
+    for producer in before:
+        _drop(graph, producer())

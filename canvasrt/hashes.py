@@ -1,0 +1,116 @@
+"""SHA-256 of files and of JSON; those of large files are remembered, since hashing 50 GB again takes a minute."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+# Called with (bytes hashed so far, bytes in all).
+HashProgress = Callable[[int, int], None]
+
+# Smaller files are hashed each time: that is as fast as asking.
+LARGE = 1 << 24
+# A file changed this lately (ns) may change once more without its times showing it.
+_SETTLED = 2 * 10**9
+_MOST = 4096
+_CHUNK = 1 << 22
+
+Stamp = tuple[int, ...]
+
+
+def canonical(data: Mapping[str, Any]) -> str:
+    """The one text that a manifest may have."""
+    return json.dumps(data, sort_keys=True, indent=2) + "\n"
+
+
+def hash_files(
+    root: Path, names: Iterable[str], progress: HashProgress | None = None
+) -> dict[str, str]:
+    """SHA-256 of files under `root`, by name, several at a time."""
+    names = list(names)
+    total = sum((root / name).stat().st_size for name in names)
+    done = 0
+
+    def hash_one(name: str) -> str:
+        nonlocal done
+        digest = hashlib.sha256()
+        with (root / name).open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                done += len(chunk)  # only a progress display reads it
+                if progress is not None:
+                    progress(done, total)
+        return digest.hexdigest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(hash_one, names), strict=True))
+
+
+class HashMemo:
+    """The hashes of large files by their place on disk, size and times of change; kept in one JSON file.
+
+    A file whose bytes changed and whose inode did not say so (a failing disk) is not noticed: `canvasrt verify` hashes
+    everything, always.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._known = _read(file)
+
+    def hash_files(
+        self, root: Path, names: Iterable[str], progress: HashProgress | None = None
+    ) -> dict[str, str]:
+        """SHA-256 of files under `root`, by name, as `bundle.hash_files` gives them."""
+        names = list(names)
+        stamps = {name: _stamp(root / name) for name in names}
+        keys = {name: _key(stamp) for name, stamp in stamps.items()}
+        known = {name: self._known[keys[name]] for name in names if keys[name] in self._known}
+        fresh = hash_files(root, [name for name in names if name not in known], progress)
+        learned = {
+            keys[name]: value
+            for name, value in fresh.items()
+            if _is_settled(stamps[name]) and _stamp(root / name) == stamps[name]
+        }
+        if learned:
+            self._known |= learned
+            self._save()
+        return {name: known.get(name) or fresh[name] for name in names}
+
+    def _save(self) -> None:
+        """Replace the file; a memo that cannot be kept costs time and is no error."""
+        latest = dict(list((_read(self._file) | self._known).items())[-_MOST:])
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=self._file.name, dir=self._file.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                json.dump(latest, out)
+            os.replace(name, self._file)
+
+
+def _stamp(file: Path) -> Stamp:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _key(stamp: Stamp) -> str:
+    return ":".join(map(str, stamp))
+
+
+def _is_settled(stamp: Stamp) -> bool:
+    return stamp[2] >= LARGE and time.time_ns() - max(stamp[3:]) > _SETTLED
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

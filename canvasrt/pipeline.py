@@ -1,0 +1,148 @@
+"""From a checkpoint or graphs to one engine bundle per target, reusing what has not changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from canvasrt.build import cpu, tensorrt
+from canvasrt.build.checks import check_buildable, check_plan, check_space
+from canvasrt.build.graphs import (
+    exported_from,
+    exported_precision,
+    is_quantized_here,
+    quantized_from,
+)
+from canvasrt.build.plan import DEFAULT_OPTIONS, Options, Plan, plan
+from canvasrt.build.precision import choose
+from canvasrt.build.source import find_source, hash_source
+from canvasrt.bundle import Bundle
+from canvasrt.cache import GraphCache
+from canvasrt.errors import UsageError
+from canvasrt.hashes import HashProgress
+from canvasrt.progress import Progress, no_progress
+from canvasrt.staging import check_output
+from canvasrt.targets import Target, find_target
+
+Builder = Callable[[Plan, Bundle, Progress], Bundle]
+
+# Builder in the table of targets → the function that makes its engines.
+BUILDERS: dict[str, Builder] = {
+    "onnxruntime": cpu.build_engines,
+    "tensorrt-rtx": tensorrt.build_engines,
+    "tensorrt": tensorrt.build_engines,
+}
+
+
+def build(
+    source: Path | str,
+    target: Target | str,
+    out: Path | str,
+    options: Options = DEFAULT_OPTIONS,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Build the engine bundle of one target at `out`.
+
+    `source` is a checkpoint (a folder, a hub name or `demo`), which is exported first, or a graph bundle. A bundle
+    that exists already, made from the same source with the same options, is returned as it is.
+    """
+    targets = [find_target(target) if isinstance(target, str) else target]
+    ((_, bundle),) = build_all(plan_all(source, targets, out, options, progress), progress)
+    return bundle
+
+
+def build_all(plans: Sequence[Plan], progress: Progress | None = None) -> list[tuple[Plan, Bundle]]:
+    """Carry out plans that share a source; what they have in common is exported and quantized once.
+
+    Everything that can be refused is refused before the first byte is written.
+    """
+    report = progress or no_progress
+    bundles = [made.existing() for made in plans]
+    missing = [number for number, found in enumerate(bundles) if found is None]
+    for number in missing:
+        check_plan(plans[number])
+        check_output(plans[number].out)
+    check_space([plans[number] for number in missing])
+    graphs: dict[str, Bundle] = {}
+    for number in missing:
+        made = plans[number]
+        kind = made.precision.text
+        if kind not in graphs:
+            graphs[kind] = graphs_of(made, report)
+        bundles[number] = BUILDERS[made.target.builder](made, graphs[kind], report)
+    return [(made, bundle) for made, bundle in zip(plans, bundles, strict=True) if bundle]
+
+
+def plan_all(
+    source: Path | str,
+    targets: Sequence[Target],
+    out: Path | str,
+    options: Options,
+    progress: Progress | None = None,
+    check: bool = True,
+) -> list[Plan]:
+    """One plan per target: a single one writes `out`, several write `out/<target>`.
+
+    With `check`, a target that cannot be built here is refused before the source is hashed.
+    """
+    found = find_source(source)
+    precisions = choose(targets, options.precision, found.precision)
+    if options.calibration is not None and not any(each.is_quantized for each in precisions):
+        raise UsageError(
+            f"--calibration is for quantized weights, and these stay {precisions[0].text}",
+            "name a recipe with --precision, or leave --calibration out",
+        )
+    for target in targets if check else ():
+        check_buildable(target)
+    hashed = hash_source(found, progress)
+    folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
+    return [
+        plan(hashed, target, folder, options, precision)
+        for target, folder, precision in zip(targets, folders, precisions, strict=True)
+    ]
+
+
+def graphs_of(plan: Plan, progress: Progress) -> Bundle:
+    """The graph bundle that a plan's engines are built from: from the cache, or made now."""
+    if not is_quantized_here(plan):
+        return _unquantized(plan, progress)
+    recipe = plan.precision.recipe
+    assert recipe is not None
+
+    def quantize(out: Path) -> None:
+        from canvasrt.export.quantize.quantize import quantize as quantize_graphs
+
+        quantize_graphs(_unquantized(plan, progress), out, recipe, plan.calibration, progress)
+
+    return GraphCache().get(quantized_from(plan), quantize, _checking(progress))
+
+
+def _unquantized(plan: Plan, progress: Progress) -> Bundle:
+    """The graphs as given, or as the checkpoint's export makes them."""
+    if plan.source.graphs is not None:
+        return plan.source.graphs
+    return GraphCache().get(exported_from(plan), _exporter(plan, progress), _checking(progress))
+
+
+def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
+    precision = exported_precision(plan)
+
+    def export(out: Path) -> None:
+        from canvasrt.export.graphs import export_folder
+
+        export_folder(
+            plan.source.path,
+            plan.source.made_from["files"],
+            out,
+            layers_per_segment=plan.layers_per_segment,
+            precision=precision,
+            progress=lambda done, total: progress(f"exporting graphs ({precision})", done, total),
+            adapters=plan.adapters,
+            calibration=plan.calibration,
+        )
+
+    return export
+
+
+def _checking(progress: Progress) -> HashProgress:
+    return lambda done, total: progress("checking graphs", done, total)

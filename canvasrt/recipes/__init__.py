@@ -1,0 +1,1 @@
+"""Quantization recipes: the YAML files that come with canvasrt, and what reads them."""

@@ -1,0 +1,338 @@
+"""Quantization recipes: YAML files that say which weights get which format, how it is calibrated, and what it may cost.
+
+`README.md` beside this file explains how to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.recipes.fields import Fields, read_yaml
+from canvasrt.targets import TARGETS, Target, find_target
+
+Json = dict[str, Any]
+Format = Literal["fp8", "nvfp4"]
+Scales = Literal["per_tensor", "per_channel"]
+Method = Literal["max", "mse"]
+
+SCHEMA = 1
+FORMATS = ("fp8", "nvfp4")
+_NVFP4_BLOCK = 16
+_README = "canvasrt/recipes/README.md shows how a recipe is written"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one weight. `weights`: FP8 scales, one a matrix or one an output; `method`: how they are chosen."""
+
+    format: Format
+    weights: Scales = "per_tensor"
+    method: Method = "max"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A choice for the weights that a pattern matches."""
+
+    pattern: str
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Weights that stay in the graph's own precision, and why."""
+
+    pattern: str
+    why: str
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How a model is watched at work.
+
+    Attributes:
+        prompts: the most lines of the calibration file that are used.
+        max_new_tokens: of one prompt; None takes the checkpoint's own.
+        all_steps: the share of prompts, from 0 to 1, whose blocks take every denoising step. The others stop when they
+            are sure, as in use.
+        seed: prompt i is generated with `seed + i`.
+    """
+
+    prompts: int = 512
+    max_new_tokens: int | None = None
+    all_steps: float = 0.25
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the quantized model may lose against its reference; None is not checked.
+
+    Attributes:
+        answers_lost: right answers in 100 questions.
+        steps_growth: of the denoising steps a block, as a share.
+        kl_mean, kl_p99: KL divergence of the logits in nats, the mean and the 99th percentile.
+        argmax_agreement: the least share of positions with the same best token.
+    """
+
+    answers_lost: float | None = None
+    steps_growth: float | None = None
+    kl_mean: float | None = None
+    kl_p99: float | None = None
+    argmax_agreement: float | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe. `source` is the file that errors name; it takes no part in what the recipe is."""
+
+    name: str
+    description: str
+    rules: tuple[Rule, ...]
+    excluded: tuple[Exclusion, ...] = ()
+    kv_cache: Literal["fp8"] | None = None
+    calibration: CalibrationSettings = CalibrationSettings()
+    limits: Limits = Limits()
+    targets: tuple[str, ...] = ()
+    source: str = field(default="", compare=False)
+
+    @property
+    def precision(self) -> Literal["fp8", "nvfp4"]:
+        """What a GPU must be able to multiply in: the name in a target's `precisions`."""
+        return "nvfp4" if any(rule.choice.format == "nvfp4" for rule in self.rules) else "fp8"
+
+    def suits(self, target: Target) -> bool:
+        """Whether it is meant for a target. A CPU runs every recipe, lowered."""
+        return target.capability is None or target.name in self.targets
+
+    def formats(self, config: ModelConfig) -> dict[str, Choice]:
+        """Every weight of the model that is quantized, by its global name, in the model's order.
+
+        Of several rules that match, the last decides; an exclusion wins over any. CanvasError for a pattern that
+        matches no weight, for weights that have no quantized form, and for widths that the format does not have.
+        """
+        widths = quantizable(config)
+        everything = [*widths, *_unquantizable(config)]
+        patterns = [rule.pattern for rule in self.rules]
+        for pattern in patterns + [each.pattern for each in self.excluded]:
+            if not any(fnmatchcase(name, pattern) for name in everything):
+                raise self._wrong(
+                    f"{pattern!r} matches no weight of this model",
+                    f"weights are named {', '.join(_examples(config))}",
+                )
+        chosen: dict[str, Choice] = {}
+        for name in everything:
+            choice = self._choice(name)
+            if choice is None:
+                continue
+            if name not in widths:
+                raise self._wrong(f"{name} cannot be quantized", _unquantizable(config)[name])
+            if choice.format == "nvfp4" and widths[name] % _NVFP4_BLOCK:
+                raise self._wrong(
+                    f"{name} has rows of {widths[name]}, and nvfp4 has blocks of {_NVFP4_BLOCK}",
+                    "give it the format fp8 in a later rule, or exclude it",
+                )
+            chosen[name] = choice
+        if not chosen:
+            raise self._wrong(
+                "quantizes nothing: everything that its rules match is excluded",
+                "take something out of `excluded`, or build with --precision bf16",
+            )
+        return chosen
+
+    def to_json(self) -> Json:
+        """The document as it would stand in a file, every value written out."""
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "description": self.description,
+            "quantize": [
+                {
+                    "weights": rule.pattern,
+                    "format": rule.choice.format,
+                    "scales": rule.choice.weights,
+                    "method": rule.choice.method,
+                }
+                for rule in self.rules
+            ],
+            "excluded": [{"weights": each.pattern, "why": each.why} for each in self.excluded],
+            "kv_cache": self.kv_cache,
+            "calibration": asdict(self.calibration),
+            "limits": asdict(self.limits),
+            "targets": list(self.targets),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str = "recipe") -> Recipe:
+        """Check a parsed document; CanvasError names `source`, the key and what it should be."""
+        return _recipe(Fields(data, source, _README))
+
+    def _choice(self, name: str) -> Choice | None:
+        if any(fnmatchcase(name, each.pattern) for each in self.excluded):
+            return None
+        found = [rule.choice for rule in self.rules if fnmatchcase(name, rule.pattern)]
+        return found[-1] if found else None
+
+    def _wrong(self, message: str, hint: str) -> CanvasError:
+        return CanvasError(f"{self.source or self.name}: {message}", hint)
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with canvasrt."""
+    return [file.stem for file in _shipped().values()]
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """A recipe that comes with canvasrt, by name, or one of the user's own, by path.
+
+    UsageError for a name that there is not; CanvasError for a file that cannot be read or does not fit the schema.
+    """
+    shipped = _shipped().get(str(name_or_path))
+    file = shipped or Path(name_or_path).expanduser()
+    if shipped is None and not file.is_file():
+        raise UsageError(
+            f"there is no recipe {str(name_or_path)!r}",
+            f"recipes: {', '.join(recipe_names())}; or give the path of a YAML file",
+        )
+    source = str(name_or_path) if shipped is None else f"recipe {name_or_path}"
+    return Recipe.from_json(read_yaml(file, _README), source)
+
+
+def quantizable(config: ModelConfig) -> dict[str, int]:
+    """The weights that have a quantized form: global name → the width of what they multiply."""
+    size = config.hidden_size
+    widths: dict[str, int] = {}
+    for index, layer in enumerate(config.layers):
+        prefix = f"layers.{index}"
+        widths |= {
+            f"{prefix}.attention.qkv": size,
+            f"{prefix}.attention.o": config.num_attention_heads * layer.head_dim,
+            f"{prefix}.mlp.gate_up": size,
+            f"{prefix}.mlp.down": config.intermediate_size,
+            f"{prefix}.router.proj": size,
+            f"{prefix}.experts.gate_up": size,
+            f"{prefix}.experts.down": config.moe_intermediate_size,
+        }
+    return widths | {"signal_mlp.gate_up": size, "signal_mlp.down": config.intermediate_size}
+
+
+def _unquantizable(config: ModelConfig) -> dict[str, str]:
+    """The other weights, by global name, and why each is none of a recipe's."""
+    norm = "norms are no matrix products: exclude them"
+    return {
+        **{
+            f"layers.{index}.{name}_norm": norm
+            for index in range(len(config.layers))
+            for name in (
+                "input",
+                "post_attention",
+                "pre_mlp",
+                "post_mlp",
+                "pre_experts",
+                "post_experts",
+                "post",
+                "attention.q",
+                "attention.k",
+            )
+        },
+        "norm": norm,
+        "signal_norm": norm,
+        "table": "the host reads embeddings from the same bytes as the final projection: exclude it",
+        "vision": "the vision tower runs once a prompt, and has no quantized form: exclude it",
+    }
+
+
+def _examples(config: ModelConfig) -> list[str]:
+    """The names of the first layer's weights, and those that belong to none."""
+    first = "layers.0."
+    return [
+        name
+        for name in (*quantizable(config), "table", "vision")
+        if name.startswith(first) or not name.startswith("layers.")
+    ]
+
+
+def _shipped() -> dict[str, Path]:
+    files = Path(__file__).parent.glob("*.yaml")
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
+
+
+def _recipe(document: Fields) -> Recipe:
+    schema = document.take("schema", None)
+    if schema != SCHEMA:
+        raise document.wrong("schema", str(SCHEMA), schema)
+    recipe = Recipe(
+        name=document.text("name"),
+        description=document.text("description"),
+        rules=tuple(
+            Rule(pattern, _choice(item))
+            for item in document.items("quantize")
+            for pattern in item.texts("weights")
+        ),
+        excluded=tuple(
+            Exclusion(pattern, item.text("why"))
+            for item in document.items("excluded", required=False)
+            for pattern in item.texts("weights")
+        ),
+        kv_cache=document.one_of("kv_cache", (None, "fp8"), None),
+        calibration=_calibration(document.fields("calibration")),
+        limits=_limits(document.fields("limits")),
+        source=document.where,
+    )
+    named = document.texts("targets", required=False)
+    document.finish()
+    return replace(recipe, targets=_targets(recipe, named))
+
+
+def _choice(item: Fields) -> Choice:
+    format = item.one_of("format", FORMATS)
+    scales = item.one_of("scales", ("per_tensor", "per_channel"), "per_tensor")
+    method = item.one_of("method", ("max", "mse"), "max")
+    item.allow("weights", "why")
+    item.finish()
+    if format == "nvfp4" and scales == "per_channel":
+        raise item.wrong("scales", "left out: nvfp4 has a scale for each block of 16", scales)
+    return Choice(format, scales, method)
+
+
+def _calibration(found: Fields) -> CalibrationSettings:
+    base = CalibrationSettings()
+    settings = CalibrationSettings(
+        prompts=found.integer("prompts", base.prompts, 1),
+        max_new_tokens=found.optional_integer("max_new_tokens", 1),
+        all_steps=found.number("all_steps", base.all_steps, 0, 1) or 0.0,
+        seed=found.integer("seed", base.seed, 0),
+    )
+    found.finish()
+    return settings
+
+
+def _limits(found: Fields) -> Limits:
+    limits = Limits(
+        answers_lost=found.number("answers_lost", None, 0, 100),
+        steps_growth=found.number("steps_growth", None, 0),
+        kl_mean=found.number("kl_mean", None, 0),
+        kl_p99=found.number("kl_p99", None, 0),
+        argmax_agreement=found.number("argmax_agreement", None, 0, 1),
+    )
+    found.finish()
+    return limits
+
+
+def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
+    """The targets that a recipe names, or all that have its precision."""
+    able = [target.name for target in TARGETS if recipe.precision in target.precisions]
+    for name in named:
+        target = find_target(name)
+        if target.capability is not None and name not in able:
+            raise recipe._wrong(
+                f"targets names {name}, which has no {recipe.precision}",
+                f"targets with {recipe.precision}: {', '.join(able)}",
+            )
+    return tuple(named or able)

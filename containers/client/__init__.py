@@ -1,0 +1,1 @@
+"""Clients of a running server: Triton over HTTP and gRPC, and the OpenAI API."""

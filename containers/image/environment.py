@@ -1,0 +1,58 @@
+"""The Python environment of an image: wheels unpacked as pip would install them, as members of a layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from canvasrt.containers.image.blobs import Entry, entries_of
+from canvasrt.extras import require
+
+VENV = "opt/canvasrt/venv"
+
+
+def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
+    """Installs wheels into `folder`/lib and `folder`/bin, as pip would into the image's environment."""
+    installer = require("installer", "serve")
+    from installer.destinations import SchemeDictionaryDestination
+    from installer.sources import WheelFile
+
+    site = folder / "lib" / f"python{python}" / "site-packages"
+    scheme = {
+        "purelib": str(site),
+        "platlib": str(site),
+        "scripts": str(folder / "bin"),
+        "headers": str(folder / "include"),
+        "data": str(folder),
+    }
+    destination = SchemeDictionaryDestination(
+        scheme, interpreter=f"/{VENV}/bin/python3", script_kind="posix"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # of wheels with compiled files, left out here
+        for wheel in wheels:
+            with WheelFile.open(wheel) as source:
+                installer.install(source, destination, {"INSTALLER": b"canvasrt\n"})
+
+
+def venv_entries(interpreter: str, python: str) -> list[Entry]:
+    """The files that make a folder a virtual environment of the image's own Python."""
+    home = interpreter.rpartition("/")[0]
+    settings = f"home = {home}\ninclude-system-site-packages = false\nversion = {python}\n"
+    return [
+        Entry(f"{VENV}/pyvenv.cfg", content=settings.encode()),
+        Entry(f"{VENV}/bin/python3", link=interpreter),
+        Entry(f"{VENV}/bin/python", link="python3"),
+    ]
+
+
+def unpacked_entries(folder: Path) -> Iterator[Entry]:
+    """What `unpack` laid out, as members of a layer; the environment needs no headers."""
+
+    def skip(name: str) -> bool:
+        return name.startswith("include") or "__pycache__" in name
+
+    return entries_of(folder, VENV, skip=skip)

@@ -1,0 +1,129 @@
+"""Around every request: its number, the size of its body, the log, the counters, and the last resort."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from canvasrt.containers.openai.disconnect import CallerGone
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.state import State
+
+log = logging.getLogger("canvasrt.openai.access")
+ID = "canvasrt.request_id"  # in a request's scope
+HANGUP = 499  # as nginx counts callers that did not wait
+_QUIET = ("/v1/health/live", "/v1/health/ready", "/v1/metrics")
+
+
+class Edge:
+    """Wraps the application. `max_body` is in bytes."""
+
+    def __init__(self, app: ASGIApp, state: State, metrics: FrontMetrics, max_body: int) -> None:
+        self._app = app
+        self._state = state
+        self._metrics = metrics
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send, self._max_body)
+        counts = scope["method"] == "POST"
+        self._state.in_flight += counts
+        begin = time.perf_counter()
+        try:
+            await exchange.run(self._app)
+        finally:
+            self._state.in_flight -= counts
+            self._report(scope, exchange, time.perf_counter() - begin)
+
+    def _report(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
+        route = scope.get("route")
+        endpoint = getattr(route, "path", "other")
+        self._metrics.requests[endpoint, exchange.status] += 1
+        if scope["method"] == "POST":
+            self._metrics.seconds[endpoint].add(seconds)
+        quiet = scope["path"] in _QUIET and exchange.status < 400
+        log.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %d %.0f ms %s",
+            scope["method"],
+            # A log line stays a line, whatever was asked for.
+            scope["path"].encode("unicode_escape").decode()[:200],
+            exchange.status,
+            seconds * 1000,
+            exchange.id,
+        )
+
+
+class _Exchange:
+    """One request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
+        self.id = f"req_{uuid.uuid4().hex}"
+        self.status = HANGUP
+        scope[ID] = self.id
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._left = max_body
+        self._max_body = max_body
+        self._started = False
+
+    async def run(self, app: ASGIApp) -> None:
+        try:
+            self._check_length()
+            await app(self._scope, self.receive, self.send)
+        except CallerGone:
+            self.status = HANGUP
+        except ApiError as error:
+            await self._fail(error.response())
+        except Exception:
+            logging.getLogger(__name__).exception("request %s failed", self.id)
+            await self._fail(internal_error(self.id))
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                raise self._too_large()
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
+        await self._send(message)
+
+    async def _fail(self, response: Response) -> None:
+        if not self._started:
+            await response(self._scope, self._receive, self.send)
+
+    def _check_length(self) -> None:
+        headers: dict[bytes, Any] = dict(self._scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body of the request is larger than {self._max_body} bytes.",
+            code="request_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def internal_error(id: str) -> Response:
+    """The reply to a request that met a bug; the log has the rest under its id."""
+    told = f"Something went wrong here; the request's id is {id}."
+    return ApiError(500, told, code="internal_error").response()

@@ -1,0 +1,1 @@
+"""A package: engines, Triton's model repository, and everything that an image is built from."""

@@ -1,0 +1,130 @@
+"""The software bill of materials of a package, in CycloneDX: the same bytes for the same content."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import canvasrt
+from canvasrt.bundle import Manifest
+from canvasrt.containers.package.requirements import Pin
+from canvasrt.containers.package.settings import checkpoint_hash, created, target_name
+from canvasrt.extras import require
+
+SBOM = "sbom.cdx.json"
+_NAMESPACE = uuid.UUID("6c1ef1a1-6f2c-5d0e-9b43-7b4a1c0b6a55")
+
+
+def write_sbom(
+    file: Path,
+    bundles: Sequence[Manifest],
+    pins: Iterable[Pin],
+    files: Mapping[str, Any],
+    base: str,
+) -> None:
+    """Lists the distributions, the models and every file (`sha256` by name) that an image gets."""
+    require("cyclonedx", "serve")
+    from cyclonedx.model.bom import Bom, BomMetaData
+    from cyclonedx.output import make_outputter
+    from cyclonedx.schema import OutputFormat, SchemaVersion
+
+    whole = _canvasrt()
+    pins = list(pins)
+    libraries = [_library(pin) for pin in pins]
+    bom = Bom(
+        components=[*libraries, *map(_model, bundles), _base(base), *map(_file, files.items())],
+        metadata=BomMetaData(
+            component=whole, timestamp=datetime.fromisoformat(created().replace("Z", "+00:00"))
+        ),
+        serial_number=uuid.uuid5(
+            _NAMESPACE, repr((sorted(files.items()), [*map(str, pins)], base))
+        ),
+    )
+    bom.register_dependency(whole, libraries)
+    text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def _canvasrt() -> Any:
+    from cyclonedx.model.component import Component, ComponentType
+
+    return Component(
+        name="canvasrt",
+        version=canvasrt.__version__,
+        type=ComponentType.APPLICATION,
+        bom_ref="canvasrt",
+        licenses=_licenses("Apache-2.0"),
+    )
+
+
+def _library(pin: Pin) -> Any:
+    from cyclonedx.model.component import Component, ComponentType
+    from packageurl import PackageURL
+
+    return Component(
+        name=pin.name,
+        version=pin.version,
+        type=ComponentType.LIBRARY,
+        bom_ref=f"pypi:{pin}",
+        purl=PackageURL("pypi", name=pin.name, version=pin.version),
+        licenses=_licenses(pin.license),
+    )
+
+
+def _licenses(text: str) -> list[Any]:
+    """An SPDX expression where it is one, else the name that the distribution gives."""
+    from cyclonedx.exception.factory import CycloneDxFactoryException
+    from cyclonedx.factory.license import LicenseFactory
+    from cyclonedx.model.license import DisjunctiveLicense
+
+    if not text:
+        return []
+    try:
+        return [LicenseFactory().make_from_string(text)]
+    except (CycloneDxFactoryException, ValueError):
+        return [DisjunctiveLicense(name=text)]
+
+
+def _model(manifest: Manifest) -> Any:
+    from cyclonedx.model import HashAlgorithm, HashType, Property
+    from cyclonedx.model.component import Component, ComponentType
+
+    facts = {
+        "target": target_name(manifest),
+        "precision": str(manifest.options.get("precision", "")),
+        "checkpoint": checkpoint_hash(manifest),
+        **{f"made_by:{name}": version for name, version in manifest.made_by.items()},
+    }
+    return Component(
+        name=f"engines-{target_name(manifest)}",
+        version=manifest.made_by["canvasrt"],
+        type=ComponentType.MACHINE_LEARNING_MODEL,
+        bom_ref=f"bundle:{manifest.digest}",
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=manifest.digest)],
+        properties=[Property(name=f"canvasrt:{name}", value=text) for name, text in facts.items()],
+    )
+
+
+def _base(name: str) -> Any:
+    from cyclonedx.model.component import Component, ComponentType
+
+    image, _, version = name.rpartition("@" if "@" in name else ":")
+    return Component(
+        name=image or name, version=version, type=ComponentType.CONTAINER, bom_ref="base-image"
+    )
+
+
+def _file(item: tuple[str, Mapping[str, Any]]) -> Any:
+    from cyclonedx.model import HashAlgorithm, HashType
+    from cyclonedx.model.component import Component, ComponentType
+
+    name, entry = item
+    return Component(
+        name=name,
+        type=ComponentType.FILE,
+        bom_ref=f"file:{name}",
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=entry["sha256"])],
+    )

@@ -1,0 +1,161 @@
+"""What an image says about itself and how it runs: the same for our writer and for the Dockerfile."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import canvasrt
+from canvasrt.bundle import Manifest
+from canvasrt.containers.names import ROOT
+from canvasrt.hashes import canonical
+from canvasrt.targets import find_target
+
+CACHE = "/opt/nim/.cache"
+USER = 1000
+API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
+PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
+# Seconds: how long requests in flight may take at the end, and how long `docker stop` must then wait.
+EXIT_TIMEOUT = 30
+STOP_GRACE = 45
+# What `docker run` serves with when it is given no other arguments.
+# Without the package's folder, which `serve` finds by itself: NIM_MODEL_PATH names another.
+COMMAND = ("serve", "--host", "0.0.0.0", "--log", "-", "--exit-timeout", str(EXIT_TIMEOUT))
+_LICENSE = "Apache-2.0"
+_SECOND = 10**9  # nanoseconds, which an image's configuration counts in
+
+
+def created() -> str:
+    """The moment that the image says it was made: SOURCE_DATE_EPOCH, or the epoch itself."""
+    seconds = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass(frozen=True)
+class Health:
+    """The health check. The start period covers loading, and building engines at the first start."""
+
+    interval: int = 10
+    timeout: int = 5
+    start_period: int = 3600
+    retries: int = 3
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """The settings of the image of one package."""
+
+    labels: Mapping[str, str]
+    gpu: bool
+    health: Health = field(default_factory=Health)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """`$PATH` stands for the base's."""
+        variables = {
+            "PATH": f"{ROOT}/venv/bin:$PATH",
+            "HOME": "/tmp",  # the one place that can be written to under a read-only root
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "ORT_DISABLE_TELEMETRY": "1",
+            "NIM_CACHE_PATH": CACHE,
+        }
+        if self.gpu:
+            variables |= {
+                "NVIDIA_VISIBLE_DEVICES": "all",
+                "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+            }
+        return variables
+
+    @property
+    def entrypoint(self) -> list[str]:
+        """The program; its arguments are `command` unless others are given to `docker run`."""
+        return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt"]
+
+    @property
+    def command(self) -> list[str]:
+        """Serves the package."""
+        return list(COMMAND)
+
+    @property
+    def probe(self) -> list[str]:
+        """The command of the health check."""
+        return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.image.probe"]
+
+    def to_config(self) -> dict[str, Any]:
+        """As an image's configuration has them."""
+        health = self.health
+        return {
+            "User": f"{USER}:{USER}",
+            "WorkingDir": ROOT,
+            "Env": self.environment,
+            "Labels": dict(self.labels),
+            "ExposedPorts": {f"{port}/tcp": {} for port in PORTS},
+            "Entrypoint": self.entrypoint,
+            "Cmd": self.command,
+            "StopSignal": "SIGTERM",
+            "Healthcheck": {
+                "Test": ["CMD", *self.probe],
+                "Interval": health.interval * _SECOND,
+                "Timeout": health.timeout * _SECOND,
+                "StartPeriod": health.start_period * _SECOND,
+                "Retries": health.retries,
+            },
+        }
+
+
+def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
+    """The settings of an image with these engines or graphs."""
+    backends = {each.target["backend"] if each.target else "onnxruntime" for each in manifests}
+    labels = {
+        "org.opencontainers.image.title": "canvasrt",
+        "org.opencontainers.image.description": "DiffusionGemma as compiled engines behind Triton",
+        "org.opencontainers.image.version": canvasrt.__version__,
+        "org.opencontainers.image.licenses": _LICENSE,
+        "canvasrt.target": ",".join(target_name(each) for each in manifests),
+        "canvasrt.precision": ",".join(
+            str(each.options.get("precision", "")) for each in manifests
+        ),
+        "canvasrt.checkpoint": ",".join(dict.fromkeys(map(checkpoint_hash, manifests))),
+        "canvasrt.engines": ",".join(each.digest for each in manifests),
+    }
+    if source := _source():
+        labels["org.opencontainers.image.source"] = source
+    return ImageSettings(labels, gpu=backends != {"onnxruntime"})
+
+
+def target_name(manifest: Manifest) -> str:
+    """The target of engines; `graphs` for a bundle that is built where it runs."""
+    return manifest.target["name"] if manifest.target else "graphs"
+
+
+def checkpoint_hash(manifest: Manifest) -> str:
+    """What names the checkpoint: the hash of its files' hashes, or the digest of the graphs from it."""
+    source = manifest.made_from.get("source", manifest.made_from)
+    if set(source) == {"kind", "digest"}:
+        return f"sha256:{source['digest']}"
+    return "sha256:" + hashlib.sha256(canonical(source).encode()).hexdigest()
+
+
+def architecture_of(manifests: Sequence[Manifest]) -> str | None:
+    """`amd64` or `arm64` where a target decides that; None for targets that run on either."""
+    hosts = {find_target(each.target["name"]).host for each in manifests if each.target} - {"any"}
+    return None if len(hosts) != 1 else {"x86_64": "amd64", "aarch64": "arm64"}[hosts.pop()]
+
+
+def _source() -> str | None:
+    """Where the source code is, as the project's metadata say it."""
+    try:
+        urls = importlib.metadata.metadata("canvasrt").get_all("Project-URL") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    named = dict(line.split(", ", 1) for line in urls)
+    return next(
+        (named[name] for name in ("Source", "Repository", "Homepage") if name in named), None
+    )

@@ -1,0 +1,1 @@
+"""What runs around Triton: `canvasrt serve` and what it starts, watches and stops."""

@@ -1,0 +1,88 @@
+"""Where the output of a server goes: a log file, a stream, or a stream with one JSON object per line."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+from canvasrt.containers.logs import json_line
+from canvasrt.containers.serve.settings import Settings
+
+_LOOK_EVERY = 0.2
+_KEPT = 1000
+_GLOG = re.compile(r"([IWEF])\d{4} ")
+_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+
+
+class Output:
+    """The output of one run, a context manager. `log` is the file; None for `stream`, which `descriptor` leads to."""
+
+    def __init__(self, settings: Settings, stream: TextIO) -> None:
+        self._stream = stream
+        self.log = settings.log_file
+        self.descriptor: int | None = None
+        self.recent: deque[str] = deque(maxlen=_KEPT)  # what went to the stream
+        self._verbose = settings.verbose and self.log is not None
+        self._json = settings.json_logs
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Output:
+        if self.log is None:
+            reader, self.descriptor = os.pipe()
+            self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
+        else:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            self.log.write_bytes(b"")  # not an earlier server's
+            if self._verbose:
+                self._thread = threading.Thread(target=self._follow, args=(self.log,), daemon=True)
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        if self._thread is not None:
+            self._thread.join(timeout=2)
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the lines reach the terminal as they are written."""
+        return self.log is None or self._verbose
+
+    def _follow(self, log: Path) -> None:
+        """Copies what is added to the log to the stream."""
+        position = 0
+        while True:
+            last = self._done.is_set()
+            with log.open("rb") as file:
+                file.seek(position)
+                self._stream.write(file.read().decode(errors="replace"))
+                self._stream.flush()
+                position = file.tell()
+            if last:
+                return
+            self._done.wait(_LOOK_EVERY)
+
+    def _pass_on(self, reader: int) -> None:
+        """Tritonserver's lines to the stream, and the last of them kept; as JSON without its tables."""
+        with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                text = line.rstrip()
+                self.recent.append(text)
+                if not self._json:
+                    self._put(text)
+                elif text and text[0] not in "|+":
+                    match = _GLOG.match(text)
+                    level = _LEVELS[match[1]] if match else "INFO"
+                    self._put(json_line(level, "tritonserver", text))
+
+    def _put(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
+        self._stream.flush()

@@ -1,0 +1,224 @@
+"""Profiles: which engines a package holds or can build, and which of them the GPU here can run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from canvasrt import extras, machine
+from canvasrt.build import memory
+from canvasrt.bundle import MANIFEST, Bundle, Manifest, load_bundle
+from canvasrt.containers.names import ENGINES, PACKAGE
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.machine import Gpu
+from canvasrt.targets import TARGETS, Target, find_target
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Engines for one target, or the graphs that they are built from; `path` is their bundle."""
+
+    target: Target
+    precision: str
+    max_context: int
+    max_batch: int
+    path: Path
+    digest: str
+    memory: int | None  # bytes that serving takes on the GPU
+    builds: bool = False
+    recipe: str | None = None  # the name of what quantized them, where a recipe did
+
+    @cached_property
+    def tags(self) -> dict[str, str]:
+        """What tells profiles apart."""
+        recipe = {"recipe": self.recipe} if self.recipe else {}
+        return {
+            "backend": self.target.builder.replace("-", "_"),
+            "precision": self.precision,
+            **recipe,
+            "tp": "1",
+            "pp": "1",
+            "target": self.target.name,
+            "gpu": self.target.gpu,
+            "compute_capability": self.target.capability_text,
+            "max_context": str(self.max_context),
+            "max_batch": str(self.max_batch),
+        }
+
+    @cached_property
+    def id(self) -> str:
+        """64 hexadecimal digits: the SHA-256 of the tags."""
+        text = json.dumps(self.tags, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """For example `tensorrt-fp8-tp1-pp1`, with the recipe in the precision's place where there is one; those of
+        several targets can share one."""
+        tags = self.tags
+        weights = "-".join((self.recipe or self.precision).split())
+        return f"{tags['backend']}-{weights}-tp{tags['tp']}-pp{tags['pp']}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "tags": self.tags,
+            "builds": self.builds,
+            "memory": self.memory,
+        }
+
+    def misfit(self, gpus: Sequence[Gpu], host: str | None = None) -> str:
+        """Why this machine cannot run it; empty when it can."""
+        host = host or platform.machine()
+        if self.target.host not in ("any", host):
+            return f"it is for hosts of {self.target.host}, and this is one of {host}"
+        if self.target.capability is None:
+            return ""
+        if not gpus:
+            return f"it needs {self.target.gpu}, and there is no GPU here that nvidia-smi knows"
+        fitting = [gpu for gpu in gpus if gpu.capability == self.target.capability]
+        if not fitting:
+            found = ", ".join(f"{gpu.name} ({_version(gpu.capability)})" for gpu in gpus)
+            return f"it needs compute capability {self.target.capability_text}, and here is {found}"
+        most = max(gpu.memory for gpu in fitting)
+        if self.memory is not None and self.memory > most:
+            return f"it takes {self.memory / 1e9:.1f} GB, and the GPU has {most / 1e9:.1f} GB"
+        module, extra = machine.BUILDER_MODULES[self.target.builder]
+        if not extras.is_installed(module):
+            return f"it needs {module}: pip install 'canvasrt[{extra}]'"
+        return ""
+
+
+def open_source(path: Path | None) -> Bundle:
+    """The package, engines or graphs to serve; without a path, the image's own package."""
+    if path is None:
+        path = Path(PACKAGE)
+        if not (path / MANIFEST).exists():
+            raise UsageError(
+                "nothing to serve was named", "give BUNDLE, or set NIM_MODEL_PATH to its folder"
+            )
+    # The engines' hashes are checked once, by the model that loads them.
+    return load_bundle(path, kind=("package", "engines", "graphs"), check=False)
+
+
+def profiles_of(source: Bundle) -> list[Profile]:
+    """Everything that a package, or a bundle by itself, can run as, best first.
+
+    CanvasError when a package holds no engines, as when those that it expects are not mounted.
+    """
+    found = []
+    for path in _bundles(source):
+        bundle = load_bundle(path, kind=("engines", "graphs"), check=False)
+        found += _of_bundle(bundle)
+    if not found:
+        raise CanvasError(
+            f"{source.path} holds no engines",
+            f"mount the folder that `canvasrt build` wrote at {source.path / ENGINES}",
+        )
+    return sorted(found, key=_preference)
+
+
+def choose(source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None) -> Profile:
+    """The profile for this machine; `wanted` is an id or a name. CanvasError when none fits."""
+    found = profiles_of(source)
+    gpus = machine.gpus() if gpus is None else gpus
+    named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
+    if not named:
+        known = "; ".join(f"{each.name} for {each.target.name} ({each.id})" for each in found)
+        raise CanvasError(f"there is no profile {wanted!r}", f"the profiles are: {known}")
+    fitting = [each for each in named if not each.misfit(gpus)]
+    if not fitting:
+        reasons = "; ".join(
+            f"{each.name} for {each.target.name}: {each.misfit(gpus)}" for each in named
+        )
+        raise CanvasError(
+            f"no profile of {source.path} runs on this machine: {reasons}",
+            "build and package engines for this machine's GPU; `canvasrt targets` lists the names."
+            " In a container, give it the GPU with --gpus all",
+        )
+    names = [gpu.name for gpu in gpus]
+    exact = [each for each in fitting if any(each.target.gpu in name for name in names)]
+    return (exact or fitting)[0]
+
+
+def _bundles(source: Bundle) -> list[Path]:
+    """The folders of the engines: the bundle itself, or a package's one or several."""
+    if source.manifest.kind != "package":
+        return [source.path]
+    folder = source.path / ENGINES
+    if (folder / MANIFEST).exists():
+        return [folder]
+    return sorted(each.parent for each in folder.glob(f"*/{MANIFEST}"))
+
+
+def _of_bundle(bundle: Bundle) -> list[Profile]:
+    manifest = bundle.manifest
+    if manifest.target is not None:
+        return [_profile(bundle, find_target(manifest.target["name"]))]
+    precision = manifest.options.get("precision", "fp32")
+    if precision == "fp32":
+        # Graphs run on a CPU as they are, and faster when there is what it takes to rewrite them.
+        return [_profile(bundle, find_target("cpu"), builds=extras.is_installed("onnx"))]
+    return [
+        _profile(bundle, target, builds=True)
+        for target in TARGETS
+        if target.builder == "tensorrt" and precision in target.precisions
+    ]
+
+
+def _profile(bundle: Bundle, target: Target, builds: bool = False) -> Profile:
+    manifest = bundle.manifest
+    options = manifest.options
+    limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
+    precision = options.get("precision", "fp32")
+    context = int(options.get("max_context") or limit)
+    batch = int(options.get("max_batch") or MAX_BATCH)
+    return Profile(
+        target,
+        precision,
+        context,
+        batch,
+        bundle.path,
+        manifest.digest,
+        None if target.capability is None else _memory(manifest, precision, context, batch),
+        builds,
+        (options.get("recipe") or {}).get("name"),
+    )
+
+
+def _memory(manifest: Manifest, precision: str, context: int, batch: int) -> int:
+    """By what is in the bundle: which of its weights are quantized, and how it caches keys and values."""
+    options = manifest.options
+    formats = {
+        name: form
+        for entry in manifest.segments
+        for name, form in (entry.get("quantized") or {}).items()
+    }
+    return memory.estimate(
+        manifest.model,
+        precision,
+        context,
+        batch,
+        formats=formats or None,
+        kv_cache=(options.get("recipe") or {}).get("kv_cache"),
+        layers_per_segment=int(options.get("layers_per_segment") or LAYERS_PER_SEGMENT),
+    ).total
+
+
+def _preference(profile: Profile) -> tuple[bool, bool, int, str]:
+    """A GPU before the CPU, engines before what must be built, the larger GPU's before the smaller's."""
+    target = profile.target
+    return target.capability is None, profile.builds, -(target.memory or 0), target.name
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

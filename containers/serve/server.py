@@ -1,0 +1,366 @@
+"""Runs a real tritonserver as a child: starts it, waits until it is ready, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from canvasrt.containers.names import (
+    MAX_MODEL_LEN_VARIABLE,
+    SHARE_PASSES_VARIABLE,
+    STOPPING_VARIABLE,
+    THREADS_VARIABLE,
+)
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.processes import (
+    die_with_parent,
+    end_group,
+    group_members,
+    is_running,
+    remove_shm,
+    remove_stale,
+    run_name,
+)
+from canvasrt.containers.serve.guard import dismiss, start_guard
+from canvasrt.containers.serve.installation import Installation, find_installation
+from canvasrt.errors import CanvasError
+
+READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
+EXIT_TIMEOUT = 10  # for requests in flight when the server is told to stop
+UNLOAD_TIMEOUT = 3  # for the models to be unloaded after that
+PROBE_TIMEOUT = 5.0
+SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
+_STOPPING = "stopping"
+# Calls that change the server, or name shared memory for it to read and write. No caller needs them.
+_CLOSED = "model-repository,shared-memory,logging,trace"
+POLL = 0.05
+_CAUSES = (
+    # The traceback follows in the same line, with its line breaks escaped.
+    re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
+    re.compile(r"^error: (.*)"),
+    re.compile(r"^E\d{4} [^\"]*\"(.*)\""),
+    re.compile(r"(.*(?:error while loading shared libraries|GLIBC_[\d.]+' not found).*)"),
+)
+
+
+class Server:
+    """One tritonserver over one model repository.
+
+    A context manager: entering starts it and waits until it is ready, leaving stops it and removes
+    its processes, its shared memory and its scratch folder. Start it on a thread that outlives it:
+    the server stops when that thread ends.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        host: str = "127.0.0.1",
+        ports: Ports | None = None,
+        log: Path | None = None,
+        exit_timeout: float = EXIT_TIMEOUT,
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        share_passes: bool = False,
+        output: int | None = None,
+        recent: Sequence[str] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        """`log` is the file for the server's output, appended to; None passes it on to stderr, or to
+        the descriptor `output`, whose last lines `recent` holds. `threads` are the engines' CPU threads; None takes
+        `CANVASRT_THREADS`, else every core. `max_model_len` limits a request's tokens further than
+        the engines do. `share_passes` is `open_model`'s. `options` are tritonserver's own."""
+        self.repository = repository
+        self.host = host
+        self.ports = ports or Ports()
+        self.log = log
+        self.exit_timeout = exit_timeout
+        self._variables = {
+            THREADS_VARIABLE: threads,
+            MAX_MODEL_LEN_VARIABLE: max_model_len,
+            SHARE_PASSES_VARIABLE: int(share_passes),
+        }
+        self._given_output = output
+        self._recent = recent
+        self._options = tuple(options)
+        self.run_name = run_name()
+        self._folder: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._models: set[int] = set()
+
+    @property
+    def address(self) -> str:
+        """The host to call it by: the loopback address where it listens on all."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, None while there is none."""
+        return self._process.pid if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process and those of its models are there."""
+        alive = self._process is not None and self._process.poll() is None
+        return alive and all(is_running(model) for model in self._models)
+
+    def __enter__(self) -> Server:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        at_once = threading.Event()
+        if kind is not None:  # nobody waits for the answers any more
+            at_once.set()
+        self.stop(force=at_once)
+
+    def start(self) -> None:
+        """Starts the process. CanvasError for a port in use, or when there is no tritonserver."""
+        installation = find_installation()
+        self.ports = self.ports.resolve(self.host)
+        remove_stale()
+        try:
+            command = self._command(installation)
+            with self._output() as output:
+                self._process = subprocess.Popen(
+                    command,
+                    env=self._environment(installation),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output else None,
+                    start_new_session=True,  # Ctrl-C is for us; we tell the server to stop
+                    preexec_fn=die_with_parent(),
+                )
+            self._guard = start_guard(self.run_name)
+        except BaseException as error:
+            if self._process is not None:
+                end_group(self._process.pid, grace=0)
+                self._process = None
+            self._clean()
+            if isinstance(error, OSError):
+                raise CanvasError(
+                    f"{installation.binary} does not start: {error}", "run `canvasrt doctor`"
+                ) from error
+            raise
+
+    def wait_ready(
+        self,
+        timeout: float = READY_TIMEOUT,
+        interrupted: threading.Event | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Returns when every model is ready, or `interrupted` is set; calls `meanwhile` now and then.
+        CanvasError when the server ends first or `timeout` seconds pass."""
+        deadline = time.monotonic() + timeout
+        while not (interrupted and interrupted.is_set()):
+            self.check_alive()
+            if meanwhile is not None:
+                meanwhile()
+            if self.is_ready():
+                self._models = self._model_processes()
+                return
+            if time.monotonic() > deadline:
+                raise CanvasError(
+                    f"tritonserver was not ready after {timeout:g} s",
+                    "allow more with --ready-timeout" + self._log_hint(),
+                    self.log_tail(),
+                )
+            time.sleep(POLL)
+
+    def is_ready(self) -> bool:
+        """Whether the server and all its models are ready."""
+        return bool(self._get("http", "/v2/health/ready"))
+
+    def check_alive(self) -> None:
+        """CanvasError, with the cause from the log, when the server or a model's process has ended.
+
+        Triton goes on being ready without the process of a decoupled model, and every request fails.
+        """
+        code = self._process.poll() if self._process else None
+        if code is None:
+            if any(not is_running(model) for model in self._models):
+                raise CanvasError(
+                    "a model's process has ended, perhaps for lack of memory",
+                    "start the server again; its output may say more" + self._log_hint(),
+                    self.log_tail(),
+                )
+            return
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        cause = _cause(self.log_tail(1000))
+        raise CanvasError(
+            f"tritonserver stopped with {how}" + (f": {cause}" if cause else ""),
+            "its output says more" + self._log_hint(),
+            self.log_tail(),
+        )
+
+    def stop(self, force: threading.Event | None = None) -> bool:
+        """Stops the server and removes what it leaves; False when requests were cut off.
+
+        Requests in flight get `exit_timeout` seconds; setting `force` ends the wait at once.
+        """
+        try:
+            return self._process is None or self._end(self._process, force)
+        except BaseException:  # a second Ctrl-C, where nobody handles it
+            if self._process is not None:
+                end_group(self._process.pid, grace=0)
+            raise
+        finally:
+            self._process = None
+            self._clean()
+
+    def refuse(self) -> None:
+        """Has the models refuse what comes from now on; requests in flight go on."""
+        if self._folder is not None:
+            (self._folder / _STOPPING).touch()
+
+    def _end(self, process: subprocess.Popen[bytes], force: threading.Event | None) -> bool:
+        drained = self._drain(force)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        ended = _wait(process, UNLOAD_TIMEOUT + 5, force)
+        end_group(process.pid, grace=1.0 if ended else 0.0)
+        process.wait()
+        return drained
+
+    def _model_processes(self) -> set[int]:
+        """Triton runs a process for each model, in its own process group."""
+        return group_members(self._process.pid) - {self._process.pid} if self._process else set()
+
+    def _drain(self, force: threading.Event | None) -> bool:
+        """Waits until no request is in flight.
+
+        Triton's own wait also counts idle connections, and a client that keeps one open, as most
+        do, would hold it up until its timeout.
+        """
+        deadline = time.monotonic() + self.exit_timeout
+        self.refuse()
+        # Twice: a request may be on its way to where it counts.
+        quiet = 0
+        while quiet < 2:
+            quiet = 0 if self._in_flight() else quiet + 1
+            if time.monotonic() > deadline or (force and force.is_set()):
+                return quiet > 0
+            time.sleep(POLL)
+        return True
+
+    def _in_flight(self) -> int:
+        """Requests that run or wait, by the server's metrics; 0 when it does not tell."""
+        found = re.search(
+            rb"^canvasrt_requests_in_flight (\S+)", self._get("metrics", "/metrics"), re.M
+        )
+        return int(float(found[1])) if found else 0
+
+    def _get(self, port: str, path: str) -> bytes:
+        """The body of a page of the server; empty unless it answers with 200."""
+        connection = http.client.HTTPConnection(
+            self.address, getattr(self.ports, port), timeout=PROBE_TIMEOUT
+        )
+        try:
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            # An empty page is an answer too.
+            return reply.read() or b"\n" if reply.status == 200 else b""
+        except (OSError, http.client.HTTPException):
+            return b""
+        finally:
+            connection.close()
+
+    def log_tail(self, lines: int = 20) -> list[str]:
+        """The last lines of the log, without Triton's tables."""
+        found: Sequence[str] = list(self._recent)
+        if self.log is not None and self.log.exists():
+            found = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in found if line.strip() and line[0] not in "|+"][-lines:]
+
+    def _command(self, installation: Installation) -> list[str]:
+        self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
+        backend = installation.prepare(self._folder) if installation.bundled else []
+        command = [
+            str(installation.binary),
+            f"--model-repository={self.repository}",
+            *backend,
+            # The configurations are complete; completing them would start every model's process twice.
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
+            f"--backend-config=python,shm-region-prefix-name={self.run_name}",
+            # The time that a model may take to load.
+            f"--backend-config=python,stub-timeout-seconds={READY_TIMEOUT:.0f}",
+        ]
+        for name in ("http", "grpc", "metrics"):
+            command.append(f"--{name}-address={self.host}")
+            command.append(f"--{name}-port={getattr(self.ports, name)}")
+        for option in ("http-restricted-api", "grpc-restricted-protocol"):
+            command.append(f"--{option}={_CLOSED}:closed={secrets.token_hex(16)}")
+        if not Path("/dev/nvidiactl").exists():
+            command.append("--allow-gpu-metrics=false")
+        return [*command, *self._options]
+
+    def _environment(self, installation: Installation) -> dict[str, str]:
+        env = installation.environment()
+        for name in SECRETS:  # the models need none of them
+            env.pop(name, None)
+        env |= {k: str(v) for k, v in self._variables.items() if v is not None}
+        if self._folder is not None:
+            env[STOPPING_VARIABLE] = str(self._folder / _STOPPING)
+        return env
+
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[IO[bytes] | None]:
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as file:
+                yield file
+        elif self._given_output is not None:
+            with open(self._given_output, "wb", closefd=False) as file:
+                yield file
+        else:
+            yield None
+
+    def _log_hint(self) -> str:
+        return f"; the log is {self.log}" if self.log else ""
+
+    def _clean(self) -> None:
+        if self._guard is not None:
+            dismiss(self._guard)
+            self._guard = None
+        remove_shm(self.run_name)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
+    """Whether the process ended by itself, and so had its models end too."""
+    deadline = time.monotonic() + seconds
+    while process.poll() is None:
+        if time.monotonic() > deadline or (force and force.is_set()):
+            return False
+        time.sleep(POLL)
+    return process.returncode == 0
+
+
+def _cause(lines: list[str]) -> str:
+    """What the log most likely gives as the reason: a model's exception, else an error of Triton."""
+    for pattern in _CAUSES:
+        for line in reversed(lines):
+            match = pattern.search(line)
+            if match:
+                return match[1].strip()[:500]
+    return ""

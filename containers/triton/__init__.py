@@ -1,0 +1,1 @@
+"""What runs inside Triton: the two models of the Python backend."""

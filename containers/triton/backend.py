@@ -1,0 +1,284 @@
+"""The two models, as Triton's Python backend runs them: the stream model owns the engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Only there inside Triton's Python backend.
+import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
+
+from canvasrt.bundle import load_bundle
+from canvasrt.containers.names import (
+    MAX_MODEL_LEN_VARIABLE,
+    SHARE_PASSES_VARIABLE,
+    STOPPING_VARIABLE,
+    THREADS_VARIABLE,
+)
+from canvasrt.containers.tensors import (
+    ERROR_EVENT,
+    ERRORS,
+    HINT,
+    STREAM_MODEL,
+    check_parameters,
+    outputs_of,
+)
+from canvasrt.containers.triton.metrics import Metrics
+from canvasrt.containers.triton.replies import ReplyBuilder
+from canvasrt.containers.triton.request import read_request
+from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Overloaded, Worker
+from canvasrt.defaults import MAX_BATCH
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Event, Generator
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.tokenizer import Tokenizer
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Parameters that the answer model adds to the calls that it makes to the stream model. A failed
+# call between models loses its error code, so the error comes back as an event of its own.
+CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
+
+
+class StreamModel:
+    """The decoupled model: every request gets its drafts, blocks and result as they come."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        config = json.loads(args["model_config"])
+        options = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
+        # `engines` is relative to the model repository, which holds this model's folder.
+        engines = Path(args["model_repository"]).parent / options["engines"]
+        self._model = open_model(
+            engines,
+            threads=_number(THREADS_VARIABLE),
+            share_passes=bool(_number(SHARE_PASSES_VARIABLE)),
+        )
+        self._model.max_context = _context(self._model.max_context)
+        bundle = load_bundle(engines, check=False)  # the model has checked it
+        manifest = bundle.manifest
+        self._tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
+        max_batch = int(options.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH)
+        self._worker = Worker(
+            lambda: Generator(self._model, max_batch=max_batch), Metrics(pb_utils).update
+        )
+        self._cancelled_calls: dict[str, threading.Event] = {}
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            parameters = json.loads(request.parameters() or "{}")
+            if CANCEL in parameters:
+                self._cancel_call(str(parameters[CANCEL]))
+                sender.send(flags=FINAL)
+                continue
+            call = parameters.get(CALL)
+            sink = _Sink(sender, told_errors=call is not None or ERRORS in parameters)
+            try:
+                self._admit(request, parameters, sink, call)
+            except Exception as error:
+                sink.fail(error)
+
+    def finalize(self) -> None:
+        self._worker.close()
+
+    def _admit(
+        self, request: Any, parameters: dict[str, Any], sink: _Sink, call: str | None
+    ) -> None:
+        check_parameters(parameters, STREAM_MODEL)
+        if os.path.exists(os.environ.get(STOPPING_VARIABLE, "")):
+            raise Overloaded("the server is stopping", "send it to another server")
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        asked = read_request(arrays, self._model, self._tokenizer)
+        sink.replies = ReplyBuilder(
+            self._tokenizer,
+            asked.request.params,
+            asked.drafts,
+            only_final=bool(call),
+            stops=asked.stops,
+            prompt=asked.request.prompt_token_ids,
+        )
+        if call is not None:
+            gone = sink.gone = self._cancelled_calls.setdefault(str(call), threading.Event())
+            sink.on_end = lambda: self._cancelled_calls.pop(str(call), gone)
+        self._worker.submit(asked.request, sink)
+
+    def _cancel_call(self, call: str) -> None:
+        gone = self._cancelled_calls.get(call)
+        if gone is not None:
+            gone.set()
+
+
+class _Sink:
+    """Sends one request's events through its response sender."""
+
+    def __init__(self, sender: Any, told_errors: bool) -> None:
+        """`told_errors` makes an error an event, with its code."""
+        self._sender = sender
+        self._told_errors = told_errors
+        self._ended = False
+        self.replies: ReplyBuilder | None = None
+        self.gone: threading.Event | None = None
+        self.on_end: Any = None
+
+    def event(self, event: Event) -> None:
+        assert self.replies is not None
+        if self._ended:  # a stop string has ended it before the generator did
+            return
+        replies = self.replies.replies(event)
+        if self.replies.ended:
+            self._end()
+        for number, reply in enumerate(replies, 1):
+            tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
+            last = self._ended and number == len(replies)
+            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
+        if self._ended and not replies:
+            self._sender.send(flags=FINAL)
+
+    def fail(self, error: Exception) -> None:
+        if self._ended:
+            return
+        self._end()
+        code, message = describe(error)
+        if self._told_errors:
+            told = json.dumps({"code": code, "message": message}).encode()
+            tensors = [
+                pb_utils.Tensor("event", np.array([ERROR_EVENT.encode()], object)),
+                pb_utils.Tensor("text", np.array([told], object)),
+            ]
+            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
+        else:
+            self._sender.send(error_response(code, message), flags=FINAL)
+
+    def cancelled(self) -> bool:
+        return (
+            self._ended
+            or self._sender.is_cancelled()
+            or (self.gone is not None and self.gone.is_set())
+        )
+
+    def _end(self) -> None:
+        self._ended = True
+        if self.on_end is not None:
+            self.on_end()
+
+
+class AnswerModel:
+    """The model for a single answer: asks the stream model and passes on its final event.
+
+    Triton's HTTP `infer` refuses decoupled models. The engines stay where they are: this model
+    holds none.
+    """
+
+    def initialize(self, args: dict[str, str]) -> None:
+        self._name = args["model_name"]
+        self._outputs = [tensor.name for tensor in outputs_of(self._name)]
+        self._open: dict[str, Any] = {}  # call → response sender
+        self._lock = threading.Lock()
+        # Triton 24.10's stub for Python 3.12 still reads a response after handing it over, and
+        # crashes when it is gone by then.
+        self._recent: deque[Any] = deque(maxlen=1024)
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="canvasrt-watch", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                check_parameters(json.loads(request.parameters() or "{}"), self._name)
+            except CanvasError as error:
+                sender.send(error_response(*describe(error)), flags=FINAL)
+                continue
+            # A thread a request, so that any number can wait for the stream model at once.
+            threading.Thread(target=self._answer, args=(sender, request)).start()
+
+    def finalize(self) -> None:
+        self._stopping.set()
+        self._watcher.join()
+
+    def _answer(self, sender: Any, request: Any) -> None:
+        call = uuid.uuid4().hex
+        with self._lock:
+            self._open[call] = sender
+        try:
+            response = self._ask(call, request.inputs())
+        except Exception as error:
+            response = error_response(*describe(error))
+        with self._lock:
+            del self._open[call]
+        sender.send(response, flags=FINAL)
+
+    def _ask(self, call: str, inputs: list[Any]) -> Any:
+        """The stream model's final event as this model's response."""
+        request = pb_utils.InferenceRequest(
+            model_name=STREAM_MODEL,
+            requested_output_names=["event", *self._outputs],
+            inputs=inputs,
+            parameters={CALL: call},
+        )
+        tensors: dict[str, Any] = {}
+        for response in request.exec(decoupled=True):
+            self._recent.append(response)
+            if response.has_error():
+                return pb_utils.InferenceResponse(error=response.error())
+            tensors = {each.name(): each for each in response.output_tensors()} or tensors
+        if not tensors:
+            return error_response("CANCELLED", "the request was cancelled")
+        if tensors["event"].as_numpy()[0] == ERROR_EVENT.encode():
+            return error_response(**json.loads(tensors["text"].as_numpy()[0]))
+        return pb_utils.InferenceResponse([tensors[name] for name in self._outputs])
+
+    def _watch(self) -> None:
+        """Tells the stream model which callers have gone: a call between models does not pass it on."""
+        while not self._stopping.wait(CANCEL_INTERVAL):
+            with self._lock:
+                gone = {call for call, sender in self._open.items() if sender.is_cancelled()}
+            for call in gone:
+                request = pb_utils.InferenceRequest(
+                    model_name=STREAM_MODEL,
+                    requested_output_names=["event"],
+                    inputs=[],
+                    parameters={CANCEL: call},
+                )
+                self._recent.extend(request.exec(decoupled=True))
+
+
+def _number(variable: str) -> int | None:
+    """A number from the environment."""
+    value = os.environ.get(variable, "")
+    if value and not value.isdecimal():
+        raise CanvasError(f"{variable} is {value!r}", "give a number, or unset it")
+    return int(value) if value else None
+
+
+def _context(most: int) -> int:
+    """The most tokens of a request: what the engines were built for, or less."""
+    asked = _number(MAX_MODEL_LEN_VARIABLE)
+    if asked is not None and asked > most:
+        raise CanvasError(
+            f"the longest context is to be {asked} tokens, and the engines take {most}",
+            f"give at most {most}, or build engines with a larger --max-context",
+        )
+    return most if asked is None else asked
+
+
+def describe(error: Exception) -> tuple[str, str]:
+    """Triton's name for the kind of error, and a message that says the way out."""
+    if isinstance(error, CanvasError):
+        code = "UNAVAILABLE" if isinstance(error, Overloaded) else "INVALID_ARG"
+        return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
+    return "INTERNAL", f"{type(error).__name__}: {error}"
+
+
+def error_response(code: str, message: str) -> Any:
+    """An error reply."""
+    codes = pb_utils.TritonError
+    return pb_utils.InferenceResponse(
+        error=pb_utils.TritonError(message, getattr(codes, code, codes.INTERNAL))
+    )

@@ -1,0 +1,72 @@
+"""The generator's counters on Triton's metrics endpoint."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.passes import Counters
+
+INTERVAL = 0.25  # seconds; every change of a metric is a call to the server's process
+GAUGES = {
+    "requests_in_flight": "Requests running or waiting",
+    # Triton hands requests on as they come: its own pending count does not see them wait.
+    "requests_waiting": "Requests that wait for a place in the batch",
+    "active_canvases": "Canvases in the last denoising pass",
+}
+_COUNTED = {
+    "encode_tokens": "Tokens encoded into the KV cache",
+    "encode_seconds": "Seconds in encoding passes",
+    "denoise_passes": "Denoising passes; one serves every canvas in its batch",
+    "denoise_seconds": "Seconds in denoising passes",
+    "overflows": "Segment runs repeated because an expert's capacity was too small",
+}
+
+
+class Metrics:
+    """Gauges and counters named `canvasrt_*`. `pb_utils` is the Python backend's module."""
+
+    def __init__(self, pb_utils: Any) -> None:
+        self._families: list[Any] = []  # a metric goes when its family is collected
+        self._gauges = {
+            name: self._metric(pb_utils, name, about, "GAUGE") for name, about in GAUGES.items()
+        }
+        for gauge in self._gauges.values():
+            gauge.set(0)
+        self._counters = {
+            name: self._metric(pb_utils, f"{name}_total", about, "COUNTER")
+            for name, about in _COUNTED.items()
+        }
+        self._seen = Counters()
+        self._due = 0.0
+        self._shown = dict.fromkeys(GAUGES, 0)
+
+    def update(self, generator: Generator, in_flight: int) -> None:
+        """Reports a change of a gauge at once, since stopping waits for the requests in flight, and the
+        counters now and then, and when the work is done."""
+        values = {
+            "requests_in_flight": in_flight,
+            "requests_waiting": max(0, in_flight - generator.max_batch),
+            "active_canvases": generator.active_canvases,
+        }
+        for name, value in values.items():
+            if value != self._shown[name]:
+                self._shown[name] = value
+                self._gauges[name].set(value)
+        if not generator.idle and time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + INTERVAL
+        now = generator.model.counters
+        for name, metric in self._counters.items():
+            change = getattr(now, name) - getattr(self._seen, name)
+            if change:
+                metric.increment(change)
+                setattr(self._seen, name, getattr(now, name))
+
+    def _metric(self, pb_utils: Any, name: str, about: str, kind: str) -> Any:
+        family = pb_utils.MetricFamily(
+            name=f"canvasrt_{name}", description=about, kind=getattr(pb_utils.MetricFamily, kind)
+        )
+        self._families.append(family)
+        return family.Metric(labels={})

@@ -1,0 +1,148 @@
+"""Turns one request's events into the output tensors of the stream model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from canvasrt.containers.triton.stops import StopCutter
+from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+
+
+class ReplyBuilder:
+    """Keeps what earlier events of a request said, since every reply holds all outputs.
+
+    Without a tokenizer every text is empty. `drafts` asks for the canvas after every step;
+    `only_final` leaves out everything but the result. The text ends before the first of `stops`,
+    and then `prompt`, the prompt's tokens, is part of the last reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        drafts: bool,
+        only_final: bool = False,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self._cutter = StopCutter(stops)
+        self._seed = params.seed
+        self._ends = params.eos_token_ids
+        self._drafts = drafts
+        self._only_final = only_final
+        self._steps: list[int] = []
+        self._done: list[int] = []  # the tokens of the finished blocks
+        self._given = ""
+        self._prompt = list(prompt)
+        self.ended = False
+
+    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
+        """The output tensors by name, of each reply that is wanted. `ended` is set by the last one,
+        which a stop string can bring before the generator has finished."""
+        if isinstance(event, Finished):
+            self.ended = True
+            result = event.result
+            return [] if result.finish_reason == "cancelled" else [self._result(result)]
+        if isinstance(event, Draft):
+            wanted = self._drafts and not self._only_final
+            return [self._draft(event)] if wanted else []
+        replies = [self._block(event)]
+        if self._cutter.found is not None:
+            self.ended = True
+            replies.append(self._stopped(event))
+        return replies[1:] if self._only_final else replies
+
+    def _draft(self, event: Draft) -> dict[str, np.ndarray]:
+        tokens = event.tokens.tolist()
+        return self._tensors("draft", event.block, event.step, self._text(tokens), tokens)
+
+    def _block(self, event: Block) -> dict[str, np.ndarray]:
+        self._steps.append(event.steps)
+        final = event.finish is not None
+        words = self._words(event.tokens)
+        text = self._decoder.put(words, final=final) if self._decoder else ""
+        text = self._cutter.put(text, final=final)
+        self._given += text
+        tokens = list(event.tokens)
+        if self._cutter.found is not None:
+            needed = self._tokens_to_stop([*self._done, *words])
+            tokens = tokens[: max(0, needed - len(self._done))]
+        self._done += tokens
+        return self._tensors("block", event.block, event.steps, text, tokens)
+
+    def _tokens_to_stop(self, words: Sequence[int]) -> int:
+        """How many tokens it takes until the text holds the stop string that was found."""
+        assert self._cutter.found is not None
+        needed = self._given + self._cutter.found
+        low, high = 1, len(words)
+        while low < high:
+            middle = (low + high) // 2
+            if self._text(words[:middle]).startswith(needed):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _stopped(self, event: Block) -> dict[str, np.ndarray]:
+        """The last reply of an answer that a stop string has ended."""
+        return self._tensors(
+            "final", event.block, event.steps, self._given, self._done, self._prompt, "stop"
+        )
+
+    def _result(self, result: Result) -> dict[str, np.ndarray]:
+        self._steps = list(result.steps)
+        last = len(result.steps) - 1
+        return self._tensors(
+            "final",
+            last,
+            result.steps[last],
+            self._text(result.token_ids),
+            result.token_ids,
+            result.prompt_token_ids,
+            result.finish_reason,
+        )
+
+    def _words(self, tokens: Sequence[int]) -> Sequence[int]:
+        """What comes before the end of the sequence: the token that ends it may have a spelling."""
+        ends = (index for index, token in enumerate(tokens) if token in self._ends)
+        return tokens[: next(ends, len(tokens))]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(self._words(tokens)) if self._tokenizer else ""
+
+    def _tensors(
+        self,
+        event: str,
+        block: int,
+        step: int,
+        text: str,
+        tokens: Sequence[int],
+        prompt: Sequence[int] = (),
+        finish: str = "",
+    ) -> dict[str, np.ndarray]:
+        return {
+            "event": _bytes(event),
+            "block": _ints([block]),
+            "step": _ints([step]),
+            "text": _bytes(text),
+            "token_ids": _ints(tokens),
+            "prompt_token_ids": _ints(prompt),
+            "finish_reason": _bytes(finish),
+            "steps": _ints(self._steps),
+            "seed": np.array([self._seed], np.uint64),
+        }
+
+
+def _ints(values: Sequence[Any]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.array([text.encode()], object)

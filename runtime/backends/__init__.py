@@ -1,0 +1,1 @@
+"""What runs engines: ONNX Runtime, TensorRT and TensorRT-RTX."""

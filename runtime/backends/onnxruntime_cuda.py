@@ -1,0 +1,197 @@
+"""ONNX Runtime's CUDA provider: graphs as they were exported, over buffers of the GPU, with no build."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+import onnxruntime as ort
+
+from canvasrt.defaults import MAX_BATCH
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.engine import Call
+from canvasrt.runtime.profiles import Profiles
+from canvasrt.runtime.tables import host_dtype
+
+PROVIDER = "CUDAExecutionProvider"
+# ONNX's element types: the name of NumPy's or ml_dtypes' dtype, and ONNX's own number.
+ELEMENTS = {
+    "tensor(float)": ("float32", 1),
+    "tensor(float16)": ("float16", 10),
+    "tensor(bfloat16)": ("bfloat16", 16),
+    "tensor(float8e4m3fn)": ("float8_e4m3fn", 17),
+    "tensor(int64)": ("int64", 7),
+    "tensor(bool)": ("bool", 9),
+}
+# Where these run on the CPU, every pass copies what they read and write; small ones on shapes do no harm.
+HEAVY = {
+    "Attention",
+    "CumSum",
+    "GatherElements",
+    "GatherND",
+    "Gelu",
+    "MatMul",
+    "RMSNormalization",
+    "ScatterElements",
+    "Softmax",
+    "TopK",
+}
+# Bindings that are kept.
+CALLS = 256
+_INSTALL = (
+    "pip uninstall onnxruntime && pip install 'canvasrt[gpu]'; the provider needs CUDA 13 and "
+    "cuDNN 9 (pip install nvidia-cudnn-cu13 nvidia-cublas nvidia-cuda-runtime brings them)"
+)
+
+
+class OrtCudaBackend:
+    """ONNX Runtime sessions on the GPU, over one stream. What cannot run there is an error."""
+
+    def __init__(
+        self, rows_apart: bool = True, graphs: bool = False, max_batch: int = MAX_BATCH
+    ) -> None:
+        """max_batch: the requests that memory is taken for; graphs: capture repeated calls as CUDA graphs, which needs every node to be on the GPU.
+
+        Raises CanvasError when there is no GPU, or this ONNX Runtime has no CUDA provider.
+        """
+        if PROVIDER not in ort.get_available_providers():
+            raise CanvasError(
+                f"the onnxruntime {ort.__version__} that is installed has no CUDA provider: it is "
+                "the package onnxruntime, and not onnxruntime-gpu",
+                _INSTALL,
+            )
+        self.device = CudaDevice("gpu")
+        self.rows_apart = rows_apart
+        self.graphs = graphs
+        self.max_batch = max_batch
+        # Libraries that pip installed beside this package are found only when they are loaded first.
+        ort.preload_dlls()
+
+    def open_engine(self, name: str, file: Path, profiles: Any) -> OrtCudaEngine:
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        provider = {
+            "device_id": "0",
+            "user_compute_stream": str(self.device.stream),
+            "enable_cuda_graph": "1" if self.graphs else "0",
+            # The arena would otherwise double what it takes.
+            "arena_extend_strategy": "kSameAsRequested",
+        }
+        try:
+            session = ort.InferenceSession(
+                str(file), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"]
+            )
+        except Exception as error:  # its exception types share no base of their own
+            raise CanvasError(
+                f"ONNX Runtime cannot load {file} on the GPU: {str(error).splitlines()[0]}",
+                "check the bundle with `canvasrt verify`, then export it again",
+            ) from error
+        check_loaded(session.get_providers())
+        check_placed(name, on_cpu(session))
+        return OrtCudaEngine(name, session, self.max_batch, self.graphs)
+
+
+def check_loaded(providers: Iterable[str]) -> None:
+    """Refuses a session that quietly runs on the CPU, as it does when a library is missing."""
+    if PROVIDER not in providers:
+        raise CanvasError(
+            f"ONNX Runtime's CUDA provider did not load; it would run on {', '.join(providers)}",
+            _INSTALL,
+        )
+
+
+def on_cpu(session: Any) -> set[str]:
+    """The kinds of the nodes that ONNX Runtime placed on the CPU."""
+    return {
+        node.op_type
+        for part in session.get_provider_graph_assignment_info()
+        if part.ep_name == "CPUExecutionProvider"
+        for node in part.get_nodes()
+    }
+
+
+def check_placed(name: str, kinds: set[str]) -> None:
+    """Refuses a session whose large tensors would cross to the CPU and back."""
+    if heavy := sorted(kinds & HEAVY):
+        raise CanvasError(
+            f"{name}: this ONNX Runtime has no CUDA kernel for {', '.join(heavy)}",
+            "install a newer onnxruntime-gpu, or build engines with TensorRT",
+        )
+
+
+class OrtCudaEngine:
+    """One session as an engine: inputs and outputs are bound to the caller's addresses."""
+
+    def __init__(
+        self,
+        name: str,
+        session: ort.InferenceSession,
+        max_batch: int = MAX_BATCH,
+        graphs: bool = False,
+        device_type: str = "cuda",
+    ) -> None:
+        self.name = name
+        self.inputs, self._input_types = _types(session.get_inputs())
+        self.outputs, self._output_types = _types(session.get_outputs())
+        # Graphs run at every size; memory is taken for some.
+        self.profiles = Profiles([{"batch": {"min": 1, "opt": 1, "max": max_batch}}])
+        self._session, self._device_type = session, device_type
+        self._graphs = graphs
+        # Calls that repeat keep their bindings, by a number that a captured graph goes by.
+        self._bound: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+    def prepare(self) -> None:
+        """Sessions take their memory when they run."""
+
+    def launch(self, call: Call) -> None:
+        number, binding = self._binding(call)
+        options = ort.RunOptions()
+        # The caller waits for the stream itself.
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        if self._graphs:
+            options.add_run_config_entry("gpu_graph_id", str(number))
+        try:
+            self._session.run_with_iobinding(binding, options)
+        except Exception as error:
+            raise CanvasError(
+                f"{self.name}: ONNX Runtime failed: {str(error).splitlines()[0]}",
+                "the GPU's memory may be full: give a smaller --max-context",
+            ) from error
+
+    def _binding(self, call: Call) -> tuple[int, Any]:
+        """The call's binding, and the number of its graph: -1 where it is not to be captured."""
+        if not call.repeats:
+            return -1, self._bind(call)
+        known = self._bound.get(call.key)
+        if known is None:
+            if len(self._bound) >= CALLS and not self._graphs:
+                self._bound.clear()
+            known = (len(self._bound) + 1, self._bind(call))
+            self._bound[call.key] = known
+        return known
+
+    def _bind(self, call: Call) -> Any:
+        binding = self._session.io_binding()
+        for types, bind in (
+            (self._input_types, binding.bind_input),
+            (self._output_types, binding.bind_output),
+        ):
+            for name, number in types.items():
+                shape, address = call.shapes[name], call.addresses[name]
+                bind(name, self._device_type, 0, number, shape, address)
+        return binding
+
+
+def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
+    """The dtypes of inputs or outputs, and ONNX's numbers of them, by name."""
+    found = {value.name: ELEMENTS[value.type] for value in values}
+    dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
+    return dtypes, {name: number for name, (_, number) in found.items()}

@@ -1,0 +1,317 @@
+"""TensorRT-RTX and TensorRT: engines over a GPU's memory, one API under two names."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
+from canvasrt.machine import BUILDER_MODULES
+from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.engine import Call
+from canvasrt.runtime.profiles import Profiles
+from canvasrt.runtime.tables import host_dtype
+
+_log = logging.getLogger(__name__)
+
+# TensorRT's data types by the names of NumPy's and ml_dtypes'.
+DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "FP8": "float8_e4m3fn",
+    "INT8": "int8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+    "UINT8": "uint8",
+}
+# Captured graphs an engine. Each has a context of its own, as NVIDIA's documentation asks.
+GRAPHS = 16
+
+
+def check_target(
+    target: Mapping[str, Any], version: str, capability: tuple[int, int], machine: str
+) -> None:
+    """Refuses engines of another builder version, GPU or architecture; both sides are named.
+
+    target: the manifest's; version, capability and machine: those of here.
+    """
+    again = f"build it again: `canvasrt build ... --target {target['name']}`"
+    if target["builder_version"] != version:
+        raise CanvasError(
+            f"the engines were built by {target['backend']} {target['builder_version']}, and "
+            f"{version} is installed here",
+            f"{again}, or install {target['backend']}=={target['builder_version']}",
+        )
+    here = ".".join(map(str, capability))
+    if target["compute_capability"] != here:
+        raise CanvasError(
+            f"the engines were built for {target['name']}, compute capability "
+            f"{target['compute_capability']}, and the GPU here has {here}",
+            "build for this GPU: `canvasrt targets` lists the names",
+        )
+    # TensorRT-RTX's engines are made anywhere; whether TensorRT's run on another architecture is not documented.
+    built_on = target.get("built_on", machine)
+    if target["backend"] == "tensorrt" and built_on != machine:
+        raise CanvasError(
+            f"the engines were built on {built_on}, and this machine is {machine}", again
+        )
+
+
+class TensorRTBackend:
+    """Opens engines with the module that built them. Contexts share one piece of memory for activations."""
+
+    def __init__(
+        self,
+        target: Mapping[str, Any],
+        rows_apart: bool = True,
+        module: Any = None,
+        device: CudaDevice | None = None,
+    ) -> None:
+        """target: the manifest's; rows_apart: a request a pass, so that what shares a batch cannot change
+        the last bits of its results; module and device: in place of the target's module and the first GPU.
+
+        Raises CanvasError when the module or the GPU is missing, or the engines are not for them.
+        """
+        name, extra = BUILDER_MODULES[target["backend"]]
+        self.module = module or require(name, extra)
+        try:
+            self.device = device or CudaDevice(extra)
+        except CanvasError as error:
+            raise CanvasError(
+                f"the bundle was built for {target['name']}: {error}", error.hint
+            ) from None
+        capability = self.device.capability
+        check_target(target, self.module.__version__, capability, platform.machine())
+        self.rows_apart = rows_apart
+        self.logger = _Logger.make(self.module)
+        self.runtime = self.module.Runtime(self.logger)
+        self.engines: list[TensorRTEngine] = []
+        self._activations: tuple[int, int] | None = None
+        self._compiled: Any = None
+
+    def open_engine(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
+        # Mapped: an engine may be as large as the machine's memory.
+        engine = self.runtime.deserialize_cuda_engine(np.memmap(file, np.uint8, "r"))
+        if engine is None:
+            raise CanvasError(
+                f"{file} cannot be loaded: {self.logger.last}",
+                "check the bundle with `canvasrt verify`, then build it again",
+            )
+        opened = TensorRTEngine(self, name, engine, Profiles(profiles))
+        self.engines.append(opened)
+        return opened
+
+    def activations(self) -> tuple[int, int]:
+        """Address and size of the memory for activations: engines run one after another and share it."""
+        if self._activations is None:
+            size = max(engine.activation_bytes for engine in self.engines)
+            self._activations = (self.device.allocate(size), size)
+        return self._activations
+
+    def compiled(self, config: Any) -> Any:
+        """TensorRT-RTX's cache of kernels, which all contexts share: each would compile its own otherwise."""
+        if self._compiled is None:
+            self._compiled = config.create_runtime_cache()
+        return self._compiled
+
+
+class TensorRTEngine:
+    """One engine. Calls that repeat are replayed from CUDA graphs.
+
+    TensorRT-RTX captures by itself when it is told to. With TensorRT a call that comes a second time gets a context of
+    its own, which NVIDIA's documentation asks for a captured graph, and is captured when it comes a third time.
+    """
+
+    def __init__(
+        self, backend: TensorRTBackend, name: str, engine: Any, profiles: Profiles
+    ) -> None:
+        self.name = name
+        self.profiles = profiles
+        self._backend, self._engine = backend, engine
+        self.inputs: dict[str, np.dtype] = {}
+        self.outputs: dict[str, np.dtype] = {}
+        for index in range(engine.num_io_tensors):
+            tensor = engine.get_tensor_name(index)
+            dtype = host_dtype(DTYPES[engine.get_tensor_dtype(tensor).name])
+            is_input = engine.get_tensor_mode(tensor) == backend.module.TensorIOMode.INPUT
+            (self.inputs if is_input else self.outputs)[tensor] = dtype
+        self.activation_bytes = int(engine.device_memory_size_v2)
+        self._captures_itself = hasattr(backend.module, "CudaGraphStrategy")
+        self._contexts: dict[tuple[int, bool], _Context] = {}
+        # Calls that came before: None after the first time.
+        self._known: OrderedDict[tuple[Any, ...], _Captured | None] = OrderedDict()
+
+    def prepare(self) -> None:
+        self._backend.activations()
+        self._context(0, repeats=False)
+
+    def launch(self, call: Call) -> None:
+        profile = self.profiles.pick(call.dims)
+        if profile is None:
+            raise CanvasError(
+                f"{self.name} has no profile for {dict(call.dims)}",
+                "build with a larger --max-context or --max-batch, or ask for less",
+            )
+        if call.repeats and not self._captures_itself:
+            self._replay(profile, call)
+        else:
+            self._context(profile, call.repeats).run(call)
+
+    def _replay(self, profile: int, call: Call) -> None:
+        key = call.key
+        if key not in self._known:
+            self._known[key] = None
+            self._forget()
+            self._context(profile, repeats=False).run(call)
+            return
+        self._known.move_to_end(key)
+        captured = self._known[key]
+        if captured is None:
+            self._known[key] = captured = _Captured(self._new_context(profile, False))
+            captured.context.run(call)  # what a first run sets up cannot be captured
+        else:
+            captured.run(call, self._backend.device)
+
+    def _forget(self) -> None:
+        """Drops the call that was least lately used, when there are many."""
+        if len(self._known) <= GRAPHS:
+            return
+        _, captured = self._known.popitem(last=False)
+        if captured is None:
+            return
+        # Its context ends here too, which no queued work may use any more.
+        self._backend.device.synchronize()
+        if captured.graph is not None:
+            self._backend.device.forget(captured.graph)
+
+    def _context(self, profile: int, repeats: bool) -> _Context:
+        key = (profile, repeats and self._captures_itself)
+        if key not in self._contexts:
+            self._contexts[key] = self._new_context(*key)
+        return self._contexts[key]
+
+    def _new_context(self, profile: int, captures: bool) -> _Context:
+        trt, device = self._backend.module, self._backend.device
+        own = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._captures_itself:
+            config = self._engine.create_runtime_config()
+            config.set_execution_context_allocation_strategy(own)
+            strategy = trt.CudaGraphStrategy
+            config.cuda_graph_strategy = (
+                strategy.WHOLE_GRAPH_CAPTURE if captures else strategy.DISABLED
+            )
+            # LAZY would change kernels, and with them last bits, while a request runs.
+            kernels = trt.DynamicShapesKernelSpecializationStrategy
+            config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
+            compiled = self._backend.compiled(config)
+            if compiled is not None:
+                config.set_runtime_cache(compiled)
+            context = self._engine.create_execution_context(config)
+        else:
+            compiled = None
+            context = self._engine.create_execution_context(own)
+        if context is None:
+            raise CanvasError(
+                f"{self.name} gives no execution context: {self._backend.logger.last}",
+                "the GPU's memory may be full: build with a smaller --max-context or --max-batch",
+            )
+        if not context.set_optimization_profile_async(profile, device.stream):
+            raise CanvasError(
+                f"{self.name} has no profile {profile}: {self._backend.logger.last}",
+                "build the bundle again with this version",
+            )
+        context.set_device_memory(*self._backend.activations())
+        return _Context(self, context, device, compiled)
+
+    def refused(self, what: str) -> CanvasError:
+        """The error for a call that TensorRT did not take."""
+        return CanvasError(
+            f"{self.name}: TensorRT refused {what}: {self._backend.logger.last}",
+            "check the bundle with `canvasrt verify`, then build it again",
+        )
+
+
+class _Context:
+    """An execution context, told only what has changed since the call before."""
+
+    def __init__(
+        self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
+    ) -> None:
+        """compiled: the cache of kernels that the context was made with, which has to outlive it."""
+        self._engine, self._context, self._device = engine, context, device
+        self._compiled = compiled
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+
+    def run(self, call: Call) -> None:
+        for name in self._engine.inputs:
+            shape = call.shapes[name]
+            if self._shapes.get(name) != shape:
+                if not self._context.set_input_shape(name, shape):
+                    raise self._engine.refused(f"shape {list(shape)} for {name}")
+                self._shapes[name] = shape
+        for name in (*self._engine.inputs, *self._engine.outputs):
+            address = call.addresses[name]
+            if self._addresses.get(name) != address:
+                if not self._context.set_tensor_address(name, address):
+                    raise self._engine.refused(f"the address of {name}")
+                self._addresses[name] = address
+        self.enqueue()
+
+    def enqueue(self) -> None:
+        """Queues the call that was set before."""
+        if not self._context.execute_async_v3(self._device.stream):
+            raise self._engine.refused("to run")
+
+
+@dataclass
+class _Captured:
+    """A call that came before: its own context, and its graph once it was captured.
+
+    `fits`: whether it can be; otherwise it runs as any other call.
+    """
+
+    context: _Context
+    graph: int | None = None
+    fits: bool = True
+
+    def run(self, call: Call, device: CudaDevice) -> None:
+        if self.graph is None and self.fits:
+            try:
+                self.graph = device.capture(self.context.enqueue)
+            except CanvasError as error:
+                _log.warning("runs without a CUDA graph: %s", error)
+                self.fits = False
+        if self.graph is None:
+            self.context.run(call)
+        else:
+            device.replay(self.graph)
+
+
+class _Logger:
+    """TensorRT's log, of which the last error is kept."""
+
+    @staticmethod
+    def make(trt: ModuleType) -> Any:
+        class Lines(trt.ILogger):  # type: ignore[name-defined, misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.last = "it did not say why"
+
+            def log(self, severity: Any, message: str) -> None:
+                _log.debug("%s: %s", severity.name, message)
+                if severity <= trt.ILogger.ERROR:
+                    self.last = " ".join(message.split())
+
+        return Lines()

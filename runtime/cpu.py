@@ -1,0 +1,187 @@
+"""A model over arrays of the host: segments that map them to others, with a cache a request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.runtime.capacity import Capacity, rounded
+from canvasrt.runtime.engine import Arrays, Backend, Segment
+from canvasrt.runtime.kv_cache import PastBatch, RequestCache
+from canvasrt.runtime.model import Input, Model
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
+from canvasrt.runtime.tables import map_table
+from canvasrt.runtime.tables import max_context as context_limit
+
+Batch = TypeVar("Batch")
+Output = TypeVar("Output")
+
+
+@dataclass
+class Row:
+    """What the model keeps for one request: its cache, and what its experts' loads have been."""
+
+    cache: RequestCache
+    past: PastBatch = field(default_factory=PastBatch)
+    capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Body:
+    """One body segment and the layers that it holds."""
+
+    segment: Segment
+    layers: tuple[int, ...]
+
+
+class HostModel(Model):
+    """The segments of one bundle. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sampler: SamplerDefaults,
+        bodies: Sequence[Body],
+        head: Segment,
+        table: np.ndarray,
+        max_context: int,
+        rows_apart: bool,
+        max_workers: int = 1,
+        bundle: Bundle | None = None,
+    ) -> None:
+        super().__init__(config, sampler, table, max_context, rows_apart, bundle)
+        self._bodies = tuple(bodies)
+        self._head = head
+        self._past = PastBatch()
+        self._pool = ThreadPoolExecutor(max_workers, "canvasrt") if max_workers > 1 else None
+        self._counting = threading.Lock()
+
+    @classmethod
+    def open(cls, bundle: Bundle, backend: Backend) -> HostModel:
+        """Opens every segment of a bundle that this backend runs."""
+        manifest = bundle.manifest
+        opened = {
+            entry["name"]: backend.open(entry["name"], bundle.file(entry["file"]))
+            for entry in manifest.segments
+            if entry["name"] != "vision"
+        }
+        bodies = [
+            Body(opened[entry["name"]], tuple(entry["layers"]))
+            for entry in manifest.segments
+            if "layers" in entry
+        ]
+        return cls(
+            manifest.model,
+            manifest.sampler,
+            bodies,
+            opened["head"],
+            map_table(bundle),
+            context_limit(manifest),
+            backend.rows_apart,
+            backend.max_workers,
+            bundle,
+        )
+
+    def new_row(self) -> Row:
+        return Row(RequestCache(self.config))
+
+    def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
+        if self.rows_apart:
+            return [[item] for item in inputs]
+        return [inputs] if inputs else []
+
+    def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
+        # Passes side by side where there are several workers; they share no state.
+        if self._pool is None or len(batches) < 2:
+            return [run(batch) for batch in batches]
+        return list(self._pool.map(run, batches))
+
+    def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
+        counts = [len(item.tokens) for item in batch]
+        tokens = np.full((len(batch), max(counts)), self.config.pad_token_id, np.int64)
+        positions = np.full(tokens.shape, -1, np.int64)
+        for index, (item, count) in enumerate(zip(batch, counts, strict=True)):
+            tokens[index, :count] = item.tokens
+            begin = item.row.cache.length
+            positions[index, :count] = np.arange(begin, begin + count)
+        rows = [item.row for item in batch]
+        feeds = self._feeds(rows, positions, causal=True)
+        hidden = self.embed(tokens)
+        for body in self._bodies:
+            out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
+            hidden = out["hidden_out"]
+            for layer in body.layers:
+                keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
+                for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                    here = slice(index, index + 1)
+                    row.cache.append(layer, keys[here, :, :count], values[here, :, :count])
+        for row, count in zip(rows, counts, strict=True):
+            row.cache.advance(count)
+
+    def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
+        length = self.canvas_length
+        rows = [item.row for item in batch]
+        begin = np.array([row.cache.length for row in rows], np.int64)
+        positions = begin[:, None] + np.arange(length, dtype=np.int64)
+        feeds = self._feeds(rows, positions, causal=False)
+        hidden = _stack([item.hidden for item in batch])
+        for body in self._bodies:
+            tokens = positions.size
+            hidden = self._run_body(body, feeds | {"hidden": hidden}, rows, "denoise", tokens)[
+                "hidden_out"
+            ]
+        out = self._head.run(
+            {
+                "hidden": hidden,
+                "temperature": np.array([item.temperature for item in batch], np.float32),
+                "entropy_bound": np.array([item.entropy_bound for item in batch], np.float32),
+                "uniforms": _stack([item.uniforms for item in batch]),
+                "noise": _stack([item.noise for item in batch]),
+            }
+        )
+        names = ("canvas", "argmax", "entropy", "accepted", "next_hidden")
+        return [DenoiseOutput(*(out[name][i] for name in names)) for i in range(len(batch))]
+
+    def _feeds(self, rows: Sequence[Row], positions: np.ndarray, causal: bool) -> Arrays:
+        past = rows[0].past if len(rows) == 1 else self._past
+        return past.feeds([row.cache for row in rows]) | {
+            "positions": positions,
+            "groups": np.full(positions.shape, -1, np.int64),
+            "causal": np.full(len(rows), causal),
+        }
+
+    def _run_body(
+        self, body: Body, feeds: Arrays, rows: Sequence[Row], phase: str, tokens: int
+    ) -> Arrays:
+        """Runs a segment, and again with more room while an expert is given more than its capacity."""
+        segment = body.segment
+        fed = {name: feeds[name] for name in segment.inputs if name != "slots"}
+        wanted = None if phase == "encode" else ("hidden_out", "load")
+        learned = [
+            row.capacities.setdefault((segment.name, phase), Capacity(self.config)) for row in rows
+        ]
+        capacity = max(each.choose(tokens) for each in learned)
+        while True:
+            fed["slots"] = np.arange(capacity, dtype=np.int64)
+            out = segment.run(fed, wanted)
+            over = out["load"][out["load"] > capacity]
+            if not over.size:
+                break
+            # Only the first overflowing layer's load can be relied on; the later ones saw its result.
+            with self._counting:
+                self.counters.overflows += 1
+            capacity = rounded(int(over[0]) * 1.1, tokens)
+        for each in learned:
+            each.record(int(out["load"].max()), tokens)
+        return out
+
+
+def _stack(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0][None] if len(arrays) == 1 else np.stack(arrays)

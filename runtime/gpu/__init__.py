@@ -1,0 +1,1 @@
+"""A model whose state stays in the GPU's memory."""

@@ -1,0 +1,87 @@
+"""The launches of a pass: for each engine, the shapes of its tensors and where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.runtime.engine import Call
+from canvasrt.runtime.gpu.slots import DeviceRow
+from canvasrt.runtime.gpu.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over `batch` neighbouring slots from `first` on, of which only those of `rows` take part."""
+
+    phase: str
+    first: int
+    batch: int
+    length: int
+    tokens: int  # without padding
+    rows: tuple[DeviceRow, ...]
+
+    def index(self, row: DeviceRow) -> int:
+        """A row's place in the batch."""
+        assert row.slot is not None
+        return row.slot - self.first
+
+
+def body_call(
+    space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int
+) -> Call:
+    """A body segment's launch."""
+    stage, cache = space.stages[number], space.cache
+    tokens = (this.batch, this.length)
+    states = (*tokens, config.hidden_size)
+    held = {kind: cache.past[kind].width for kind in cache.past}
+    held = {k: w for k, w in held.items() if f"past_positions_{k}" in stage.engine.inputs}
+    tensors = {
+        "hidden": (states, space.hidden[number]),
+        "positions": (tokens, space.given.address("positions")),
+        "groups": (tokens, space.groups),
+        "causal": ((this.batch,), space.causal[this.phase]),
+        "slots": ((capacity,), space.slots),
+        "hidden_out": (states, space.hidden[number + 1]),
+        "load": ((len(stage.layers),), space.results.address(f"load_{number}")),
+    }
+    for kind, width in held.items():
+        places = ((this.batch, width), cache.past[kind].positions)
+        tensors[f"past_positions_{kind}"] = places
+    for layer in stage.layers:
+        each = config.layers[layer]
+        past = (this.batch, each.num_kv_heads, held[each.kind], each.head_dim)
+        new = (this.batch, each.num_kv_heads, this.length, each.head_dim)
+        keys, values = space.new(this.phase, layer)
+        tensors[f"past_key_{layer}"] = (past, cache.key(layer, this.first))
+        tensors[f"past_value_{layer}"] = (past, cache.value(layer, this.first))
+        tensors[f"new_key_{layer}"] = (new, keys)
+        tensors[f"new_value_{layer}"] = (new, values)
+    dims = {"batch": this.batch, "length": this.length, "capacity": capacity}
+    dims |= {f"past_{kind}": width for kind, width in held.items()}
+    return _call(dims, tensors, this.phase == "denoise")
+
+
+def head_call(space: Workspace, config: ModelConfig, this: Pass) -> Call:
+    """The head's launch."""
+    tokens = (this.batch, this.length)
+    states = (*tokens, config.hidden_size)
+    tensors = {
+        "hidden": (states, space.hidden[-1]),
+        "temperature": ((this.batch,), space.given.address("temperature")),
+        "entropy_bound": ((this.batch,), space.given.address("entropy_bound")),
+        "uniforms": (tokens, space.given.address("uniforms")),
+        "noise": (tokens, space.given.address("noise")),
+        "next_hidden": (states, space.next_hidden),
+    }
+    for name in ("canvas", "argmax", "entropy", "accepted"):
+        tensors[name] = (tokens, space.results.address(name))
+    return _call({"batch": this.batch, "length": this.length}, tensors, repeats=True)
+
+
+def _call(
+    dims: dict[str, int], tensors: dict[str, tuple[tuple[int, ...], int]], repeats: bool
+) -> Call:
+    shapes = {name: shape for name, (shape, _) in tensors.items()}
+    addresses = {name: address for name, (_, address) in tensors.items()}
+    return Call(dims, shapes, addresses, repeats)

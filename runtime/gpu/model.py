@@ -1,0 +1,344 @@
+"""A model whose caches and hidden states stay in a device's memory: TensorRT, or ONNX Runtime on CUDA.
+
+All memory is taken at load, at the largest sizes that the engines' profiles allow, and every call writes in place.
+Only what the host needs of a canvas crosses: tokens, entropies, and which positions were kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.defaults import ENCODE_TOKENS, PREFILL_CHUNK
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.capacity import Capacity, stepped
+from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
+from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
+from canvasrt.runtime.gpu.slots import DeviceRow
+from canvasrt.runtime.gpu.workspace import KINDS, Sizes, Stage, Workspace
+from canvasrt.runtime.model import Input, Model
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
+from canvasrt.runtime.tables import map_table
+from canvasrt.runtime.tables import max_context as context_limit
+
+# Idle slots between two requests of a pass: computing on them costs less than reading the weights again.
+GAP = 2
+# New keys and values of all layers are kept until an encoding pass is over: about 100 MB for 512 tokens of the
+# released model in bf16.
+# Calls that are remembered; shapes come in steps, so that there are not many.
+_CALLS = 1024
+
+
+class _TooFull(Exception):
+    """An expert was given more tokens than an engine has room for."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Hidden states that stayed on the device; `number` tells the newest of a row from older ones."""
+
+    row: DeviceRow
+    number: int
+
+
+class DeviceModel(Model):
+    """The engines of one bundle over one device's memory. Not thread-safe."""
+
+    max_batch: int
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sampler: SamplerDefaults,
+        stages: Sequence[Stage],
+        table: np.ndarray,
+        max_context: int,
+        backend: DeviceBackend,
+        bundle: Bundle | None = None,
+    ) -> None:
+        """stages: the body segments in order, then the head."""
+        super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
+        self.device = backend.device
+        self.device_name = backend.device.name
+        self.stages = tuple(stages)
+        self.prefill_chunk = min(PREFILL_CHUNK, self._largest("length"))
+        self.max_batch = self._largest("batch", length=config.canvas_length)
+        for stage in self.stages:
+            stage.engine.prepare()
+        self.workspace = Workspace(self.device, config, self.stages, self._sizes())
+        self._cache = self.workspace.cache
+        self._calls: dict[tuple[Any, ...], Call] = {}
+
+    @classmethod
+    def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
+        """Opens every engine of a bundle."""
+        manifest = bundle.manifest
+        stages = [
+            Stage(
+                backend.open_engine(
+                    entry["name"], bundle.file(entry["file"]), entry.get("profiles")
+                ),
+                tuple(entry.get("layers", ())),
+            )
+            for entry in manifest.segments
+            if entry["name"] != "vision"
+        ]
+        return cls(
+            manifest.model,
+            manifest.sampler,
+            stages,
+            map_table(bundle),
+            context_limit(manifest),
+            backend,
+            bundle,
+        )
+
+    def _largest(self, name: str, **others: int) -> int:
+        """The largest size of a dimension that every body segment has a profile for."""
+        return min(stage.engine.profiles.largest(name, others) for stage in self.stages[:-1])
+
+    def _sizes(self) -> Sizes:
+        one_row = max(self.prefill_chunk, self.canvas_length)
+        encode_tokens = max(one_row, min(ENCODE_TOKENS, self.max_batch * one_row))
+        limits = {"sliding": min(self.config.sliding_window - 1, self.max_context)}
+        limits["full"] = self.max_context
+        capacity = max(encode_tokens, self.max_batch * self.canvas_length)
+        return Sizes(
+            self.max_batch,
+            one_row,
+            encode_tokens,
+            min(capacity, self._largest("capacity")),
+            {kind: min(limits[kind], self._largest(f"past_{kind}")) for kind in KINDS},
+        )
+
+    def new_row(self) -> DeviceRow:
+        return DeviceRow()
+
+    def release(self, row: DeviceRow) -> None:
+        self._cache.release(row)
+        self._cache.narrow()
+
+    def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
+        for item in inputs:
+            self._cache.take(item.row)
+        if not self.rows_apart:
+            self._compact()
+        groups: list[list[Input]] = []
+        for item in sorted(inputs, key=lambda item: item.row.slot):
+            if groups and not self.rows_apart and self._joins(groups[-1], item):
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+        return list(groups)
+
+    def _compact(self) -> None:
+        size = self.workspace.row_bytes
+        for source, to in self._cache.compact():
+            state = self.workspace.state
+            self._copy(state + to * size, state + source * size, size)
+
+    def _joins(self, group: list[Input], item: Input) -> bool:
+        """Whether a pass that takes `group` had better take `item` too."""
+        gap = item.row.slot - group[-1].row.slot - 1
+        batch = item.row.slot - (group[0].row.slot if self._cache.aligned else 0) + 1
+        together = [*group, item]
+        if isinstance(item, EncodeInput):
+            length = max(len(each.tokens) for each in together if isinstance(each, EncodeInput))
+            if batch * length > self.workspace.encode_tokens:
+                return False
+        else:
+            length = self.canvas_length
+        dims = {"batch": batch, "length": length}
+        return gap <= GAP and all(
+            stage.engine.profiles.pick(dims) is not None for stage in self.stages[:-1]
+        )
+
+    def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
+        counts = [len(item.tokens) for item in batch]
+        this = self._pass("encode", [item.row for item in batch], max(counts), sum(counts))
+        space = self.workspace
+        tokens = np.full((this.batch, this.length), self.config.pad_token_id, np.int64)
+        positions = space.given.view("positions", this.batch, this.length)
+        positions[:] = -1
+        for item, count in zip(batch, counts, strict=True):
+            index, begin = this.index(item.row), item.row.length
+            tokens[index, :count] = item.tokens
+            positions[index, :count] = np.arange(begin, begin + count)
+        space.given.upload()
+        self.device.upload(space.hidden[0], self._as_hidden(self.embed(tokens)))
+        try:
+            self._run(this)
+        except _TooFull:
+            self._apart(batch, self._encode_pass)
+            return
+        self._cache.make_room(this.rows, counts)
+        for row, count in zip(this.rows, counts, strict=True):
+            for layer in range(len(self.config.layers)):
+                keys, values = space.new("encode", layer)
+                each = self.config.layers[layer]
+                skip = this.length * each.num_kv_heads * each.head_dim * space.itemsizes[layer]
+                skip *= this.index(row)
+                self._cache.append(row, layer, keys + skip, values + skip, this.length, count)
+            row.length, row.hidden = row.length + count, None
+
+    def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
+        length, space = self.canvas_length, self.workspace
+        rows = [item.row for item in batch]
+        this = self._pass("denoise", rows, length, length * len(rows))
+        shape = (this.batch, length)
+        given = {
+            name: space.given.view(name, *shape) for name in ("positions", "noise", "uniforms")
+        }
+        temperature = space.given.view("temperature", this.batch)
+        bound = space.given.view("entropy_bound", this.batch)
+        # Idle rows compute too, on whatever is there, and nobody reads what.
+        given["positions"][:], given["noise"][:], given["uniforms"][:] = -1, 0, 0
+        temperature[:], bound[:] = 1, 0
+        for item in batch:
+            index = this.index(item.row)
+            given["positions"][index] = np.arange(item.row.length, item.row.length + length)
+            given["noise"][index], given["uniforms"][index] = item.noise, item.uniforms
+            temperature[index], bound[index] = item.temperature, item.entropy_bound
+            self._take_hidden(item)
+        space.given.upload()
+        self._copy(
+            space.hidden[0],
+            space.state + this.first * space.row_bytes,
+            this.batch * space.row_bytes,
+        )
+        try:
+            self._run(this)
+        except _TooFull:
+            return self._apart(batch, self._denoise_pass)
+        return [self._output(this, row) for row in this.rows]
+
+    def _apart(self, batch: Sequence[Any], run: Any) -> list[Any]:
+        """Runs a batch that gives some expert too much as passes of one row; nothing has changed so far."""
+        if len(batch) == 1:
+            raise CanvasError(
+                "an expert was given more tokens of one request than the engines have room for",
+                "build the bundle again with this version",
+            )
+        results: list[Any] = []
+        for item in batch:
+            results += run([item]) or []
+        return results
+
+    def _pass(self, phase: str, rows: Sequence[DeviceRow], length: int, tokens: int) -> Pass:
+        slots = [row.slot for row in rows if row.slot is not None]
+        first = min(slots) if self._cache.aligned else 0
+        return Pass(phase, first, max(slots) - first + 1, length, tokens, tuple(rows))
+
+    def _take_hidden(self, item: DenoiseInput) -> None:
+        """Puts a row's hidden states where the pass reads them, unless they are there."""
+        if not isinstance(item.hidden, Resident):
+            address = self.workspace.state + item.row.slot * self.workspace.row_bytes
+            self.device.upload(address, self._as_hidden(item.hidden))
+        elif item.hidden != Resident(item.row, item.row.hidden):
+            raise ValueError("these hidden states are of another request or of an earlier step")
+
+    def _as_hidden(self, hidden: Hidden) -> np.ndarray:
+        return np.ascontiguousarray(hidden).astype(self.workspace.hidden_dtype)
+
+    def _output(self, this: Pass, row: DeviceRow) -> DenoiseOutput:
+        space, index = self.workspace, this.index(row)
+        here = index * space.row_bytes
+        assert row.slot is not None
+        self._copy(
+            space.state + row.slot * space.row_bytes, space.next_hidden + here, space.row_bytes
+        )
+        row.hidden = (row.hidden or 0) + 1
+        shape = (this.batch, this.length)
+        canvas, argmax, entropy, accepted = (
+            space.results.view(name, *shape)[index].copy()
+            for name in ("canvas", "argmax", "entropy", "accepted")
+        )
+        return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden))
+
+    def _run(self, this: Pass) -> None:
+        """Runs the engines one after another, and again from the first that overflowed, with more room.
+
+        The host waits once, at the end: an overflow is rare, and each stage's input is still there.
+        """
+        bodies = self.stages[:-1]
+        learned = [self._capacities(stage, this) for stage in bodies]
+        capacities = [
+            self._room(stage, this, max(each.choose(this.tokens) for each in known))
+            for stage, known in zip(bodies, learned, strict=True)
+        ]
+        begin = 0
+        self._cache.show_positions(this.first, this.batch)
+        while True:
+            for number in range(begin, len(bodies)):
+                self._launch_body(number, this, capacities[number])
+            if this.phase == "denoise":
+                self._launch_head(this)
+            self.workspace.results.download()
+            self.device.synchronize()
+            over = self._overflow(capacities)
+            if over is None:
+                break
+            begin, needed = over
+            self.counters.overflows += 1
+            capacities[begin] = self._room(bodies[begin], this, needed, strict=True)
+        for number, known in enumerate(learned):
+            for each in known:
+                each.record(int(self._load(number).max()), this.tokens)
+
+    def _capacities(self, stage: Stage, this: Pass) -> list[Capacity]:
+        key = (stage.engine.name, this.phase)
+        return [row.capacities.setdefault(key, Capacity(self.config)) for row in this.rows]
+
+    def _room(self, stage: Stage, this: Pass, wanted: int, strict: bool = False) -> int:
+        """A capacity of at least `wanted` that the engine takes; where there is none, its largest,
+        or `_TooFull` if `strict`."""
+        dims = {"batch": this.batch, "length": this.length}
+        most = min(this.tokens, stage.engine.profiles.largest("capacity", dims))
+        most = min(most, self.workspace.sizes.capacity)
+        if strict and wanted > most:
+            raise _TooFull
+        return stepped(wanted, most)
+
+    def _load(self, number: int) -> np.ndarray:
+        count = len(self.stages[number].layers)
+        return self.workspace.results.view(f"load_{number}", count)
+
+    def _overflow(self, capacities: Sequence[int]) -> tuple[int, int] | None:
+        """The first stage with an expert over its capacity, and the load of its first such layer.
+
+        Later layers, and later stages, were given what it had got wrong.
+        """
+        for number, capacity in enumerate(capacities):
+            load = self._load(number)
+            if (load > capacity).any():
+                return number, int(load[load > capacity][0])
+        return None
+
+    def _launch_body(self, number: int, this: Pass, capacity: int) -> None:
+        widths = tuple(past.width for past in self._cache.past.values())
+        key = (number, this.phase, this.first, this.batch, this.length, capacity, widths)
+        call = self._calls.get(key) or self._remember(
+            key, body_call(self.workspace, self.config, number, this, capacity)
+        )
+        self.stages[number].engine.launch(call)
+
+    def _launch_head(self, this: Pass) -> None:
+        key = ("head", this.batch)
+        call = self._calls.get(key) or self._remember(
+            key, head_call(self.workspace, self.config, this)
+        )
+        self.stages[-1].engine.launch(call)
+
+    def _remember(self, key: tuple[Any, ...], call: Call) -> Call:
+        if len(self._calls) >= _CALLS:
+            self._calls.clear()
+        self._calls[key] = call
+        return call
+
+    def _copy(self, to: int, source: int, size: int) -> None:
+        self.device.copy(Pitched(to, size), Pitched(source, size), size, 1)

@@ -1,0 +1,162 @@
+"""The memory of a model on a device, taken once, and where each tensor of a call lies in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.engine import Device, Engine
+from canvasrt.runtime.gpu.buffers import Block, aligned, constant
+from canvasrt.runtime.gpu.slots import DeviceCache
+
+KINDS = ("sliding", "full")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One engine of the chain, and the layers that it holds."""
+
+    engine: Engine
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The most of everything that memory is taken for."""
+
+    batch: int
+    row_tokens: int  # of one row of a pass
+    encode_tokens: int  # of one encoding pass, padding included
+    capacity: int
+    past: Mapping[str, int]  # a kind of layer
+
+    def denoise_tokens(self, config: ModelConfig) -> int:
+        return self.batch * config.canvas_length
+
+
+class Workspace:
+    """Every buffer of a model. `bytes` says what they take, by what they are for."""
+
+    def __init__(
+        self, device: Device, config: ModelConfig, stages: Sequence[Stage], sizes: Sizes
+    ) -> None:
+        self._config, self.stages = config, tuple(stages)
+        self.sizes = sizes
+        *bodies, head = stages
+        self.hidden_dtype = _one_dtype(bodies, head)
+        self.itemsizes = _cache_itemsizes(bodies)
+        self.row_bytes = config.canvas_length * config.hidden_size * self.hidden_dtype.itemsize
+        canvas, batch = sizes.denoise_tokens(config), sizes.batch
+        self.cache = DeviceCache(device, config, batch, dict(sizes.past), self.itemsizes)
+        # Where passes begin at the first slot, one row's may reach to the last.
+        every = batch * sizes.row_tokens
+        self.encode_tokens = sizes.encode_tokens if self.cache.aligned else every
+        tokens = max(canvas, self.encode_tokens)
+        # A slot's hidden states between steps, and what the head just wrote.
+        self.state = device.allocate(batch * self.row_bytes)
+        self.next_hidden = device.allocate(batch * self.row_bytes)
+        # Each stage's input is kept until the pass is over: it may have to run again.
+        hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
+        self.hidden = [device.allocate(hidden) for _ in stages]
+        self.given = Block(
+            device,
+            {
+                "positions": (np.int64, tokens),
+                "noise": (np.int64, canvas),
+                "uniforms": (np.float32, canvas),
+                "temperature": (np.float32, batch),
+                "entropy_bound": (np.float32, batch),
+            },
+        )
+        self.results = Block(
+            device,
+            {
+                "canvas": (np.int64, canvas),
+                "argmax": (np.int64, canvas),
+                "entropy": (np.float32, canvas),
+                "accepted": (np.bool_, canvas),
+                **{f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)},
+            },
+        )
+        self.slots = constant(device, np.arange(sizes.capacity, dtype=np.int64))
+        self.groups = constant(device, np.full(tokens, -1, np.int64))
+        self.causal = {
+            "encode": constant(device, np.ones(batch, np.bool_)),
+            "denoise": constant(device, np.zeros(batch, np.bool_)),
+        }
+        self._new, new_bytes = self._plan_new(bodies)
+        self._new_base = device.allocate(new_bytes)
+        self.bytes = {
+            "key-value cache": self.cache.bytes,
+            "hidden states": hidden * len(stages) + 2 * batch * self.row_bytes,
+            "new keys and values": new_bytes,
+            "scratch": self.cache.scratch_bytes,
+        }
+        device.synchronize()  # the constants' arrays on the host end here
+
+    def new(self, phase: str, layer: int) -> tuple[int, int]:
+        """Where a layer's new keys and values go."""
+        keys, values = self._new[phase, layer]
+        return self._new_base + keys, self._new_base + values
+
+    def _plan_new(
+        self, bodies: Sequence[Stage]
+    ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
+        """Offsets of new keys and values, and the bytes of all.
+
+        After an encoding pass every layer's are read. A denoising pass reads none, so that its stages write
+        over each other's.
+        """
+        offsets: dict[tuple[str, int], tuple[int, int]] = {}
+        total = 0
+        tokens = {
+            "encode": self.encode_tokens,
+            "denoise": self.sizes.denoise_tokens(self._config),
+        }
+        for phase, count in tokens.items():
+            end = 0
+            for body in bodies:
+                end = 0 if phase == "denoise" else end
+                for layer in body.layers:
+                    shape = self._config.layers[layer]
+                    size = aligned(
+                        shape.num_kv_heads * count * shape.head_dim * self.itemsizes[layer]
+                    )
+                    offsets[phase, layer] = (end, end + size)
+                    end += 2 * size
+                total = max(total, end)
+        return offsets, total
+
+
+def _one_dtype(bodies: Sequence[Stage], head: Stage) -> np.dtype:
+    """The dtype of hidden states, which every engine must share."""
+    dtypes = {body.engine.inputs["hidden"] for body in bodies}
+    dtypes |= {body.engine.outputs["hidden_out"] for body in bodies}
+    dtypes |= {head.engine.inputs["hidden"], head.engine.outputs["next_hidden"]}
+    if len(dtypes) > 1:
+        raise CanvasError(
+            f"the bundle's engines disagree on hidden states: {', '.join(map(str, dtypes))}",
+            "build the bundle again, from one set of graphs",
+        )
+    return dtypes.pop()
+
+
+def _cache_itemsizes(bodies: Sequence[Stage]) -> list[int]:
+    """Bytes of one cached number, a layer. New keys are copied as they are, so both must be alike."""
+    sizes: dict[int, int] = {}
+    for body in bodies:
+        for layer in body.layers:
+            found = {body.engine.inputs[f"past_{part}_{layer}"] for part in ("key", "value")}
+            found |= {body.engine.outputs[f"new_{part}_{layer}"] for part in ("key", "value")}
+            if len(found) > 1:
+                raise CanvasError(
+                    f"{body.engine.name}: layer {layer} reads and writes keys and values of "
+                    f"different dtypes: {', '.join(map(str, found))}",
+                    "export and build the bundle again",
+                )
+            sizes[layer] = found.pop().itemsize
+    return [sizes[layer] for layer in range(len(sizes))]

@@ -1,0 +1,100 @@
+"""The key-value cache: one a request, and the batches of pasts that a pass reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.runtime.engine import Arrays
+
+
+class RequestCache:
+    """Keys and values of one request's clean tokens, float32 `[1, kv_heads, kept, head_dim]` a layer.
+
+    A sliding layer keeps the last `sliding_window - 1` tokens, a full layer all of them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.length = 0
+        self._window = config.sliding_window
+        self._sliding = [layer.kind == "sliding" for layer in config.layers]
+        empty = [
+            np.zeros((1, layer.num_kv_heads, 0, layer.head_dim), np.float32)
+            for layer in config.layers
+        ]
+        self.keys = list(empty)
+        self.values = list(empty)
+
+    def kept(self, kind: str) -> int:
+        """How many tokens a layer of this kind holds."""
+        return min(self.length, self._window - 1) if kind == "sliding" else self.length
+
+    def positions(self, kind: str) -> np.ndarray:
+        """The positions of those tokens, int64 `[kept]`."""
+        return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
+
+    def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
+        """Adds one layer's new tokens, `[1, kv_heads, n, head_dim]`; `advance` follows the last layer."""
+        # Contiguous arrays of the exact size: a pass over a single request reads them uncopied.
+        self.keys[layer] = self._joined(layer, self.keys[layer], keys)
+        self.values[layer] = self._joined(layer, self.values[layer], values)
+
+    def advance(self, count: int) -> None:
+        """Counts `count` tokens as held, once every layer has them."""
+        self.length += count
+
+    def _joined(self, layer: int, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        if self._sliding[layer]:
+            keep = self._window - 1
+            new = new[:, :, max(0, new.shape[2] - keep) :]
+            old = old[:, :, max(0, old.shape[2] + new.shape[2] - keep) :]
+        return np.concatenate([old, new], axis=2)
+
+
+class PastBatch:
+    """The past inputs of a pass over some requests, padded to the longest.
+
+    They stay the same for all denoising steps of a block, so they are put together once and kept
+    until the requests or their lengths change.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[tuple[int, int], ...] = ()
+        self._caches: list[RequestCache] = []
+        self._feeds: Arrays = {}
+
+    def feeds(self, caches: Sequence[RequestCache]) -> Arrays:
+        """`past_positions_sliding|full` int64 `[B, P]` (-1 is padding) and `past_key_i`,
+        `past_value_i` float32 `[B, kv_heads, P, head_dim]` for every layer i."""
+        key = tuple((id(cache), cache.length) for cache in caches)
+        if key != self._key:
+            # Holding the caches keeps their ids from being given to new ones.
+            self._key, self._caches = key, list(caches)
+            self._feeds = _assemble(caches)
+        return self._feeds
+
+
+def _assemble(caches: Sequence[RequestCache]) -> Arrays:
+    feeds: Arrays = {}
+    for kind in ("sliding", "full"):
+        width = max(cache.kept(kind) for cache in caches)
+        positions = np.full((len(caches), width), -1, np.int64)
+        for row, cache in enumerate(caches):
+            positions[row, : cache.kept(kind)] = cache.positions(kind)
+        feeds[f"past_positions_{kind}"] = positions
+    for layer in range(len(caches[0].keys)):
+        feeds[f"past_key_{layer}"] = _padded([cache.keys[layer] for cache in caches])
+        feeds[f"past_value_{layer}"] = _padded([cache.values[layer] for cache in caches])
+    return feeds
+
+
+def _padded(arrays: list[np.ndarray]) -> np.ndarray:
+    if len(arrays) == 1:
+        return arrays[0]
+    _, heads, _, size = arrays[0].shape
+    batch = np.zeros((len(arrays), heads, max(a.shape[2] for a in arrays), size), np.float32)
+    for row, array in enumerate(arrays):
+        batch[row, :, : array.shape[2]] = array[0]
+    return batch

@@ -1,0 +1,98 @@
+"""Open a bundle: choose the backend that runs it, and load its engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from canvasrt.bundle import Manifest, load_bundle
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.runtime.cpu import HostModel
+from canvasrt.runtime.engine import Backend, DeviceBackend
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.tables import pass_work
+
+DEVICES = ("cpu", "cuda")
+
+
+def open_model(
+    path: str | Path,
+    threads: int | None = None,
+    check: bool = True,
+    backend: Backend | DeviceBackend | None = None,
+    device: str | None = None,
+    share_passes: bool = False,
+) -> Model:
+    """Load a graph or engine bundle.
+
+    threads: CPU threads (None: every core). check: verify the files' hashes first. device: `cpu` or `cuda` (None:
+    what the bundle was built for). share_passes: let requests share passes on a GPU, which is faster, but the last
+    bits of a request's results, and so its tokens, may then depend on what shares its pass. backend: runs the
+    bundle instead of the one that `device` selects.
+    Raises CanvasError for a bundle that is damaged or that this machine cannot run.
+    """
+    bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
+    backend = backend or choose(bundle.manifest, device, threads, share_passes)
+    if isinstance(backend, DeviceBackend):
+        from canvasrt.runtime.gpu.model import DeviceModel
+
+        return DeviceModel.open(bundle, backend)
+    return HostModel.open(bundle, backend)
+
+
+def choose(
+    manifest: Manifest,
+    device: str | None = None,
+    threads: int | None = None,
+    share_passes: bool = False,
+) -> Backend | DeviceBackend:
+    """The backend for a bundle; CanvasError when this machine has not what it needs.
+
+    device: None takes the device that the bundle was built for, and the CPU for plain graphs; share_passes:
+    whether requests share passes on a GPU. (On a CPU they gain nothing by it.)
+    """
+    if device not in (None, *DEVICES):
+        raise UsageError(f"unknown device {device!r}", f"devices are: {', '.join(DEVICES)}")
+    target = manifest.target or {}
+    builder = target.get("backend", "onnxruntime")
+    if builder in ("tensorrt-rtx", "tensorrt"):
+        if device == "cpu":
+            raise CanvasError(
+                f"the bundle holds engines for {target.get('name')}, which a CPU cannot run",
+                "give graphs, or build it for the target `cpu`",
+            )
+        from canvasrt.runtime.backends.tensorrt import TensorRTBackend
+
+        return TensorRTBackend(target, rows_apart=not share_passes)
+    if builder != "onnxruntime":
+        raise CanvasError(
+            f"the bundle was built for {builder}, which this version cannot run",
+            "build it again with this version",
+        )
+    if not target:
+        _check_graphs(manifest.options.get("precision", "fp32"), device)
+    if device == "cuda":
+        if target:
+            raise CanvasError(
+                "the bundle was built for the CPU: its experts have a form that suits no GPU",
+                "give the graphs that `canvasrt export` wrote, or build for the GPU",
+            )
+        from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
+
+        return OrtCudaBackend(rows_apart=not share_passes)
+    from canvasrt.runtime.backends.onnxruntime import OrtBackend
+
+    return OrtBackend(threads, pass_work(manifest.model))
+
+
+def _check_graphs(precision: str, device: str | None) -> None:
+    """Refuses graphs that are not run as they are: ONNX Runtime has no kernels for them."""
+    if precision not in ("fp32", "bf16"):
+        raise CanvasError(
+            f"the graphs are quantized to {precision}, and run as engines only",
+            "build them for a target: `canvasrt build GRAPHS --target cpu`, or that of a GPU",
+        )
+    if precision == "bf16" and device != "cuda":
+        raise CanvasError(
+            "the graphs are in bf16, which a CPU does not run",
+            "export the checkpoint with --precision fp32, or give --device cuda where there is a GPU",
+        )

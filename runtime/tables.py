@@ -1,0 +1,48 @@
+"""Facts about a bundle that every kind of model needs: its limits, its table, its dtypes, its work."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from canvasrt.bundle import Bundle, Manifest
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import MAX_CONTEXT
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
+
+
+def pass_work(config: ModelConfig) -> int:
+    """Multiply-adds by weights in one request's denoising pass."""
+    size, experts = config.hidden_size, config.top_k_experts
+    gated = 3 * size
+    weights = 2 * config.vocab_size * size + gated * config.intermediate_size
+    for layer in config.layers:
+        heads = 2 * config.num_attention_heads + 2 * layer.num_kv_heads
+        weights += size * layer.head_dim * heads
+        weights += gated * (config.intermediate_size + experts * config.moe_intermediate_size)
+    return weights * config.canvas_length
+
+
+def max_context(manifest: Manifest) -> int:
+    """The most tokens, prompt and answer, of one request."""
+    limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
+    return int(manifest.options.get("max_context") or limit)
+
+
+def map_table(bundle: Bundle) -> np.ndarray:
+    """The embedding table `[vocab_size, hidden_size]`, mapped from its file and read on demand."""
+    entry = bundle.manifest.embedding
+    if not entry:
+        raise CanvasError(
+            f"{bundle.path} carries no embedding table", "export the checkpoint again"
+        )
+    dtype = host_dtype(entry["dtype"])
+    return np.memmap(bundle.file(entry["file"]), dtype=dtype, mode="r", shape=tuple(entry["shape"]))
+
+
+def host_dtype(name: str) -> np.dtype:
+    """NumPy's dtype of that name, or ml_dtypes' where NumPy has none (bfloat16, float8_e4m3fn)."""
+    try:
+        return np.dtype(name).newbyteorder("<")
+    except TypeError:
+        return np.dtype(getattr(require("ml_dtypes", "gpu"), name))

@@ -1,0 +1,94 @@
+"""The memory estimate, against what is known of the released model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from canvasrt.build.memory import (
+    estimate,
+    expert_parameters,
+    parameters,
+    segment_bytes,
+    vision_parameters,
+)
+from canvasrt.targets import find_target
+from tests.helpers.configs import RELEASED
+
+
+def test_parameters_of_the_released_model() -> None:
+    experts = 30 * expert_parameters(RELEASED)
+    assert experts == pytest.approx(22.8e9, rel=0.01)
+    assert sum(parameters(RELEASED).values()) == pytest.approx(25.2e9, rel=0.01)
+
+
+def test_the_vision_tower_counts() -> None:
+    vision = {
+        "hidden_size": 1152,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "head_dim": 72,
+        "intermediate_size": 4304,
+    }
+    model = replace(RELEASED, vision=vision)
+    assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
+    more = estimate(model, "nvfp4", 8192, 1).weights - estimate(RELEASED, "nvfp4", 8192, 1).weights
+    assert more == 2 * vision_parameters(model)
+
+
+def test_the_released_model_needs_four_bits_on_a_24_gb_gpu() -> None:
+    memory = find_target("rtx-4090").memory or 0
+    assert estimate(RELEASED, "fp8", 8192, 1).total > memory
+    assert estimate(RELEASED, "nvfp4", 8192, 1).weights < memory
+
+
+def test_bf16_fits_an_h100_and_not_an_rtx_5090() -> None:
+    need = estimate(RELEASED, "bf16", 32_768, 4).total
+    assert need < (find_target("h100").memory or 0)
+    assert need > (find_target("rtx-5090").memory or 0)
+
+
+def test_only_full_layers_grow_with_the_context() -> None:
+    short, long = (estimate(RELEASED, "fp8", n, 1).kv_cache for n in (4096, 8192))
+    assert long - short == 5 * 2 * 2 * 512 * 4096 * 2
+    assert estimate(RELEASED, "fp8", 8192, 4).kv_cache == 4 * long
+
+
+def test_a_recipe_decides_what_each_weight_takes() -> None:
+    every = estimate(RELEASED, "nvfp4", 8192, 1).weights
+    experts = {name: "nvfp4" for name in parameters(RELEASED) if "experts" in name}
+    alone = estimate(RELEASED, "nvfp4", 8192, 1, formats=experts).weights
+    assert every < alone < estimate(RELEASED, "fp8", 8192, 1).weights
+    assert alone == pytest.approx(9 / 16 * 22.8e9 + 2 * 2.4e9, rel=0.01)
+    assert estimate(RELEASED, "bf16", 8192, 1, formats={}).weights == 2 * sum(
+        parameters(RELEASED).values()
+    )
+
+
+def test_segments_are_the_weights_cut_up() -> None:
+    cut = segment_bytes(RELEASED, "nvfp4", 6)
+    assert list(cut) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
+    assert sum(cut.values()) == sum(segment_bytes(RELEASED, "nvfp4", 30).values())
+    assert cut["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as it was seen to be
+
+
+def test_an_fp8_cache_takes_half() -> None:
+    wide, narrow = (estimate(RELEASED, "fp8", 8192, 1, kv_cache=kv) for kv in (None, "fp8"))
+    assert wide.kv_cache == 2 * narrow.kv_cache
+
+
+def test_scores_of_wide_heads_are_bounded() -> None:
+    """All heads at once would be 4.4 GB of scores alone, and as much of what softmax makes of them."""
+    need = estimate(RELEASED, "nvfp4", 32_768, 4).workspace
+    assert need < 5e9
+
+
+def test_what_passes_between_engines_counts() -> None:
+    """New keys and values of 1,024 tokens and six hidden states of 2,048; nothing of it on a CPU."""
+    need = estimate(RELEASED, "bf16", 32_768, 8)
+    new = 1024 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
+    states = (6 * 2048 + 2 * 2048) * 2816 * 2
+    assert need.buffers == new + states + 2 * 512 * 32_768 * 2
+    assert need.total == need.weights + need.kv_cache + need.workspace + need.buffers
+    assert estimate(RELEASED, "bf16", 32_768, 8, on_cpu=True).buffers == 0

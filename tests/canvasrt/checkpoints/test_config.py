@@ -1,0 +1,131 @@
+"""Reading a checkpoint's configuration: every form of it, and every way to be wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults, read_config
+from canvasrt.errors import CanvasError
+from tests.conftest import CONFIG, GENERATION_CONFIG
+
+
+def changed(**text: Any) -> dict[str, Any]:
+    config = copy.deepcopy(CONFIG)
+    config["text_config"].update(text)
+    return config
+
+
+def without(*names: str, **text: Any) -> dict[str, Any]:
+    config = changed(**text)
+    for name in names:
+        del config["text_config"][name]
+    return config
+
+
+def test_reads_sizes_layers_and_sampler(checkpoint_files: Path) -> None:
+    model, sampler = ModelConfig.from_checkpoint(checkpoint_files)
+    assert model.layers == (
+        Layer("sliding", head_dim=16, num_kv_heads=1, rope_theta=10_000.0, rope_partial=1.0),
+        Layer("full", head_dim=32, num_kv_heads=1, rope_theta=1_000_000.0, rope_partial=0.25),
+    )
+    assert (model.hidden_size, model.vocab_size, model.canvas_length) == (32, 96, 16)
+    assert model.logit_softcap == 30.0
+    assert model.eos_token_ids == (1, 7)
+    assert sampler == SamplerDefaults(
+        max_denoising_steps=12,
+        entropy_bound=0.25,
+        t_min=0.3,
+        t_max=0.9,
+        stability_threshold=2,
+        confidence_threshold=0.01,
+        max_new_tokens=256,
+    )
+
+
+def test_agrees_with_transformers_for_every_form_of_the_layer_overrides(tmp_path: Path) -> None:
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaTextConfig
+
+    given = {k: v for k, v in CONFIG["text_config"].items() if k != "per_layer_config"}
+    given |= {"num_key_value_heads": 2, "global_head_dim": 64, "num_global_key_value_heads": 1}
+    text = DiffusionGemmaTextConfig(**{k: v for k, v in given.items() if k != "model_type"})
+    DiffusionGemmaConfig(text_config=text, canvas_length=16).save_pretrained(tmp_path)
+    written, _ = ModelConfig.from_checkpoint(tmp_path)
+    older, _ = read_config({**CONFIG, "text_config": given}, None)
+    expected = [text.per_layer_config[i] for i in range(2)]
+    assert [layer.head_dim for layer in written.layers] == [e.head_dim for e in expected]
+    assert [layer.num_kv_heads for layer in written.layers] == [
+        e.num_key_value_heads for e in expected
+    ]
+    assert older.layers == written.layers
+
+
+def test_defaults_are_the_reference_s() -> None:
+    """What a config.json leaves out is what transformers would fill in."""
+    from transformers import DiffusionGemmaTextConfig
+
+    config = without("layer_types", "per_layer_config", "sliding_window", num_hidden_layers=7)
+    model, sampler = read_config(config, None)
+    reference = DiffusionGemmaTextConfig(num_hidden_layers=7, num_key_value_heads=1)
+    kinds = [f"{layer.kind}_attention" for layer in model.layers]
+    assert kinds == reference.layer_types
+    assert model.layers[-1].kind == "full"
+    assert model.layers[-1].head_dim == 512
+    assert model.sliding_window == 512
+    assert sampler == SamplerDefaults()
+
+
+def test_end_of_sequence_comes_from_the_generation_config_when_there_is_one() -> None:
+    assert read_config(CONFIG, None)[0].eos_token_ids == (1,)
+    assert read_config(CONFIG, {})[0].eos_token_ids == ()
+    assert read_config(CONFIG, {"eos_token_id": 5})[0].eos_token_ids == (5,)
+
+
+def test_survives_a_round_trip_through_json() -> None:
+    model, sampler = read_config(CONFIG, GENERATION_CONFIG)
+    assert ModelConfig.from_json(json.loads(json.dumps(model.to_json()))) == model
+    assert SamplerDefaults.from_json(json.loads(json.dumps(sampler.to_json()))) == sampler
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "llama"}, "'llama'"),
+        ({}, "None"),
+        ({"model_type": "diffusion_gemma"}, "no text_config"),
+        (changed(hidden_size="big"), "hidden_size"),
+        (changed(hidden_size=0), "hidden_size"),
+        (changed(vocab_size=None), "vocab_size"),
+        (without("num_experts"), "num_experts"),
+        (changed(hidden_activation="silu"), "hidden_activation"),
+        (changed(tie_word_embeddings=False), "tie_word_embeddings"),
+        (changed(use_bidirectional_attention="all"), "use_bidirectional_attention"),
+        (changed(attention_bias=True), "attention_bias"),
+        (changed(layer_types=["sliding_attention"]), "layer_types"),
+        (changed(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
+        (changed(per_layer_config={"1": {"sliding_window": 3}}), "sliding_window"),
+        (changed(top_k_experts=9), "top_k_experts 9 of 4"),
+        (changed(num_attention_heads=3, num_key_value_heads=2), "KV heads"),
+        (changed(eos_token_id="stop"), "eos_token_id"),
+    ],
+)
+def test_refuses_what_it_has_no_graph_for(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(CanvasError, match=said):
+        read_config(config, None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
+def test_a_broken_file_is_named(checkpoint_files: Path, name: str, content: bytes) -> None:
+    (checkpoint_files / name).write_bytes(content)
+    with pytest.raises(CanvasError, match=name):
+        ModelConfig.from_checkpoint(checkpoint_files)
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CanvasError, match=r"no config\.json"):
+        ModelConfig.from_checkpoint(tmp_path)

@@ -1,0 +1,76 @@
+"""Finding a checkpoint, and noticing that its weights are not whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from canvasrt.checkpoints import locate as checkpoints
+from canvasrt.errors import CanvasError
+
+
+def test_a_folder_is_taken_as_it_is(checkpoint_files: Path) -> None:
+    assert checkpoints.resolve(checkpoint_files) == checkpoint_files.resolve()
+
+
+def test_demo_is_the_checkpoint_inside_the_package() -> None:
+    folder = checkpoints.resolve("demo")
+    assert (folder / "config.json").is_file()
+    assert folder.parent.name == "demo"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./no/where/here", "a/b/c"])
+def test_nothing_there(name: str) -> None:
+    with pytest.raises(CanvasError, match="no checkpoint at"):
+        checkpoints.resolve(name)
+
+
+def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CanvasError, match="some/model is no folder here") as raised:
+        checkpoints.resolve("some/model")
+    assert "network" in raised.value.hint
+
+
+def test_a_file_instead_of_a_folder(checkpoint_files: Path) -> None:
+    with pytest.raises(CanvasError, match="is a file"):
+        checkpoints.resolve(checkpoint_files / "config.json")
+
+
+def test_a_folder_without_weights(checkpoint_files: Path) -> None:
+    (checkpoint_files / "model.safetensors").unlink()
+    with pytest.raises(CanvasError, match=r"no \*\.safetensors"):
+        checkpoints.resolve(checkpoint_files)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 40, -1])
+def test_truncated_weights(checkpoint_files: Path, keep: int) -> None:
+    file = checkpoint_files / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CanvasError, match=r"model\.safetensors"):
+        checkpoints.resolve(checkpoint_files)
+
+
+def test_a_file_that_the_index_names_and_is_missing(checkpoint_files: Path) -> None:
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    shutil.move(checkpoint_files / "model.safetensors", checkpoint_files / names[0])
+    index = {"weight_map": {"a": names[0], "b": names[1]}}
+    (checkpoint_files / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CanvasError, match=f"{names[1]} is missing"):
+        checkpoints.resolve(checkpoint_files)
+    shutil.copy(checkpoint_files / names[0], checkpoint_files / names[1])
+    assert checkpoints.resolve(checkpoint_files) == checkpoint_files
+
+
+def test_the_fingerprint_follows_every_file_that_matters(checkpoint_files: Path) -> None:
+    before = checkpoints.fingerprint(checkpoint_files)
+    assert set(before) == {"config.json", "generation_config.json", "model.safetensors"}
+    (checkpoint_files / "README.md").write_text("unimportant")
+    assert checkpoints.fingerprint(checkpoint_files) == before
+    (checkpoint_files / "chat_template.jinja").write_text("{{ messages }}")
+    assert checkpoints.fingerprint(checkpoint_files) != before

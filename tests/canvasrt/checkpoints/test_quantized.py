@@ -1,0 +1,103 @@
+"""What a checkpoint's configuration says about its quantization, and what is said of those that are not known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.checkpoints.quantized import Quantization, quantization_of
+from canvasrt.errors import CanvasError
+
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+_MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.45.0"}}
+
+
+def compressed(**group: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+    }
+
+
+def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        (None, None),
+        (
+            {**_MODELOPT, "quant_algo": "NVFP4", "group_size": 16},
+            Quantization("modelopt 0.45.0", "NVFP4", "nvfp4"),
+        ),
+        ({**_MODELOPT, "quant_algo": "FP8"}, Quantization("modelopt 0.45.0", "FP8", "fp8")),
+        # The key-value cache alone.
+        ({**_MODELOPT, "quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
+        (
+            {
+                **_MODELOPT,
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+            },
+            Quantization("modelopt 0.45.0", "MIXED_PRECISION", "nvfp4"),
+        ),
+        (
+            compressed(weights=_FP8, input_activations=_TOKENS),
+            Quantization("compressed-tensors", "FP8-dynamic", "fp8", static=False),
+        ),
+        (
+            compressed(weights=_FP8, input_activations=_FP8 | {"strategy": "tensor"}),
+            Quantization("compressed-tensors", "FP8", "fp8"),
+        ),
+    ],
+)
+def test_what_it_says(
+    tmp_path: Path, quantization: dict[str, Any] | None, expected: Quantization | None
+) -> None:
+    assert quantization_of(configured(tmp_path, quantization)) == expected
+
+
+def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
+    found = {"producer": {"version": "0.45.0"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(found))
+    assert quantization_of(tmp_path) == Quantization("modelopt 0.45.0", "NVFP4", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "quantized with 'gptq'"),
+        ({**_MODELOPT, "quant_algo": "W4A16_AWQ"}, "ModelOpt's 'W4A16_AWQ'"),
+        ({**_MODELOPT, "quant_algo": "NVFP4", "group_size": 32}, "NVFP4 in groups of 32"),
+        (
+            {**_MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "INT4"}},
+            "ModelOpt's 'INT4'",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "compressed-tensors' 'pack-quantized'",
+        ),
+        (compressed(weights=_FP8 | {"strategy": "block"}), "scales by 'block'"),
+        (compressed(weights=_FP8 | {"type": "int"}), "weights of int8"),
+        ({**compressed(), "config_groups": {}}, "has no config_groups"),
+    ],
+)
+def test_what_is_not_known_is_named(
+    tmp_path: Path, quantization: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CanvasError, match=message):
+        quantization_of(configured(tmp_path, quantization))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"quantization": 4}'])
+def test_broken_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hf_quant_config.json").write_text(text)
+    with pytest.raises(CanvasError, match=r"hf_quant_config\.json is damaged"):
+        quantization_of(tmp_path)

@@ -1,0 +1,264 @@
+"""The command line as users meet it: help, exit codes, and one `error:` and one `hint:` line for every failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from canvasrt.cli.app import command_names, parsed_command
+from tests.conftest import Command
+from tests.helpers.bundles import make
+
+HEAVY = ("numpy", "torch", "onnx", "onnxruntime", "tritonclient", "transformers", "tokenizers")
+HELP_SECONDS = 0.5
+CANVASRT = (sys.executable, "-m", "canvasrt")
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = f"""
+import sys, time
+from canvasrt.cli.app import run
+begin = time.process_time()
+assert run(sys.argv[1:]) == 0
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    for arguments in (["--help"], [], ["build", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+        )
+        assert done.stderr == "[]\n", arguments
+        assert "Usage: canvasrt" in done.stdout
+
+
+def test_help_answers_at_once() -> None:
+    """The best of a few tries, since other tests run beside this one; processor time, not the clock's."""
+    best = float("inf")
+    for _ in range(5):
+        begin = os.times()
+        subprocess.run([*CANVASRT, "--help"], capture_output=True, check=True)
+        end = os.times()
+        spent = (
+            end.children_user - begin.children_user + end.children_system - begin.children_system
+        )
+        best = min(best, spent)
+    assert best < HELP_SECONDS
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_every_command_argument_and_option_explains_itself(name: str) -> None:
+    found = parsed_command(name)
+    assert first_line(found.help).endswith(".")
+    for parameter in found.params:
+        text = first_line(parameter.help)
+        assert len(text) > 4, f"{name} {parameter.opts}"
+        assert text.endswith("."), f"{name} {parameter.opts}: {text}"
+
+
+def first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+def test_the_version(command: Command) -> None:
+    from canvasrt import __version__
+
+    assert command("--version").stdout == f"canvasrt {__version__}\n"
+
+
+def fails(done: subprocess.CompletedProcess[str], code: int, said: str) -> None:
+    """Check a failure: its exit code, what it says, and that it is two lines and no traceback."""
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    last = [line for line in lines if line.startswith(("error:", "hint:"))]
+    assert [line.partition(":")[0] for line in last] == ["error", "hint"], done.stderr
+    assert lines[-2:] == last
+    assert re.search(said, last[0]), last[0]
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("nothing", "'nothing'"),
+        ("--nothing", "--nothing"),
+        ("build", "CHECKPOINT_OR_GRAPHS"),
+        ("build demo", "--target"),
+        ("build demo -t cpu", "--out"),
+        ("build demo -t cpu -o out --max-batch 0", "--max-batch"),
+        ("build demo -t cpu -o out --max-context many", "--max-context"),
+        ("build demo -t gpu -o out", "unknown target 'gpu'"),
+        ("build demo -t cpu,warp -o out", "unknown target 'warp'"),
+        ("build demo -t rtx-5090 -p int1 -o out", "no precision 'int1'"),
+        ("inspect", "BUNDLE"),
+        ("verify a b", "b"),
+    ],
+)
+def test_wrong_usage_exits_with_2(line: str, said: str, command: Command, tmp_path: Path) -> None:
+    fails(command(*line.split(), cwd=tmp_path), 2, said)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("export nowhere -o out", "no checkpoint at nowhere"),
+        ("export some/model -o out", "some/model is no folder here"),
+        ("build nowhere -t cpu -o out", "no checkpoint at nowhere"),
+        ("build demo -t h200 -o out", "engines for h200 are built on its GPU"),
+        ("inspect nowhere", "no bundle at nowhere"),
+        ("inspect .", r"no manifest\.json"),
+        ("verify nowhere", "no bundle at nowhere"),
+    ],
+)
+def test_failures_exit_with_1(line: str, said: str, command: Command, tmp_path: Path) -> None:
+    fails(command(*line.split(), cwd=tmp_path), 1, said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_that_are_not_whole(command: Command, checkpoint_files: Path) -> None:
+    out = checkpoint_files.parent / "out"
+    weights = checkpoint_files / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-3])
+    fails(command("export", checkpoint_files, "-o", out), 1, "model.safetensors has")
+    weights.write_bytes(good)
+    config = checkpoint_files / "config.json"
+    good = config.read_bytes()
+    config.write_bytes(good[:40])
+    fails(command("build", checkpoint_files, "-t", "cpu", "-o", out), 1, "is damaged")
+    config.write_text('{"model_type": "llama"}')
+    fails(command("build", checkpoint_files, "-t", "cpu", "-o", out), 1, "'llama' model")
+    assert not out.exists()
+
+
+def test_an_output_folder_with_content_is_kept(command: Command, checkpoint_files: Path) -> None:
+    for name in ("export", "build"):
+        target = ["-t", "cpu"] if name == "build" else []
+        out = checkpoint_files.parent
+        fails(command(name, checkpoint_files, "-o", out, *target), 1, "is not empty")
+    assert [path.name for path in checkpoint_files.parent.iterdir()] == ["checkpoint"]
+
+
+def test_inspect_and_verify(command: Command, tmp_path: Path) -> None:
+    bundle = make(tmp_path / "b")
+    shown = command("inspect", bundle.path).stdout
+    assert bundle.manifest.digest in shown
+    assert "embedding.bin" in shown
+    assert json.loads(command("inspect", bundle.path, "--json").stdout) == bundle.manifest.data
+    checked = json.loads(command("verify", bundle.path, "--json").stdout)
+    assert checked["ok"] is True
+    assert checked["files"] == len(bundle.manifest.files)
+    bundle.file("embedding.bin").write_bytes(bytes(2048))
+    fails(command("verify", bundle.path), 1, r"embedding\.bin differs")
+    with_manifest = bundle.path / "manifest.json"
+    with_manifest.write_text(with_manifest.read_text().replace("graphs", "grapes"))
+    fails(command("inspect", bundle.path), 1, "digest disagrees")
+
+
+def test_targets_and_doctor_as_data(command: Command) -> None:
+    rows = json.loads(command("targets", "--json").stdout)
+    assert rows[0]["name"] == "cpu"
+    assert rows[0]["builds_here"] is True
+    report = json.loads(command("doctor", "--json").stdout)
+    assert {check["state"] for check in report["checks"]} <= {"ok", "gap", "info"}
+    assert all(check["fix"] for check in report["checks"] if check["state"] == "gap")
+    assert report["gaps"] == sum(check["state"] == "gap" for check in report["checks"])
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    command: Command, checkpoint_files: Path
+) -> None:
+    out = checkpoint_files.parent / "out"
+    arguments = ("build", checkpoint_files, "-t", "cpu,rtx-5090", "-o", out, "--dry-run")
+    rows = json.loads(command(*arguments, "--json").stdout)
+    assert [row["out"] for row in rows] == [str(out / "cpu"), str(out / "rtx-5090")]
+    assert rows[1]["fits"] is True
+    assert "does not" not in command(*arguments).stdout
+    assert not out.exists()
+
+
+def test_build_again_says_that_it_is_up_to_date(command: Command, tmp_path: Path) -> None:
+    arguments = ("build", "demo", "-t", "cpu", "-o", tmp_path / "out")
+    assert "built" in command(*arguments).stdout
+    assert "up to date" in command(*arguments).stdout
+    fails(command(*arguments, "--max-batch", 7), 1, "max_batch 4, now 7")
+
+
+def test_the_traceback_is_for_those_who_ask(command: Command, tmp_path: Path) -> None:
+    for arguments in (("--debug", "inspect", tmp_path), ("inspect", tmp_path, "--debug")):
+        done = command(*arguments)
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+        assert "error:" in done.stderr
+
+
+def test_a_bug_is_shown_as_one(command: Command, checkpoint_files: Path) -> None:
+    code = """
+import sys
+from canvasrt import bundle
+def broken(*args, **kwargs):
+    raise KeyError("oh")
+bundle.load_bundle = broken
+from canvasrt.cli.app import run
+sys.exit(run(["inspect", "somewhere"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    fails(done, 1, "KeyError: 'oh'")
+    assert "--debug" in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_build_leaves_nothing(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    """The signal comes while graphs are being exported, the longest part."""
+    process = subprocess.Popen(
+        [*CANVASRT, "build", "demo", "-t", "cpu", "-o", tmp_path / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "CANVASRT_CACHE": str(tmp_path / "cache")},
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("cache/graphs/.*.partial-*/*")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == code, said
+    assert "Traceback" not in said
+    left = [path for path in tmp_path.rglob("*") if path.is_file() or "partial" in path.name]
+    assert [path for path in left if path.suffix != ".lock"] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_said_in_two_lines(command: Command, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *CANVASRT]
+        + ["export", "demo", "-o", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path.parent)},
+    )
+    fails(done, 1, "no space left")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m canvasrt targets | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_is_on_the_path_of_its_environment() -> None:
+    script = Path(sys.executable).parent / "canvasrt"
+    assert script.exists() or shutil.which("canvasrt")

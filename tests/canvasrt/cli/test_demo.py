@@ -1,0 +1,98 @@
+"""`canvasrt demo`: right answers over every protocol, and nothing left, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from canvasrt.checkpoints.locate import demo_checkpoint
+from canvasrt.cli.walkthrough import QUESTIONS, Row, judge
+from canvasrt.demo.tasks import is_correct, task_of
+from canvasrt.errors import CanvasError
+from tests.helpers.serving import needs_triton
+
+needs_checkpoint = pytest.mark.skipif(
+    not (demo_checkpoint() / "config.json").exists(),
+    reason="the demo checkpoint is not in this checkout",
+)
+
+
+def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
+    """`canvasrt demo` with a scratch folder of its own."""
+    (folder / "tmp").mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "canvasrt", "demo", *options],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder / "tmp"), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def left_by(process: subprocess.Popen[str], folder: Path) -> list[str]:
+    # torch makes a cache folder there too, which is its own.
+    scratch = (folder / "tmp").glob("canvasrt*")
+    shared = Path("/dev/shm").glob(f"canvasrt-*-{process.pid}-*")
+    return [each.name for each in (*scratch, *shared)]
+
+
+@needs_triton
+@needs_checkpoint
+@pytest.mark.slow
+def test_the_demo_answers_its_questions(tmp_path: Path):
+    process = start(tmp_path, "--json", "--keep", str(tmp_path / "kept"))
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    data = json.loads(output)
+    assert [row["question"] for row in data["rows"]] == list(QUESTIONS)
+    for row in data["rows"]:
+        assert row["http"] == row["grpc"] == row["openai"]
+        assert row["right"] == is_correct(row["question"], row["http"])
+    assert data["right"] >= 6
+    assert (tmp_path / "kept" / "package" / "manifest.json").exists()
+    assert not left_by(process, tmp_path)
+
+
+@needs_triton
+@needs_checkpoint
+@pytest.mark.slow
+@pytest.mark.parametrize("during", ["exporting graphs", "asking"])
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, during: str):
+    process = start(tmp_path, CANVASRT_CACHE=str(tmp_path / "cache"))
+    assert process.stderr is not None
+    assert any(line.startswith(during) for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert not left_by(process, tmp_path)
+
+
+def test_it_asks_a_question_of_every_task():
+    from canvasrt.demo.tasks import TASKS
+
+    assert {task_of(question).name for question in QUESTIONS} == set(TASKS)
+
+
+def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> Row:
+    return Row(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
+
+
+def test_one_wrong_answer_is_forgiven_and_three_are_not():
+    rows = [row("1+1=", "2", "2", right=True)] * 7
+    judge([*rows, row("2+2=", "5", "5", right=False)])
+    with pytest.raises(CanvasError, match="3 of 8 answers are wrong"):
+        judge([*rows[:5], *[row("2+2=", "5", "5", right=False)] * 3])
+
+
+def test_answers_that_differ_between_protocols_are_never_forgiven():
+    with pytest.raises(CanvasError, match="'4' over HTTP, '5' over gRPC and '4' over the OpenAI"):
+        judge([row("2+2=", "4", "5", right=True)])
+    with pytest.raises(CanvasError, match="'4' over gRPC and '5' over the OpenAI"):
+        judge([row("2+2=", "4", "4", right=True, openai="5")])

@@ -1,0 +1,96 @@
+"""`canvasrt infer`: its output, and what it says when there is nothing to talk to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from canvasrt.containers.serve.server import Server
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.serving import Local, needs_triton
+
+pytestmark = needs_triton
+SHORT = ("--seed", "7", "--max-new-tokens", "40", "--steps", "6")
+
+
+def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "canvasrt", "infer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_it_prints_the_answer(server: Server, local: Local, protocol: str):
+    url = f"127.0.0.1:{getattr(server.ports, protocol)}"
+    options = ("--url", url, "--protocol", protocol, *SHORT)
+    expected = local("12+34=", seed=7, max_new_tokens=40, max_denoising_steps=6)
+    shown = infer("12+34=", *options)
+    data = json.loads(infer("12+34=", "--json", *options).stdout)
+    assert data["token_ids"] == expected.token_ids
+    assert shown.stdout == data["text"] + "\n"
+    ids = ",".join(map(str, expected.prompt_token_ids))
+    again = json.loads(infer("--prompt-ids", ids, "--json", *options).stdout)
+    assert again == data
+
+
+def test_it_takes_what_generate_takes(server: Server, tokenizer: Tokenizer):
+    options = ("--url", f"127.0.0.1:{server.ports.http}", "--json", "--max-new-tokens", "8")
+    raw = json.loads(infer("ab", "--raw", "--steps", "2", *options).stdout)
+    assert raw["prompt_token_ids"] == tokenizer.encode("ab")
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "ab"}]
+    told = json.loads(infer("ab", "--system", "be brief", "--steps", "2", *options).stdout)
+    assert told["prompt_token_ids"] == tokenizer.encode_chat(chat)
+
+
+def test_it_streams(server: Server):
+    options = ("--url", f"127.0.0.1:{server.ports.grpc}", "--protocol", "grpc", *SHORT)
+    answer = infer("12+34=", *options).stdout
+    assert infer("12+34=", "--stream", *options).stdout == answer
+    lines = infer("12+34=", "--drafts", "--json", *options).stdout.splitlines()
+    assert [json.loads(line)["event"] for line in lines].count("draft") == 12
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("stream", [(), ("--stream",)])
+def test_without_a_server_it_says_so(protocol: str, stream: tuple[str, ...]):
+    if protocol == "http" and stream:
+        pytest.skip("streams go over gRPC")
+    done = infer("x", "--url", "127.0.0.1:9", "--protocol", protocol, *stream)
+    _fails(done, f"no server answers {protocol} at 127.0.0.1:9", "canvasrt serve")
+
+
+def test_a_refusal_of_the_server_is_shown_with_its_hint(server: Server):
+    done = infer("x", "--url", f"127.0.0.1:{server.ports.http}", "--t-min", "3")
+    _fails(done, "the server refused the request: t_max 0.8 is below t_min 3.0", "t_max >= t_min")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (("x", "--protocol", "openai", "--drafts"), "drafts change", "grpc"),
+        (("x", "--protocol", "openai", "--url", "ftp://a"), "no address of a server", "http://"),
+        (("x", "--protocol", "smtp"), "unknown protocol 'smtp'", "grpc"),
+        (("x", "--stream"), "streams over gRPC", "--protocol grpc"),
+        ((), "there is no prompt", "--prompt-ids"),
+        (("x", "--prompt-ids", "3"), "stands for the whole prompt", "leave out"),
+        (("x", "--raw", "--system", "y"), "--raw has no place", "leave one"),
+        (("--prompt-ids", "3,x"), "not a list of token ids", "3,4,5"),
+        (("--prompt-ids", "99999999999"), "does not fit its type", "prompt_ids"),
+        (("x", "--seed", "-1"), "does not fit its type, UINT64", "seed"),
+        (("x", "--url", "https://a:1"), "scheme https", "host:port"),
+    ],
+)
+def test_what_it_refuses_itself(arguments: tuple[str, ...], error: str, hint: str):
+    _fails(infer(*arguments), error, hint)
+
+
+def _fails(done: subprocess.CompletedProcess[str], error: str, hint: str) -> None:
+    assert done.returncode == 1
+    assert done.stdout == ""
+    first, second = done.stderr.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert second.startswith("hint: ")
+    assert hint in second

@@ -1,0 +1,3 @@
+from tests.helpers.reference import demo, tiny
+
+__all__ = ["demo", "tiny"]

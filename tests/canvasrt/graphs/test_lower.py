@@ -1,0 +1,235 @@
+"""The lowered form of a quantized graph: ONNX Runtime computes what the quantized graph means, rounding for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+
+from canvasrt.bundle import Bundle
+from canvasrt.export.quantize.formats import dequantize
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.experts import DOMAIN, split_experts
+from canvasrt.graphs.lower import lower, lower_graph
+from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
+from tests.helpers import quantized as shared
+
+plain_graphs, quantized = shared.plain_graphs, shared.quantized
+
+ORACLE = {ROUND_FP8: lowbits.round_fp8, ROUND_NVFP4: lowbits.round_nvfp4}
+
+
+def session(model: Path | onnx.ModelProto) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    given = str(model) if isinstance(model, Path) else model.SerializeToString()
+    return ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+
+
+def feeds(graphs: Bundle, rows: int = 2, length: int = 7, past: int = 5) -> dict[str, np.ndarray]:
+    config = graphs.manifest.model
+    rng = np.random.default_rng(length)
+    known = np.tile(np.arange(past), (rows, 1))
+    values: dict[str, np.ndarray] = {
+        "hidden": rng.standard_normal((rows, length, config.hidden_size)).astype("f"),
+        "positions": np.tile(np.arange(past, past + length), (rows, 1)),
+        "groups": np.full((rows, length), -1),
+        "causal": np.ones(rows, bool),
+        "slots": np.arange(rows * length),
+        "past_positions_sliding": known,
+        "past_positions_full": known,
+    }
+    for i, layer in enumerate(config.layers):
+        shape = (rows, layer.num_kv_heads, past, layer.head_dim)
+        values[f"past_key_{i}"] = rng.standard_normal(shape).astype("f")
+        values[f"past_value_{i}"] = rng.standard_normal(shape).astype("f")
+    return values
+
+
+@pytest.mark.parametrize("kind", ORACLE)
+@pytest.mark.parametrize("scale", [1.0, 0.013, 1e-4])
+def test_onnx_runtime_rounds_to_the_last_bit(kind: str, scale: float) -> None:
+    """`lowbits` is held to a plain implementation of the formats in test_formats."""
+    rng = np.random.default_rng(0)
+    codes = np.arange(256, dtype=np.uint8)
+    grid = lowbits.from_e4m3(codes[codes & 127 != 127])
+    ties = np.arange(-64, 64) / 8
+    wide = rng.standard_normal(2**14) * 10 ** rng.uniform(-6, 4, 2**14)
+    x = np.concatenate([grid, np.nextafter(grid, np.float32(9)), ties, wide, np.zeros(34)])
+    x = (x.astype("f")[: len(x) // 64 * 64] * np.float32(scale)).reshape(2, -1, 32)
+    infos = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, s)
+        for n, s in (("x", x.shape), ("scale", []))
+    ]
+    graph = helper.make_graph(
+        [helper.make_node(kind, ["x", "scale"], ["y"], domain=DOMAIN)],
+        "round",
+        infos,
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, x.shape)],
+    )
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    model = ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=11))
+    for function in rounding(model.graph):
+        model.functions[function.identifier()] = function
+    (found,) = session(ir.to_proto(model)).run(None, {"x": x, "scale": np.array(scale, "f")})
+    np.testing.assert_array_equal(found, ORACLE[kind](x, scale))
+
+
+class Lowered:
+    """A lowered body, with the inputs and results of its roundings and products as outputs."""
+
+    def __init__(self, file: Path, expose: bool = True) -> None:
+        self.model = onnx.load(file, load_external_data=False)
+        graph = self.model.graph
+        self.producer = {value: node for node in graph.node for value in node.output}
+        self.rounds = [node for node in graph.node if node.domain == DOMAIN]
+        self.products = {
+            self.producer[node.input[1]].input[0]: node
+            for node in graph.node
+            if node.op_type == "MatMul" and self.kind_of(node.input[1]) == "Transpose"
+        }
+        if expose:
+            shown = [v for node in self.rounds for v in (node.input[0], node.output[0])]
+            shown += [v for node in self.products.values() for v in (node.input[0], node.output[0])]
+            known = {output.name for output in graph.output}
+            graph.output.extend(
+                helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+                for name in dict.fromkeys(shown)
+                if name not in known
+            )
+        self.file = file.with_name(f"shown_{file.name}")
+        onnx.save(self.model, self.file)
+
+    def kind_of(self, value: str) -> str | None:
+        return self.producer[value].op_type if value in self.producer else None
+
+    def run(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        ran = session(self.file)
+        names = [output.name for output in ran.get_outputs()]
+        return dict(zip(names, ran.run(names, given), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("format", "what", "weights"),
+    [
+        ("fp8", shared.BODY, "per_tensor"),
+        ("fp8", shared.BODY, "per_channel"),
+        ("nvfp4", shared.BODY, "per_tensor"),
+        ("nvfp4", shared.EXPERTS, "per_tensor"),
+    ],
+)
+def test_every_product_is_the_quantized_graph_s(
+    plain_graphs: Bundle, quantized: Callable, tmp_path: Path, format, what, weights
+) -> None:
+    made = quantized(format, what, weights)
+    lower_graph(made.file, tmp_path / "body_0.onnx")
+    body = Lowered(tmp_path / "body_0.onnx")
+    found = body.run(feeds(plain_graphs))
+    assert len(body.rounds) == len(made.packed)
+    scale = np.float32(shared.INPUT_AMAX / (448 if format == "fp8" else 6 * 448))
+    for node in body.rounds:
+        expected = ORACLE[node.op_type](found[node.input[0]], float(scale))
+        np.testing.assert_array_equal(found[node.output[0]], expected)
+        assert (expected != found[node.input[0]]).any()
+    for name, packed in made.packed.items():
+        product = body.products[name]
+        x = product.input[0]
+        before = body.producer[x].input[0] if body.kind_of(x) == "Gather" else x
+        assert body.producer[before].domain == DOMAIN, name
+        expected = found[x] @ dequantize(packed).swapaxes(-1, -2)
+        np.testing.assert_allclose(found[product.output[0]], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", ["fp8", "nvfp4"])
+def test_the_experts_can_be_split(
+    plain_graphs: Bundle, quantized: Callable, tmp_path: Path, format: str
+) -> None:
+    lower_graph(quantized(format).file, tmp_path / "body_0.onnx")
+    given = feeds(plain_graphs)
+    expected = session(tmp_path / "body_0.onnx").run(["hidden_out"], given)[0]
+    model = onnx.load(tmp_path / "body_0.onnx", load_external_data=False)
+    rounds = sum(node.domain == DOMAIN for node in model.graph.node)
+    assert split_experts(model)
+    assert sum(node.domain == DOMAIN for node in model.graph.node) == rounds
+    onnx.save(model, tmp_path / "split.onnx")
+    found = session(tmp_path / "split.onnx").run(["hidden_out"], given)[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_in_fp8_is_rounded_when_it_is_written(
+    plain_graphs: Bundle, quantized: Callable, tmp_path: Path
+) -> None:
+    lower_graph(quantized("fp8", cache=True).file, tmp_path / "rounded.onnx")
+    lower_graph(quantized("fp8").file, tmp_path / "plain.onnx")
+    given = feeds(plain_graphs)
+    rounded, plain = (
+        Lowered(tmp_path / f"{name}.onnx", expose=False).run(given) for name in ("rounded", "plain")
+    )
+    for name in ("new_key_0", "new_value_0", "new_key_1", "new_value_1"):
+        expected = lowbits.round_fp8(plain[name], shared.CACHE_SCALE)
+        assert rounded[name].dtype == np.float32
+        assert (expected != plain[name]).any()
+        if name.endswith("_0"):  # nothing before the first layer's differs
+            np.testing.assert_array_equal(rounded[name], expected)
+        np.testing.assert_array_equal(
+            lowbits.round_fp8(rounded[name], shared.CACHE_SCALE), rounded[name]
+        )
+
+
+def test_a_bf16_bundle_is_widened(plain_graphs: Bundle, tmp_path: Path) -> None:
+    """To what an export in fp32 of the same checkpoint, whose weights are bf16, computes."""
+    from canvasrt.export.graphs import export
+
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    said: list[str] = []
+    entry = lower(plain_graphs, wide, lambda what, *_: said.append(what))
+    assert len(said) == 2
+    assert entry == {**plain_graphs.manifest.embedding, "dtype": "float32"}
+    assert {path.name for path in wide.iterdir()} == {
+        name for name in plain_graphs.manifest.files if not name.startswith("tokenizer")
+    }
+    right = export(plain_graphs.path.parent / "checkpoint", tmp_path / "right", precision="fp32")
+    assert (wide / "embedding.bin").read_bytes() == right.file("embedding.bin").read_bytes()
+    given = feeds(plain_graphs)
+    found, expected = (
+        session(folder / "body_0.onnx").run(["hidden_out", "new_value_1"], given)
+        for folder in (wide, right.path)
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+    rows, length, config = 1, 16, plain_graphs.manifest.model
+    head = {
+        "hidden": given["hidden"][:1].repeat(3, axis=1)[:, :length],
+        "temperature": np.ones(rows, "f"),
+        "entropy_bound": np.ones(rows, "f"),
+        "uniforms": np.full((rows, length), 0.5, "f"),
+        "noise": np.arange(length)[None] % config.vocab_size,
+    }
+    found, expected = (
+        session(folder / "head.onnx").run(["argmax", "entropy"], head)
+        for folder in (wide, right.path)
+    )
+    assert (found[0] == expected[0]).all()
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
+    model = ir.load(wide / "body_0.onnx")
+    values = [*model.graph.initializers.values(), *model.graph.inputs, *model.graph.outputs]
+    assert all(value.dtype != ir.DataType.BFLOAT16 for value in values)
+
+
+def test_no_torch_is_needed(quantized: Callable, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from pathlib import Path; from canvasrt.graphs.lower import lower_graph;"
+        "lower_graph(Path(sys.argv[1]), Path(sys.argv[2])); assert 'torch' not in sys.modules"
+    )
+    files = [quantized("nvfp4").file, tmp_path / "body_0.onnx"]
+    subprocess.run([sys.executable, "-P", "-c", code, *map(str, files)], check=True)

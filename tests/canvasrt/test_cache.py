@@ -1,0 +1,137 @@
+"""What is kept between builds, and when it is not taken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canvasrt import hashes as memo
+from canvasrt.bundle import Bundle
+from canvasrt.cache import GraphCache, code_hash, key_of
+from canvasrt.errors import CanvasError
+from canvasrt.hashes import HashMemo, hash_files
+
+Making = tuple[Callable[[Path], None], list[Path]]
+WHAT = {"files": {"model.safetensors": "0" * 64}, "precision": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    from canvasrt.export.graphs import export
+
+    return export("demo", tmp_path_factory.mktemp("cached") / "graphs")
+
+
+@pytest.fixture
+def making(graphs: Bundle) -> Making:
+    """What makes a bundle, and where it was asked to."""
+    asked: list[Path] = []
+
+    def make(out: Path) -> None:
+        asked.append(out)
+        shutil.copytree(graphs.path, out)
+
+    return make, asked
+
+
+def test_the_same_is_made_once(making: Making, graphs: Bundle, tmp_path: Path) -> None:
+    make, asked = making
+    cache = GraphCache(tmp_path)
+    assert not cache.has(WHAT)
+    first = cache.get(WHAT, make)
+    assert first.manifest == graphs.manifest
+    assert cache.get(WHAT, make).path == first.path == tmp_path / "graphs" / key_of(WHAT)
+    assert len(asked) == 1
+    cache.get({**WHAT, "precision": "fp32"}, make)
+    assert len(asked) == 2
+
+
+def test_what_was_damaged_is_made_again(making: Making, tmp_path: Path) -> None:
+    make, asked = making
+    cache = GraphCache(tmp_path)
+    file = cache.get(WHAT, make).file("body_0.onnx")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert cache.get(WHAT, make).file("body_0.onnx").read_bytes() == content
+    assert len(asked) == 2
+
+
+def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Path) -> None:
+    make, _ = making
+
+    def late(out: Path) -> None:
+        make(out)
+        raise CanvasError(f"{out} was made by something else in the meantime")
+
+    assert GraphCache(tmp_path).get(WHAT, late).manifest.kind == "graphs"
+
+
+def test_a_change_of_the_sources_changes_the_key(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "b.py"
+    file.write_text("x = 1\n")
+    before = code_hash([tmp_path])
+    assert code_hash([tmp_path]) == before
+    file.write_text("x = 2\n")
+    assert code_hash([tmp_path]) != before
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
+    """A file that counts as large and has been there for a while, and the names that were really hashed."""
+    monkeypatch.setattr(memo, "LARGE", 100)
+    monkeypatch.setattr(memo, "_SETTLED", -(10**12))
+    hashed: list[str] = []
+
+    def noted(root: Path, names: list[str], progress: object = None) -> dict[str, str]:
+        hashed.extend(names)
+        return hash_files(root, names)
+
+    monkeypatch.setattr(memo, "hash_files", noted)
+    file = tmp_path / "weights.bin"
+    file.write_bytes(bytes(200))
+    return file, hashed
+
+
+def test_a_large_file_is_hashed_once(large: tuple[Path, list[str]], tmp_path: Path) -> None:
+    _, hashed = large
+    (tmp_path / "small").write_bytes(b"small")
+    expected = hash_files(tmp_path, ["weights.bin", "small"])
+    for _ in range(2):
+        found = HashMemo(tmp_path / "memo.json").hash_files(tmp_path, ["weights.bin", "small"])
+        assert found == expected
+    assert hashed == ["weights.bin", "small", "small"]
+
+
+def test_and_again_when_it_changed(large: tuple[Path, list[str]], tmp_path: Path) -> None:
+    file, hashed = large
+    HashMemo(tmp_path / "memo.json").hash_files(tmp_path, [file.name])
+    times = file.stat()
+    file.write_bytes(bytes(199) + b"1")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # ctime cannot be set back
+    found = HashMemo(tmp_path / "memo.json").hash_files(tmp_path, [file.name])
+    assert found == hash_files(tmp_path, [file.name])
+    assert len(hashed) == 2
+
+
+def test_a_file_of_this_moment_is_not_remembered(
+    large: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, hashed = large
+    monkeypatch.setattr(memo, "_SETTLED", 10**12)
+    for _ in range(2):
+        HashMemo(tmp_path / "memo.json").hash_files(tmp_path, [file.name])
+    assert len(hashed) == 2
+
+
+def test_a_damaged_memo_is_none(large: tuple[Path, list[str]], tmp_path: Path) -> None:
+    file, _ = large
+    (tmp_path / "memo.json").write_text("[")
+    start = time.monotonic()
+    assert HashMemo(tmp_path / "memo.json").hash_files(tmp_path, [file.name])
+    assert time.monotonic() - start < 5

@@ -1,0 +1,130 @@
+"""Building: from a real checkpoint to CPU engines, reuse, plans, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from canvasrt.build.plan import Options, plan
+from canvasrt.build.source import read_source
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.pipeline import build
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    from canvasrt.export.graphs import export
+
+    return export("demo", tmp_path_factory.mktemp("graphs") / "graphs")
+
+
+def everything_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_graphs_become_engines_that_share_their_disk_space(graphs: Bundle, tmp_path: Path) -> None:
+    engines = build(graphs.path, "cpu", tmp_path / "engines", Options(max_context=128, max_batch=2))
+    manifest = load_bundle(engines.path, kind="engines").manifest
+    bodies = {entry["file"] for entry in manifest.segments if "layers" in entry}
+    for name, entry in graphs.manifest.files.items():
+        assert (manifest.files[name] == entry) == (name not in bodies)
+    assert manifest.segments == graphs.manifest.segments
+    assert manifest.target == {"name": "cpu", "backend": "onnxruntime"}
+    assert manifest.options["max_context"] == 128
+    assert manifest.options["max_batch"] == 2
+    assert manifest.made_from["source"] == {"kind": "graphs", "digest": graphs.manifest.digest}
+    for name in set(manifest.files) - bodies:
+        assert engines.file(name).samefile(graphs.file(name))
+
+
+def test_a_checkpoint_is_exported_first_and_nothing_else_is_left(
+    graphs: Bundle, tmp_path: Path
+) -> None:
+    engines = build("demo", "cpu", tmp_path / "engines")
+    assert everything_in(tmp_path) == ["engines"]
+    assert engines.manifest.files == build(graphs.path, "cpu", tmp_path / "again").manifest.files
+
+
+def test_the_same_build_again_does_no_work(graphs: Bundle, tmp_path: Path) -> None:
+    out = tmp_path / "engines"
+    first = build(graphs.path, "cpu", out)
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    done: list[str] = []
+    again = build(graphs.path, "cpu", out, progress=lambda what, *_: done.append(what))
+    assert again.manifest == first.manifest
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    assert not any("taking over" in what for what in done)
+
+
+def test_another_build_into_the_same_folder_is_refused_with_the_difference(
+    graphs: Bundle, checkpoint_files: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "engines"
+    build(graphs.path, "cpu", out, Options(max_batch=2))
+    with pytest.raises(CanvasError, match="max_batch 2, now 3"):
+        build(graphs.path, "cpu", out, Options(max_batch=3))
+    with pytest.raises(CanvasError, match="another checkpoint"):
+        build(checkpoint_files, "cpu", out, Options(max_batch=2))
+
+
+def test_a_damaged_bundle_is_not_reused(graphs: Bundle, tmp_path: Path) -> None:
+    own = tmp_path / "graphs"
+    shutil.copytree(graphs.path, own)
+    engines = build(own, "cpu", tmp_path / "engines")
+    file = engines.file(engines.manifest.segments[0]["file"])
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CanvasError, match=file.name):
+        build(own, "cpu", tmp_path / "engines")
+
+
+def test_damaged_graphs_are_not_built_from(graphs: Bundle, tmp_path: Path) -> None:
+    own = tmp_path / "graphs"
+    shutil.copytree(graphs.path, own)
+    (own / graphs.manifest.segments[0]["file"]).write_bytes(b"short")
+    with pytest.raises(CanvasError, match=graphs.manifest.segments[0]["file"]):
+        build(own, "cpu", tmp_path / "engines")
+    assert everything_in(tmp_path) == ["graphs"]
+
+
+def test_the_command_line_has_the_same_defaults() -> None:
+    from canvasrt.cli.build import build as command
+
+    parameters = inspect.signature(command).parameters
+    for field in fields(Options):
+        name = {"adapters": "adapter"}.get(field.name, field.name)
+        assert (parameters[name].default or None) == (field.default or None), name
+
+
+def test_limits_on_the_context(checkpoint_files: Path, tmp_path: Path) -> None:
+    source = read_source(checkpoint_files)
+    assert plan(source, "cpu", tmp_path / "out").max_context == 256  # the model's own limit
+    with pytest.raises(CanvasError, match=r"257.*256"):
+        plan(source, "cpu", tmp_path / "out", Options(max_context=257))
+    with pytest.raises(CanvasError, match=r"16 leaves no room.*16 tokens"):
+        plan(source, "cpu", tmp_path / "out", Options(max_context=16))
+
+
+def test_targets_without_a_builder_are_refused_before_anything_is_written(
+    checkpoint_files: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CanvasError, match="engines for h100 are built on its GPU"):
+        build(checkpoint_files, "h100", tmp_path / "out" / "engines")
+    with pytest.raises(UsageError, match="unknown target"):
+        build(checkpoint_files, "h1000", tmp_path / "out" / "engines")
+    assert everything_in(tmp_path) == ["checkpoint"]
+
+
+def test_a_plan_says_whether_it_fits(checkpoint_files: Path, tmp_path: Path) -> None:
+    source = read_source(checkpoint_files)
+    assert plan(source, "cpu", tmp_path / "out").fits is None
+    assert plan(source, "rtx-5090", tmp_path / "out").fits is True
+    data = plan(source, "rtx-5090", tmp_path / "out", Options(max_batch=2)).to_json()
+    assert data["memory"]["total"] > data["memory"]["kv_cache"] > 0
+    assert (data["precision"], data["builder"]) == ("nvfp4", "tensorrt-rtx")

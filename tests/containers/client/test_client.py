@@ -1,0 +1,96 @@
+"""What the client makes of servers that cannot answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import canvasrt.containers.client.triton as client_module
+from canvasrt.containers.client.triton import Client
+from canvasrt.containers.serve.server import Server
+from canvasrt.errors import CanvasError
+from tests.helpers.serving import ENDLESS, needs_triton
+
+pytest.importorskip("tritonclient", reason="tritonclient is not installed")
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A port that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_server_that_never_answers(silent: str, protocol: client_module.Protocol):
+    with Client(silent, protocol, timeout=1) as client, pytest.raises(CanvasError) as refused:
+        client.infer({"prompt": "x"})
+    assert "--timeout" in refused.value.hint or "--url" in refused.value.hint
+
+
+@needs_triton
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_an_answer_that_takes_too_long(server: Server, protocol: client_module.Protocol):
+    url = f"127.0.0.1:{getattr(server.ports, protocol)}"
+    options = {**ENDLESS, "max_denoising_steps": 500}
+    late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
+    with Client(url, protocol, timeout=0.5) as client, late:
+        client.infer({"prompt": "x", "max_new_tokens": 4, **options})
+
+
+@needs_triton
+def test_a_stream_that_takes_too_long(server: Server):
+    late = pytest.raises(CanvasError, match=r"did not answer within 0\.5 s")
+    with Client(f"127.0.0.1:{server.ports.grpc}", "grpc", timeout=0.5) as client, late:
+        list(client.stream({"prompt": "x", **ENDLESS}))
+
+
+@needs_triton
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_server_without_the_model(
+    server: Server, monkeypatch: pytest.MonkeyPatch, protocol: client_module.Protocol
+):
+    monkeypatch.setattr(client_module, "ANSWER_MODEL", "absent")
+    monkeypatch.setattr(client_module, "inputs_of", lambda model: ())
+    url = f"127.0.0.1:{getattr(server.ports, protocol)}"
+    missing = pytest.raises(CanvasError, match="has no model 'absent'")
+    with Client(url, protocol) as client, missing:
+        client.infer({})
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        (None, "127.0.0.1:8080"),
+        ("http://host:1234/", "host:1234"),
+        ("host:1234", "host:1234"),
+        ("http://host", "host:8080"),
+    ],
+)
+def test_the_address_is_host_and_port(url: str | None, address: str):
+    with Client(url) as client:
+        assert client.url == address
+
+
+def test_clients_of_one_server_do_not_share_state(server: Server):
+    """Sixteen threads, a client each."""
+    failures: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            with Client(f"127.0.0.1:{server.ports.http}") as client:
+                client.infer({"prompt": "x", "max_new_tokens": 1, "max_denoising_steps": 1})
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures

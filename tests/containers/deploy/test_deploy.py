@@ -1,0 +1,165 @@
+"""`canvasrt deploy`: the command that it runs, and what it refuses before it runs anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.deploy import deploy as deploying
+from canvasrt.containers.deploy.command import Options, run_command
+from canvasrt.containers.deploy.engine import Engine, find_engine
+from canvasrt.containers.deploy.packages import Package, open_package
+from canvasrt.containers.package.package import Recipe, package
+from canvasrt.errors import CanvasError, UsageError
+from tests.conftest import Command
+
+DOCKER, PODMAN = Engine("docker"), Engine("podman")
+CPU = Package("canvasrt:latest", None, "image", {"canvasrt.target": "cpu"}, "amd64")
+GPU = Package("canvasrt:latest", None, "image", {"canvasrt.target": "rtx-5090"}, "amd64")
+
+
+def words(package: Package, engine: Engine = DOCKER, **options: object) -> str:
+    return shlex.join(run_command(package, Options(**options), engine))  # type: ignore[arg-type]
+
+
+def test_the_container_is_hardened():
+    said = words(CPU)
+    for option in (
+        "--read-only",
+        "--tmpfs /tmp",
+        "--cap-drop ALL",
+        "--security-opt no-new-privileges",
+        "--pids-limit 4096",
+        "--shm-size 1g",
+        "--stop-timeout 45",
+        "--publish 127.0.0.1:8000:8000",
+        "--volume canvasrt-cache:/opt/nim/.cache",
+    ):
+        assert option in said
+    assert "gpu" not in said
+    assert "privileged " not in said
+
+
+def test_gpus_are_given_to_gpu_targets_alone():
+    assert "--gpus all" in words(GPU)
+    assert "--gpus '\"device=0,2\"'" in words(GPU, gpus="0,2")
+    assert "--device=nvidia.com/gpu=all" in words(GPU, PODMAN)
+    assert "--device=nvidia.com/gpu=0 --device=nvidia.com/gpu=2" in words(GPU, PODMAN, gpus="0,2")
+
+
+def test_limits_ports_and_variables_are_passed_on(tmp_path: Path):
+    (keys := tmp_path / "keys").write_text("CANVASRT_API_KEYS=a\n")
+    said = words(
+        CPU,
+        listen="0.0.0.0",
+        port=9000,
+        grpc_port=None,
+        memory="8g",
+        cpus=1.5,
+        variables=("NIM_SERVED_MODEL_NAME=mine", "HF_TOKEN"),
+        variables_file=keys,
+    )
+    assert "--memory 8g --cpus 1.5" in said
+    assert "--publish 0.0.0.0:9000:8000" in said
+    assert ":8001" not in said
+    assert "--env NIM_SERVED_MODEL_NAME=mine --env HF_TOKEN" in said
+    assert f"--env-file {keys}" in said
+
+
+def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):
+    with pytest.raises(CanvasError, match="is not there") as refused:
+        words(CPU, cache=str(tmp_path / "none"))
+    assert "mkdir" in refused.value.hint
+    (folder := tmp_path / "root").mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        with pytest.raises(CanvasError, match="user 1000, who cannot write"):
+            words(CPU, cache=str(folder))
+    folder.chmod(0o777 | stat.S_ISVTX)
+    assert f"--volume {folder}:/opt/nim/.cache" in words(CPU, cache=str(folder))
+
+
+def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Engine, "architecture", "arm64")
+    with pytest.raises(CanvasError, match="is for amd64, and this machine is arm64"):
+        deploying.check_architecture(GPU, DOCKER)
+
+
+def test_a_port_in_use_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CanvasError, match=f"port {port} on 127.0.0.1 is in use") as refused:
+            deploying.check_ports(Options(port=port))
+    assert "--port" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        # As docker 20.10 and 28, and podman 4.3 say it.
+        (
+            'docker: Error response from daemon: could not select device driver "" with'
+            " capabilities: [[gpu]].",
+            "cannot give GPUs",
+        ),
+        ("Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all", "GPUs"),
+        (
+            "Error response from daemon: driver failed programming external connectivity: Bind for"
+            " 0.0.0.0:8000 failed: port is already allocated.",
+            "a port is in use",
+        ),
+        (
+            'Conflict. The container name "/canvasrt" is already in use by container "1f".',
+            "of that name already",
+        ),
+        ("exec /opt/canvasrt/venv/bin/python3: exec format error", "another architecture"),
+        ("something else", "cannot start the container: something else"),
+    ],
+)
+def test_what_an_engine_says_is_explained(said: str, meaning: str):
+    assert meaning in deploying.refusal(DOCKER, "canvasrt", said).message
+
+
+def test_without_docker_and_podman_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CanvasError, match="docker is not installed; podman is not installed"):
+        find_engine()
+    (tmp_path / "docker").write_text(
+        "#!/bin/sh\necho 'Cannot connect to the Docker daemon. Is it running?' >&2\nexit 1\n"
+    )
+    (tmp_path / "docker").chmod(0o755)
+    with pytest.raises(CanvasError, match=r"docker does not answer .Cannot connect"):
+        find_engine("docker")
+    with pytest.raises(UsageError, match="unknown engine 'lxc'"):
+        find_engine("lxc")
+
+
+def test_a_package_says_what_it_is(packaged: Bundle, engines: Bundle, tmp_path: Path):
+    found = open_package(str(packaged.path), None)
+    assert (found.kind, found.tag, found.needs_gpu) == ("context", "canvasrt:latest", False)
+    assert found.engines is None
+    recipe = Recipe(engines="mount", tag="mine:2")
+    mounted = package(engines.path, tmp_path / "mounted", recipe=recipe)
+    found = open_package(str(mounted.path), None)
+    assert found.tag == "mine:2"
+    folder = mounted.path / "engines"
+    assert f"--volume {folder}:/opt/canvasrt/package/engines:ro" in words(found)
+
+
+def test_print_shows_the_commands(packaged: Bundle, command: Command):
+    done = command("deploy", packaged.path, "--print", "--name", "one", "--json")
+    assert done.returncode == 0, done.stderr
+    build, run = json.loads(done.stdout)["commands"]
+    assert build == f"docker build --tag canvasrt:latest {packaged.path}"
+    assert run.startswith("docker run --detach --name one --restart unless-stopped ")
+    assert run.endswith(" canvasrt:latest")
+    plain = command("deploy", packaged.path, "--print", "--name", "one")
+    assert plain.stdout.splitlines() == [build, run]

@@ -1,0 +1,313 @@
+"""The image of a package on a stand-in for NVIDIA's base, run by a real docker and a real podman."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.deploy.engine import Engine
+from canvasrt.containers.image.base import read_base
+from canvasrt.containers.image.blobs import Blobs
+from canvasrt.containers.image.build import Made, write_image
+from canvasrt.containers.image.layout import write_archive
+from canvasrt.containers.image.standin import TAG as BASE
+from canvasrt.containers.image.standin import standin
+from canvasrt.containers.image.verify import verify_image
+from canvasrt.containers.package.package import Recipe, package
+from tests.conftest import Command
+from tests.helpers import container_tools as tools
+from tests.helpers.serving import needs_triton
+
+pytestmark = [needs_triton, pytest.mark.slow]
+TAG = "canvasrt-runs:1"
+SECRET = "hf_canaryCanaryCanaryCanaryCanary01"
+KEY = "nvapi-" + "canary_" * 8
+# Private keys, keys of common services, and the two that are set while the image is made.
+_SECRETS = re.compile(
+    rb"-----BEGIN (?:RSA |EC |OPENSSH )?PRIVATE KEY-----\n[A-Za-z0-9+/]{40}|\bAKIA[0-9A-Z]{16}\b"
+    rb"|\bhf_[A-Za-z0-9]{30,}\b|\bghp_[A-Za-z0-9]{36}\b|\bnvapi-[A-Za-z0-9_-]{40,}"
+)
+_THREE_PROTOCOLS = """
+import json, openai
+from canvasrt.containers.client import Client
+ask = {"prompt": "12+34=", "max_new_tokens": 8, "seed": 3}
+said = {}
+for protocol, port in (("http", 8080), ("grpc", 8001)):
+    with Client(f"127.0.0.1:{port}", protocol, timeout=60) as client:
+        said[protocol] = client.infer(ask).text
+client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+model = client.models.list().data[0].id
+reply = client.chat.completions.create(
+    model=model, seed=3, max_tokens=8, messages=[{"role": "user", "content": "12+34="}])
+said["openai"] = reply.choices[0].message.content
+print(json.dumps(said))
+"""
+_LOAD = """
+import json, threading, openai
+client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=0)
+answers, errors = [], []
+started = threading.Barrier(5)
+def ask(number):
+    started.wait()
+    try:
+        reply = client.chat.completions.create(
+            model=MODEL, seed=number, max_tokens=64, messages=[{"role": "user", "content": "x"}],
+            extra_body={"max_denoising_steps": 100})
+        answers.append(reply.choices[0].finish_reason)
+    except Exception as error:
+        errors.append(repr(error))
+MODEL = client.models.list().data[0].id
+threads = [threading.Thread(target=ask, args=(n,)) for n in range(4)]
+[thread.start() for thread in threads]
+started.wait()
+print("asked", flush=True)
+[thread.join() for thread in threads]
+print(json.dumps({"answers": answers, "errors": errors}))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept() -> Iterator[None]:
+    """The stand-in and the wheels come over the network: they are kept from one test run to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CANVASRT_CACHE", str(Path.home() / ".cache" / "canvasrt-tests"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(_kept: None) -> Path:
+    if shutil.which("mmdebstrap") is None:
+        pytest.skip("mmdebstrap is not installed (apt: mmdebstrap)")
+    return standin()
+
+
+@pytest.fixture(scope="module")
+def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    out = tmp_path_factory.mktemp("image") / "image.tar"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", SECRET)
+        patch.setenv("NGC_API_KEY", KEY)
+        return write_image(engines.path, out, format="docker", base=base, recipe=Recipe(tag=TAG))
+
+
+@pytest.fixture(scope="module")
+def docker(made: Made) -> Iterator[Engine]:
+    with tools.docker() as engine:
+        assert TAG in engine.out("load", "--input", str(made.image.path))
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def running(docker: Engine) -> Iterator[str]:
+    """A container, hardened and without a network, whose health check has turned healthy."""
+    with tools.container(docker, TAG, *tools.HARDENED) as name:
+        healthy(docker, name)
+        yield name
+
+
+def healthy(engine: Engine, name: str) -> None:
+    deadline = time.monotonic() + 60
+    while tools.state(engine, name)["Health"]["Status"] != "healthy":
+        assert tools.state(engine, name)["Running"], engine.logs(name, 40)
+        assert time.monotonic() < deadline, engine.logs(name, 40)
+        time.sleep(0.2)
+
+
+def test_what_is_added_to_the_base_is_small(made: Made):
+    assert made.other_bytes < 10**9
+    assert made.engine_bytes > 10**6
+
+
+def test_the_image_is_whole(made: Made):
+    assert verify_image(made.image.path).manifest.digest == made.manifest.digest
+
+
+def test_another_run_gives_the_same_image(made: Made, base: Path, engines: Bundle, tmp_path: Path):
+    again = write_image(
+        engines.path, tmp_path / "layout", format="oci", base=base, recipe=Recipe(tag=TAG)
+    )
+    assert again.image.digest == made.image.digest
+    write_archive(again.image.path, TAG, tmp_path / "archive.tar")
+    assert (tmp_path / "archive.tar").read_bytes() == made.image.path.read_bytes()
+
+
+def test_no_layer_holds_a_secret_or_what_only_building_needs(made: Made):
+    image = read_base(made.image.path)
+    text = json.dumps(image.config).encode()
+    assert not _SECRETS.search(text)
+    for planted in (SECRET, KEY):
+        assert _SECRETS.search(planted.encode())  # it would be found
+    seen = 0
+    for layer in image.layers[-len(made.image.layers) :]:
+        with made.image.path.open("rb") as file:
+            file.seek(layer.offset)
+            mode = "r|gz" if layer.media_type.endswith("gzip") else "r|"
+            with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+                for member in archive:
+                    assert not re.search(
+                        r"site-packages/(torch|transformers|pip|onnx|modelopt)/", member.name
+                    )
+                    assert not re.search(
+                        r"(^|/)(\.env|\.netrc|\.pypirc|id_rsa|pip\.conf|direct_url\.json)$",
+                        member.name,
+                    )
+                    if member.isfile():
+                        seen += 1
+                        content = archive.extractfile(member).read()  # type: ignore[union-attr]
+                        found = _SECRETS.search(content)
+                        assert found is None, f"{member.name}: {found[0]!r}"
+    assert seen > 1000
+
+
+def test_its_labels_say_what_it_is(made: Made, docker: Engine, engines: Bundle):
+    found = docker.inspect("image", TAG)
+    assert found is not None
+    labels = found["Config"]["Labels"]
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert labels["org.opencontainers.image.version"]
+    assert labels["canvasrt.target"] == "cpu"
+    assert labels["canvasrt.precision"] == "fp32"
+    assert labels["canvasrt.engines"] == engines.manifest.digest
+    assert labels["canvasrt.checkpoint"].startswith("sha256:")
+    assert found["Config"]["User"] == "1000:1000"
+    assert found["Id"] == made.image.image_id
+
+
+def test_it_answers_over_three_protocols(docker: Engine, running: str):
+    said = tools.inside(docker, running, _THREE_PROTOCOLS)
+    assert said["http"] == said["grpc"] == said["openai"]
+
+
+def test_it_runs_as_nobody_in_particular(docker: Engine, running: str):
+    status = docker.out("exec", running, "cat", "/proc/1/status")
+    facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert facts["Uid"].split() == ["1000"] * 4
+    assert int(facts["CapEff"], 16) == int(facts["CapBnd"], 16) == 0
+    assert facts["NoNewPrivs"] == "1"
+    assert facts["Seccomp"] == "2"  # docker's default profile filters
+    assert docker.run("exec", running, "touch", "/opt/canvasrt/x").returncode != 0
+
+
+def test_nims_commands_work_inside(docker: Engine):
+    said = docker.out("run", "--rm", *tools.HARDENED, TAG, "list-model-profiles")
+    assert "onnxruntime-fp32" in said
+
+
+def test_a_stop_under_load_loses_no_request(docker: Engine):
+    with tools.container(docker, TAG, *tools.HARDENED) as name:
+        healthy(docker, name)
+        client = tools.enter(docker, name, _LOAD)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "asked\n"
+        time.sleep(0.3)
+        docker.out("stop", "--time", "60", name)
+        out, _ = client.communicate(timeout=60)
+        told = json.loads(out.splitlines()[-1])
+        assert not told["errors"]
+        assert len(told["answers"]) == 4
+        assert tools.state(docker, name)["ExitCode"] == 0
+
+
+def test_a_corrupt_engine_is_one_clear_line(docker: Engine, engines: Bundle, tmp_path: Path):
+    damaged = tmp_path / "engines"
+    shutil.copytree(engines.path, damaged)
+    body = damaged / "body_0.bin"
+    body.write_bytes(bytes(64) + body.read_bytes()[64:])
+    mount = f"{damaged}:/opt/canvasrt/package/engines:ro"
+    done = docker.run("run", "--rm", *tools.HARDENED, "--volume", mount, TAG, timeout=120)
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: tritonserver")]
+    assert "body_0.bin" in error
+
+
+def test_docker_builds_the_same_without_a_network(
+    docker: Engine, base: Path, engines: Bundle, tmp_path: Path
+):
+    write_archive(base, BASE, tmp_path / "base.tar")
+    docker.out("load", "--input", str(tmp_path / "base.tar"))
+    recipe = Recipe(wheels=True, tag="canvasrt-built:1").on(BASE, "3.11")
+    context = package(engines.path, tmp_path / "context", recipe=recipe)
+    offline = ("--network", "none", "--build-arg", "PIP_NO_INDEX=1")
+    docker.out("build", *offline, "--tag", recipe.tag, str(context.path))
+    with tools.container(docker, recipe.tag, *tools.HARDENED) as name:
+        healthy(docker, name)
+        assert tools.inside(docker, name, _THREE_PROTOCOLS)["openai"]
+    built, written = (docker.inspect("image", tag) for tag in (recipe.tag, TAG))
+    assert built is not None
+    assert written is not None
+    for setting in ("Entrypoint", "Cmd", "User", "Healthcheck", "WorkingDir", "StopSignal"):
+        assert built["Config"][setting] == written["Config"][setting], setting
+    assert sorted(built["Config"]["Env"]) == sorted(written["Config"]["Env"])
+    assert built["Config"]["Labels"] == written["Config"]["Labels"]
+
+
+def test_podman_runs_it_too(made: Made):
+    with tools.podman() as engine:
+        assert TAG in engine.out("load", "--input", str(made.image.path))
+        with tools.container(engine, f"localhost/{TAG}", *tools.HARDENED) as name:
+            deadline = time.monotonic() + 60
+            while engine.run("healthcheck", "run", name).returncode != 0:
+                assert time.monotonic() < deadline, engine.logs(name, 40)
+                time.sleep(0.5)
+            engine.out("stop", "--time", "45", name)
+            assert tools.state(engine, name)["ExitCode"] == 0
+
+
+def test_deploy_runs_it_until_it_is_ready(docker: Engine, made: Made, command: Command):
+    options = ("--network", "host", "--name", "canvasrt-deployed", "--env", "CANVASRT_THREADS=1")
+    try:
+        done = command("deploy", made.image.path, *options, "--json")
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        asked = command("infer", "12+34=", "--protocol", "grpc", "--url", said["grpc"])
+        assert asked.returncode == 0, asked.stderr
+        again = command("deploy", TAG, *options)
+        assert again.returncode == 1
+        assert "port 8000 on 0.0.0.0 is in use" in again.stderr
+    finally:
+        docker.run("rm", "--force", "--volumes", "canvasrt-deployed")
+
+
+def test_deploy_shows_the_log_of_what_fails(docker: Engine, made: Made, command: Command):
+    options = ("--network", "host", "--name", "canvasrt-failing")
+    done = command("deploy", TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
+    assert done.returncode == 1
+    assert (
+        "error: the container ended with exit code 1: there is no profile 'no-such'" in done.stderr
+    )
+    assert docker.inspect("container", "canvasrt-failing") is None
+
+
+def test_deploy_says_when_docker_has_no_gpu_runtime(docker: Engine, command: Command):
+    """A package for a GPU, by its label; docker here has nothing to give it one with."""
+    text = f"FROM {TAG}\nLABEL canvasrt.target=rtx-5090\n"
+    subprocess.run(
+        [docker.name, "build", "--tag", "canvasrt-gpu:1", "-"],
+        input=text,
+        text=True,
+        check=True,
+        capture_output=True,
+    )
+    done = command("deploy", "canvasrt-gpu:1", "--network", "host", "--name", "canvasrt-gpu")
+    assert done.returncode == 1
+    assert "cannot give GPUs to containers" in done.stderr
+    assert "NVIDIA Container Toolkit" in done.stderr
+    assert docker.inspect("container", "canvasrt-gpu") is None
+
+
+def test_blobs_of_the_base_are_shared_on_disk(base: Path, tmp_path: Path):
+    folder = tmp_path / "layout"
+    folder.mkdir()
+    opened = read_base(base)
+    opened.copy_into(Blobs(folder))
+    for layer in opened.layers:
+        assert Blobs(folder).path(layer.digest).stat().st_size == layer.size

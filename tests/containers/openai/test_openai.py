@@ -1,0 +1,257 @@
+"""Answers of the front end, as the real `openai` client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from canvasrt.containers.client.triton import Client
+from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.serving import Local, needs_triton
+
+pytestmark = needs_triton
+QUESTION = [{"role": "user", "content": "12+34="}]
+SHORT: dict[str, Any] = {"seed": 7, "max_tokens": 40, "extra_body": {"max_denoising_steps": 6}}
+SAME: dict[str, Any] = {"seed": 7, "max_new_tokens": 40, "max_denoising_steps": 6}
+
+
+def chat(client: OpenAI, **options: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "canvasrt", "messages": QUESTION, **SHORT, **options}
+    )
+
+
+def test_a_chat_completion(openai: OpenAI, local: Local, tokenizer: Tokenizer):
+    expected = local("12+34=", **SAME)
+    answer = chat(openai)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == tokenizer.decode(expected.token_ids)
+    assert choice.finish_reason == "length"
+    assert answer.object == "chat.completion"
+    assert answer.model == "canvasrt"
+    assert answer.system_fingerprint == "fp_0123456789ab"
+    assert answer.canvasrt == {"seed": 7}
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == 40
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 40
+    assert answer.usage.denoising_steps == sum(expected.steps)
+
+
+def test_without_a_seed_one_is_drawn_and_told(openai: OpenAI):
+    answers = [chat(openai, seed=None) for _ in range(2)]
+    seeds = [answer.canvasrt["seed"] for answer in answers]
+    assert seeds[0] != seeds[1]
+    again = chat(openai, seed=seeds[0], stream=True)
+    chunks = list(again)
+    assert all(chunk.canvasrt == {"seed": seeds[0]} for chunk in chunks)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == answers[0].choices[0].message.content
+
+
+def test_a_streamed_chat_completion(openai: OpenAI):
+    whole = chat(openai)
+    chunks = list(chat(openai, stream=True, stream_options={"include_usage": True}))
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    pieces = [delta.content for delta in deltas if delta.content]
+    assert len(pieces) == 2  # 40 tokens are two blocks of 32
+    assert "".join(pieces) == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [reason for reason in reasons if reason] == ["length"]
+    assert reasons[-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+
+
+def test_without_include_usage_a_stream_ends_with_its_last_choice(openai: OpenAI):
+    *_, last = chat(openai, stream=True)
+    assert last.choices[0].finish_reason == "length"
+    assert last.usage is None
+
+
+def test_n_answers_take_seeds_that_count_up(openai: OpenAI):
+    alone = [chat(openai, seed=7 + i).choices[0].message.content for i in range(3)]
+    together = chat(openai, n=3)
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in together.choices] == alone
+    assert len(set(alone)) > 1
+    assert together.usage.completion_tokens == 120
+    assert together.usage.prompt_tokens == chat(openai).usage.prompt_tokens
+    streamed = ["", "", ""]
+    for chunk in chat(openai, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == alone
+
+
+def test_completions_take_prompts_as_they_are(openai: OpenAI, tokenizer: Tokenizer):
+    ids = tokenizer.encode("sort 41")
+
+    def complete(prompt: Any, **options: Any) -> Any:
+        return openai.completions.create(
+            **{"model": "canvasrt", "prompt": prompt, **SHORT, **options}
+        )
+
+    by_text, by_ids = complete("sort 41"), complete(ids)
+    assert by_text.object == "text_completion"
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    assert by_text.usage.prompt_tokens == len(ids)
+    several = complete(["sort 41", "ab"], n=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == by_text.choices[0].text
+    assert several.choices[2].text == complete("ab").choices[0].text
+    assert several.usage.prompt_tokens == len(ids) + len(tokenizer.encode("ab"))
+    assert complete([ids, ids]).usage.prompt_tokens == 2 * len(ids)
+    streamed = [chunk.choices[0] for chunk in complete("sort 41", stream=True)]
+    assert "".join(choice.text for choice in streamed) == by_text.choices[0].text
+    assert streamed[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_stop_strings_cut_exactly(openai: OpenAI, tokenizer: Tokenizer, length: int):
+    text = chat(openai).choices[0].message.content
+    # Around the end of the first block, where a stream could say too much.
+    first = next(iter(c for c in _pieces(chat(openai, stream=True)) if c))
+    place = len(first) - 1
+    stop = text[place : place + length]
+    expected = text[: text.find(stop)]
+    answer = chat(openai, stop=stop)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 40
+    chunks = list(
+        chat(openai, stop=["never said", stop], stream=True, stream_options={"include_usage": True})
+    )
+    assert "".join(_pieces(chunks)) == expected
+    assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+def _pieces(chunks: Any) -> list[str]:
+    return [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+
+
+def test_a_stop_string_ends_the_work_too(openai: OpenAI, grpc: Client):
+    """Over Triton's own protocols as well, with the tokens that it took."""
+    text = chat(openai).choices[0].message.content
+    stop = text[3:5]
+    events = list(grpc.stream({"prompt": "12+34=", "stop": [stop], **SAME, "max_new_tokens": 3000}))
+    assert [event.event for event in events] == ["block", "final"]
+    assert events[-1].text == text[: text.find(stop)]
+    assert events[-1].steps == [6]
+    assert events[-1].finish_reason == "stop"
+    whole = grpc.infer({"prompt": "12+34=", "stop": [stop], **SAME})
+    assert (whole.text, whole.token_ids) == (events[-1].text, events[-1].token_ids)
+    assert stop in "".join(events[-1].text) + stop
+
+
+def test_our_own_settings_are_extra_fields(openai: OpenAI, grpc: Client):
+    own = {"max_denoising_steps": 9, "entropy_bound": 0.7, "t_min": 0.3, "t_max": 1.1}
+    own |= {"stability_threshold": 2, "confidence_threshold": 0.5, "early_stop": False}
+    answer = chat(openai, extra_body=own)
+    same = grpc.infer({"prompt": "12+34=", "seed": 7, "max_new_tokens": 40, **own})
+    assert answer.choices[0].message.content == same.text
+    assert answer.usage.denoising_steps == sum(same.steps) == 18
+
+
+def test_what_means_no_change_is_taken(openai: OpenAI):
+    neutral: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1,
+        "n": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logprobs": False,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "tools": [],
+        "user": "somebody",
+        "metadata": {"purpose": "test"},
+        "max_completion_tokens": 40,
+    }
+    assert chat(openai, **neutral).choices[0] == chat(openai).choices[0]
+
+
+def test_messages_have_parts_and_roles(openai: OpenAI, grpc: Client):
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "12"}, {"type": "text", "text": "+3="}],
+        },
+        {"role": "assistant", "content": "15", "refusal": None, "tool_calls": None},
+        {"role": "user", "content": "again"},
+    ]
+    plain = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "12+3="},
+        {"role": "assistant", "content": "15"},
+        {"role": "user", "content": "again"},
+    ]
+    expected = grpc.infer({"messages": json.dumps(plain), **SAME})
+    assert chat(openai, messages=messages).choices[0].message.content == expected.text
+
+
+def test_models(openai: OpenAI):
+    assert [model.id for model in openai.models.list()] == ["canvasrt", "alias"]
+    assert openai.models.retrieve("alias").owned_by == "canvasrt"
+    assert chat(openai, model="alias").model == "alias"
+
+
+def test_the_asynchronous_client(front: FrontEnd, openai: OpenAI):
+    async def ask() -> list[str]:
+        async with AsyncOpenAI(base_url=front.url, api_key="none", max_retries=0) as client:
+
+            async def one(seed: int) -> str:
+                text = ""
+                stream = await client.chat.completions.create(
+                    **{"model": "canvasrt", "messages": QUESTION, **SHORT, "seed": seed},
+                    stream=True,
+                )
+                async for chunk in stream:
+                    text += chunk.choices[0].delta.content or ""
+                return text
+
+            return await asyncio.gather(*(one(seed) for seed in range(8)))
+
+    expected = [chat(openai, seed=seed).choices[0].message.content for seed in range(8)]
+    assert asyncio.run(ask()) == expected
+
+
+def test_the_management_routes(front: FrontEnd):
+    def get(path: str) -> Any:
+        with urllib.request.urlopen(f"{front.url}/{path}", timeout=10) as reply:
+            return json.loads(reply.read())
+
+    from canvasrt import __version__
+
+    assert get("health/live")["status"] == "live"
+    assert get("health/ready")["status"] == "ready"
+    assert get("version")["release"] == __version__
+    assert get("metadata")["modelInfo"][0]["shortName"] == "canvasrt"
+    assert get("license")["name"] == "Apache-2.0"
+
+
+def test_metrics_are_tritons_and_our_own(front: FrontEnd, openai: OpenAI):
+    def value(start: str) -> float:
+        with urllib.request.urlopen(f"{front.url}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(start))
+
+    endpoint = 'endpoint="/v1/chat/completions",status="200"'
+    requests = f"canvasrt_openai_requests_total{{{endpoint}}}"
+    tokens = 'canvasrt_openai_tokens_total{kind="completion"}'
+    before = value(requests), value(tokens), value("nv_inference_request_success")
+    chat(openai)
+    assert value(requests) == before[0] + 1
+    assert value(tokens) == before[1] + 40
+    assert value("nv_inference_request_success") > before[2]
+    assert value("canvasrt_requests_in_flight") == 0

@@ -1,0 +1,231 @@
+"""What the front end refuses: with which status, and which parameter is to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from typing import Any
+
+import openai as sdk
+import pytest
+from openai import OpenAI
+
+from canvasrt.containers.serve.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.serve.server import Server
+from tests.helpers.serving import needs_triton
+
+pytestmark = needs_triton
+QUESTION = [{"role": "user", "content": "12+34="}]
+UNSUPPORTED = "unsupported_parameter"
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+# Fields of a chat → (the parameter that is named, the code, what the message says).
+CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
+    ({"temperature": 0}, "temperature", UNSUPPORTED, "t_max, t_min"),
+    ({"temperature": True}, "temperature", UNSUPPORTED, "or send 1"),
+    ({"top_p": 0.9}, "top_p", UNSUPPORTED, "top_p is not supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty", UNSUPPORTED, "or send 0"),
+    ({"frequency_penalty": -1}, "frequency_penalty", UNSUPPORTED, "or send 0"),
+    ({"logit_bias": {"3": 1}}, "logit_bias", UNSUPPORTED, "send {}"),
+    ({"logprobs": True}, "logprobs", UNSUPPORTED, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs", UNSUPPORTED, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools", UNSUPPORTED, "tools"),
+    ({"tool_choice": "required"}, "tool_choice", UNSUPPORTED, "tool_choice"),
+    ({"store": True}, "store", UNSUPPORTED, "nothing is stored"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", UNSUPPORTED, "reasoning_effort"),
+    ({"response_format": {"type": "json_object"}}, "response_format", UNSUPPORTED, '"text"'),
+    ({"nothing": 1}, "nothing", "unknown_parameter", "Unknown parameter: 'nothing'"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value", "greater than or equal to 1"),
+    ({"max_tokens": "5"}, "max_tokens", "invalid_type", "valid integer"),
+    ({"max_tokens": 4097}, "max_tokens", "invalid_value", "from 1 to 4096 for max_tokens"),
+    ({"max_completion_tokens": 4097}, "max_completion_tokens", "invalid_value", "4096"),
+    ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens", "invalid_value", "disagree"),
+    ({"max_tokens": 4096}, "messages", "context_length_exceeded", "context of 4096 tokens"),
+    ({"n": 0}, "n", "invalid_value", "greater than or equal to 1"),
+    ({"n": 1000}, "n", "invalid_value", "128"),
+    ({"seed": -1}, "seed", "invalid_value", "greater than or equal to 0"),
+    ({"seed": 2**64}, "seed", "invalid_value", "18446744073709551616"),
+    ({"seed": 2**64 - 1, "n": 2}, "seed", "invalid_value", "below"),
+    ({"stop": ""}, "stop[0]", "invalid_value", "at least 1"),
+    ({"stop": ["a", 3]}, "stop[1]", "invalid_type", "string"),
+    ({"stop": list("abcde")}, "stop", "invalid_value", "at most 4"),
+    ({"stream": 1}, "stream", "invalid_type", "boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "", "stream set to true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter", "x"),
+    ({"t_min": 3}, "t_max", "invalid_value", "below t_min 3.0"),
+    ({"entropy_bound": 0}, "entropy_bound", "invalid_value", "above 0"),
+    ({"max_denoising_steps": 10**6}, "max_denoising_steps", "invalid_value", "10000"),
+    ({"messages": []}, "messages", "invalid_value", "at least 1"),
+    ({"messages": "hello"}, "messages", "invalid_type", "array"),
+    (
+        {"messages": [{"content": "a"}]},
+        "messages[0].role",
+        "invalid_value",
+        "roles",
+    ),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "invalid_value", "tool"),
+    ({"messages": user(None)}, "messages[0].content", "invalid_type", "text parts"),
+    ({"messages": user([IMAGE])}, "messages[0].content[0]", UNSUPPORTED, "text alone"),
+    (
+        {"messages": user([{"type": "text"}])},
+        "messages[0].content[0]",
+        "invalid_value",
+        "text part",
+    ),
+    (
+        {"messages": [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+        "messages[1].tool_calls",
+        UNSUPPORTED,
+        "tool_calls is not supported",
+    ),
+    ({"messages": user("x" * 9000)}, "messages", "context_length_exceeded", "9016 tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code", "says"), CASES, ids=lambda each: str(each)[:40]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_request_names_its_parameter(
+    openai: OpenAI, fields: dict[str, Any], param: str, code: str, says: str, stream: bool
+):
+    body = {"model": "canvasrt", "messages": QUESTION, "stream": stream, **fields}
+    if "stream_options" in fields and "stream" not in fields:
+        body["stream"] = False
+    with pytest.raises(sdk.BadRequestError) as caught:
+        openai.post("/chat/completions", body=body, cast_to=object)
+    error = caught.value
+    assert error.status_code == 400
+    assert error.type == "invalid_request_error"
+    assert error.param == param
+    assert (error.code or "") == code
+    assert says in error.body["message"]  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": ["a", 3]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [112]}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": "x" * 9000}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "best_of": 3}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({}, "prompt"),
+    ],
+)
+def test_a_bad_completion_names_its_parameter(openai: OpenAI, fields: Any, param: str):
+    with pytest.raises(sdk.BadRequestError) as caught:
+        openai.post("/completions", body={"model": "canvasrt", **fields}, cast_to=object)
+    assert caught.value.param == param
+
+
+def test_an_unknown_model_is_not_found(openai: OpenAI):
+    with pytest.raises(sdk.NotFoundError) as caught:
+        openai.chat.completions.create(model="gpt", messages=QUESTION)  # type: ignore[arg-type]
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(sdk.NotFoundError):
+        openai.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/../etc", 404),
+        ("GET", "/", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models/canvasrt", 405),
+    ],
+)
+def test_unknown_routes_have_the_same_shape(front: FrontEnd, method: str, path: str, status: int):
+    reply, body = call(front, method, path)
+    assert reply.status == status
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert reply.getheader("x-request-id", "").startswith("req_")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"a"', b'{"model": "\xff"}', b'{"model": "\\ud800"}', b"[" * 5000],
+)
+def test_what_is_no_json_object_is_refused(front: FrontEnd, body: bytes):
+    reply, said = call(front, "POST", "/v1/chat/completions", body)
+    assert reply.status == 400
+    assert json.loads(said)["error"]["type"] == "invalid_request_error"
+
+
+def test_numbers_that_json_has_not_are_refused(front: FrontEnd):
+    body = b'{"model": "canvasrt", "messages": [{"role": "user", "content": "a"}], "t_min": NaN}'
+    reply, said = call(front, "POST", "/v1/chat/completions", body)
+    assert reply.status == 400
+    assert json.loads(said)["error"]["param"] == "t_min"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_refused(front: FrontEnd, chunked: bool):
+    body: Any = b"x" * (17 * 2**20)
+    if chunked:
+        body = iter([b"x" * 2**20] * 17)
+    reply, said = call(front, "POST", "/v1/completions", body, encode_chunked=chunked)
+    assert reply.status == 413
+    assert json.loads(said)["error"]["code"] == "request_too_large"
+
+
+def call(
+    front: FrontEnd, method: str, path: str, body: Any = None, **options: Any
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=30)
+    with contextlib.suppress(OSError):  # the server has answered before it had everything
+        connection.request(method, path, body, **options)
+    try:
+        reply = connection.getresponse()
+        return reply, reply.read()
+    finally:
+        connection.close()
+
+
+def test_keys_are_asked_for_where_there_are_some(server: Server):
+    options = FrontOptions(port=0, keys=("first", "zweiter Schlüssel"))
+    with FrontEnd.over(server, options) as front:
+        for key, right in (
+            ("first", True),
+            ("zweiter Schlüssel", True),
+            ("firs", False),
+            ("", False),
+        ):
+            headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+            for path in ("/v1/models", "/v1/models/canvasrt"):
+                reply, body = call(front, "GET", path, headers=headers)
+                assert reply.status == (200 if right else 401)
+            if not right:
+                assert json.loads(body)["error"]["code"] == ("invalid_api_key" if key else None)
+                assert reply.getheader("www-authenticate") == "Bearer"
+        with OpenAI(base_url=front.url, api_key="wrong", max_retries=0) as client:
+            with pytest.raises(sdk.AuthenticationError):
+                client.chat.completions.create(model="canvasrt", messages=QUESTION)  # type: ignore[arg-type]
+            right_one = client.with_options(api_key="first")
+            assert right_one.chat.completions.create(
+                model="canvasrt",
+                messages=QUESTION,  # type: ignore[arg-type]
+                max_tokens=3,
+            )
+        reply, _ = call(front, "GET", "/v1/health/ready")
+        assert reply.status == 200

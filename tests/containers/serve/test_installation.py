@@ -1,0 +1,105 @@
+"""Which tritonserver is used, and what is said when there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from canvasrt.containers import processes
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve import installation
+from canvasrt.containers.serve.installation import find_installation
+from canvasrt.errors import CanvasError
+from tests.helpers.serving import needs_triton
+
+
+def program(folder: Path) -> Path:
+    file = folder / "tritonserver"
+    file.write_text("#!/bin/sh\necho tritonserver 9.9.9\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_the_environment_variable_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named, other = tmp_path / "a", tmp_path / "b"
+    named.mkdir()
+    other.mkdir()
+    program(other)
+    monkeypatch.setenv("PATH", str(other))
+    assert find_installation().binary == other / "tritonserver"
+    monkeypatch.setenv("CANVASRT_TRITONSERVER", str(program(named)))
+    found = find_installation()
+    assert found.binary == named / "tritonserver"
+    assert found.bundled is None
+
+
+def test_a_variable_that_names_nothing_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CANVASRT_TRITONSERVER", "/nowhere/tritonserver")
+    with pytest.raises(CanvasError, match="/nowhere/tritonserver"):
+        find_installation()
+
+
+@needs_triton
+def test_without_one_on_the_path_the_wheels_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/usr/bin")
+    found = find_installation()
+    assert found.bundled is not None
+    assert found.binary.parent.parent == found.bundled
+
+
+def test_without_any_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CanvasError, match="no tritonserver") as refused:
+        find_installation()
+    assert "pip install" in refused.value.hint
+
+
+@needs_triton
+def test_a_missing_libpython_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr(installation, "_libpython_folders", list)
+    monkeypatch.setattr(installation, "_loads_libpython", lambda: False)
+    with pytest.raises(CanvasError, match="libpython3") as refused:
+        find_installation()
+    assert "apt install libpython3" in refused.value.hint
+
+
+def test_free_ports_are_distinct():
+    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    assert len({ports.http, ports.grpc, ports.metrics, 0}) == 4
+
+
+@pytest.mark.parametrize(
+    ("ports", "host", "says"),
+    [
+        (Ports(70000, 0, 0), "127.0.0.1", "--http-port is 70000"),
+        (Ports(0, 0, 0), "203.0.113.7", "not an address of this machine"),
+        (Ports(0, 0, 0), "no.such.host.invalid", "not an address of this machine"),
+    ],
+)
+def test_ports_that_cannot_be_used(ports: Ports, host: str, says: str):
+    with pytest.raises(CanvasError, match=says):
+        ports.resolve(host)
+
+
+def test_the_same_port_twice_is_in_use():
+    free = Ports(0, 0, 0).resolve("127.0.0.1").http
+    with pytest.raises(CanvasError, match=f"port {free} on 127.0.0.1 is in use"):
+        Ports(free, free, 0).resolve("127.0.0.1")
+
+
+def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "SHARED_MEMORY", tmp_path)
+    mine = processes.run_name()
+    namespace = mine.split("-")[1]
+    dead = f"canvasrt-{namespace}-{2**22 + 1}-00000000-"  # above the largest process id
+    elsewhere = f"canvasrt-1-{2**22 + 1}-00000000-"
+    for name in (f"{mine}a", f"{dead}a", f"{elsewhere}a", "canvasrt-other", "another"):
+        (tmp_path / name).touch()
+    processes.remove_stale()
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        [f"{mine}a", f"{elsewhere}a", "canvasrt-other", "another"]
+    )

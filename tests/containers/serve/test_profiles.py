@@ -1,0 +1,321 @@
+"""Profiles: what a package offers, which of it runs on a GPU, and engines built at the first start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.build.memory import estimate
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.containers.serve import prepare as preparing
+from canvasrt.containers.serve.prepare import engines_folder, prepare
+from canvasrt.containers.serve.profiles import Profile, choose, profiles_of
+from canvasrt.errors import CanvasError
+from canvasrt.machine import Gpu
+from canvasrt.recipes.recipe import Recipe, load_recipe
+from canvasrt.targets import find_target
+from tests.conftest import Command
+
+GB = 10**9
+RTX_5090 = Gpu("NVIDIA GeForce RTX 5090", 34 * GB, (12, 0), "580.1")
+RTX_PRO = Gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102 * GB, (12, 0), "580.1")
+H100 = Gpu("NVIDIA H100 80GB HBM3", 85 * GB, (9, 0), "580.1")
+RTX_4090 = Gpu("NVIDIA GeForce RTX 4090", 25 * GB, (8, 9), "580.1")
+
+
+@pytest.fixture(autouse=True)
+def _builders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every builder were installed, and the host an x86-64 one."""
+    monkeypatch.setattr("canvasrt.extras.is_installed", lambda module: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+
+def make(
+    folder: Path,
+    like: Bundle,
+    target: str | None,
+    precision: str = "bf16",
+    recipe: Recipe | None = None,
+) -> Path:
+    """A bundle that says it is for a target; nothing of it is run."""
+    quantized = recipe.formats(like.manifest.model) if recipe else {}
+    options = {"precision": precision, "max_context": 4096, "max_batch": 4}
+    if recipe:
+        options |= {"precision": recipe.precision, "recipe": recipe.to_json()}
+    folder.mkdir(parents=True)
+    (folder / "head.onnx").write_bytes(target.encode() if target else b"graphs")
+    write_manifest(
+        folder,
+        kind="engines" if target else "graphs",
+        made_from={},
+        options=options,
+        model=like.manifest.model,
+        sampler=like.manifest.sampler,
+        segments=[
+            {
+                "name": "head",
+                "file": "head.onnx",
+                "quantized": {name: choice.format for name, choice in quantized.items()},
+            }
+        ],
+        embedding=None,
+        tokenizer=None,
+        target={"name": target, "backend": "any"} if target else None,
+    )
+    return folder
+
+
+@pytest.fixture
+def several(tmp_path: Path, engines: Bundle) -> Bundle:
+    """A package with engines for four targets, and graphs for those that build where they run."""
+    folder = tmp_path / "package"
+    for target in ("rtx-5090", "rtx-pro-6000", "dgx-spark", "cpu"):
+        make(folder / "engines" / target, engines, target, "nvfp4" if target != "cpu" else "fp32")
+    make(folder / "engines" / "graphs", engines, None, "fp8")
+    write_manifest(
+        folder,
+        kind="package",
+        made_from={},
+        options={},
+        model=engines.manifest.model,
+        sampler=engines.manifest.sampler,
+        segments=[],
+        embedding=None,
+        tokenizer=None,
+    )
+    return load_bundle(folder)
+
+
+def test_an_id_is_the_hash_of_the_tags(engines: Bundle):
+    (profile,) = profiles_of(engines)
+    text = json.dumps(profile.tags, sort_keys=True, separators=(",", ":"))
+    assert profile.id == hashlib.sha256(text.encode()).hexdigest()
+    assert profile.name == "onnxruntime-fp32-tp1-pp1"
+    assert profile.path == engines.path
+
+
+def test_a_package_of_one_target_is_one_profile(packaged: Bundle, engines: Bundle):
+    (profile,) = profiles_of(packaged)
+    assert profile.path == packaged.path / "engines"
+    assert profile.id == profiles_of(engines)[0].id
+
+
+def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
+    found = {profile.target.name: profile for profile in profiles_of(several)}
+    assert {"rtx-5090", "rtx-pro-6000", "dgx-spark", "cpu", "h100", "b200"} <= set(found)
+    assert len({profile.id for profile in found.values()}) == len(found)
+    assert found["h100"].name == "tensorrt-fp8-tp1-pp1"
+    assert found["h100"].builds
+    assert not found["rtx-5090"].builds
+    assert found["rtx-5090"].name == "tensorrt_rtx-nvfp4-tp1-pp1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ([], "cpu"),
+        ([RTX_4090], "cpu"),  # another architecture than all of them
+        ([RTX_5090], "rtx-5090"),
+        ([RTX_PRO], "rtx-pro-6000"),
+        ([H100], "h100"),
+    ],
+)
+def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
+    assert choose(several, gpus=gpus).target.name == expected
+
+
+def test_recipes_of_one_target_are_told_apart(tmp_path: Path, engines: Bundle):
+    wide = load_recipe("nvfp4-mixed")
+    narrow = replace(wide, name="narrow cache", kv_cache="fp8")
+    found = {}
+    for number, recipe in enumerate((load_recipe("nvfp4"), wide, narrow)):
+        folder = make(tmp_path / str(number), engines, "rtx-5090", recipe=recipe)
+        (found[recipe.name],) = profiles_of(load_bundle(folder))
+    assert len({profile.id for profile in found.values()}) == 3
+    assert {name: profile.name for name, profile in found.items()} == {
+        "nvfp4": "tensorrt_rtx-nvfp4-tp1-pp1",
+        "nvfp4-mixed": "tensorrt_rtx-nvfp4-mixed-tp1-pp1",
+        "narrow cache": "tensorrt_rtx-narrow-cache-tp1-pp1",
+    }
+    assert found["nvfp4"].tags["precision"] == found["nvfp4-mixed"].tags["precision"] == "nvfp4"
+    assert found["nvfp4-mixed"].tags["recipe"] == "nvfp4-mixed"
+
+
+def test_memory_is_that_of_the_recipe(tmp_path: Path, engines: Bundle):
+    """Its formats, weight by weight, and its cache of one byte a number."""
+    model = engines.manifest.model
+    taken = {}
+    for name in ("nvfp4", "nvfp4-experts"):
+        for cache in (None, "fp8"):
+            recipe = replace(load_recipe(name), kv_cache=cache)
+            folder = make(tmp_path / f"{name}-{cache}", engines, "rtx-5090", recipe=recipe)
+            (profile,) = profiles_of(load_bundle(folder))
+            taken[name, cache] = profile.memory
+            formats = dict.fromkeys(recipe.formats(model), "nvfp4")
+            need = estimate(model, "nvfp4", 4096, 4, formats=formats, kv_cache=cache)
+            assert profile.memory == need.total
+    assert taken["nvfp4-experts", None] > taken["nvfp4", None] > taken["nvfp4", "fp8"]
+
+
+def test_a_profile_can_be_asked_for(several: Bundle):
+    wanted = next(each for each in profiles_of(several) if each.target.name == "cpu")
+    for name in (wanted.id, wanted.name, "cpu"):
+        assert choose(several, name, gpus=[RTX_5090]) == wanted
+    with pytest.raises(CanvasError, match="there is no profile 'x'") as caught:
+        choose(several, "x", gpus=[])
+    assert wanted.id in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("gpus", "says"),
+    [
+        ([], "no GPU here"),
+        ([RTX_4090], r"needs compute capability 12.0, and here is NVIDIA GeForce RTX 4090 \(8.9\)"),
+        ([replace(RTX_5090, memory=GB // 10**6)], r"takes \S+ GB, and the GPU has 0.0 GB"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(
+    tmp_path: Path, engines: Bundle, gpus: list[Gpu], says: str
+):
+    bundle = load_bundle(make(tmp_path / "a", engines, "rtx-5090"))
+    with pytest.raises(CanvasError, match=says) as caught:
+        choose(bundle, gpus=gpus)
+    assert "canvasrt targets" in caught.value.hint
+
+
+def test_another_architecture_is_refused(tmp_path: Path, engines: Bundle):
+    spark = load_bundle(make(tmp_path / "a", engines, "dgx-spark"))
+    here = Gpu("NVIDIA GB10", 128 * GB, (12, 1), "580.1")
+    with pytest.raises(CanvasError, match="for hosts of aarch64, and this is one of x86_64"):
+        choose(spark, gpus=[here])
+
+
+def test_a_package_whose_engines_are_not_mounted_says_so(tmp_path: Path, several: Bundle):
+    empty = Bundle(tmp_path / "nothing", several.manifest)
+    with pytest.raises(CanvasError, match="holds no engines") as caught:
+        profiles_of(empty)
+    assert str(tmp_path / "nothing" / "engines") in caught.value.hint
+
+
+@pytest.fixture
+def told() -> list[tuple[str, str]]:
+    return []
+
+
+def test_graphs_are_built_once_into_the_cache(
+    graphs: Bundle, tmp_path: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
+):
+    (profile,) = profiles_of(graphs)
+    assert profile.builds
+    stop = threading.Event()
+
+    def tell(*said: str) -> None:
+        told.append(said)
+
+    out = prepare(graphs, profile, tmp_path, tell, stop)
+    assert out == engines_folder(profile, tmp_path)
+    assert out is not None
+    assert out.is_relative_to(tmp_path)
+    built = load_bundle(out, kind="engines")
+    assert built.manifest.target
+    assert built.manifest.target["name"] == "cpu"
+    assert ("building", "") in told
+    assert any("Now: " in detail for _, detail in told)
+    # The second time nothing is built: not even a program to build with is there.
+    monkeypatch.setattr(preparing.sys, "executable", "/nowhere")
+    assert prepare(graphs, profile, tmp_path, tell, stop) == out
+
+
+def test_a_build_that_fails_says_why(graphs: Bundle, tmp_path: Path, told: list[Any]):
+    (profile,) = profiles_of(graphs)
+    wrong = replace(profile, max_context=10**9)
+    with pytest.raises(CanvasError, match="could not be built: --max-context 1000000000") as caught:
+        prepare(graphs, wrong, tmp_path, lambda *said: told.append(said), threading.Event())
+    assert caught.value.hint.startswith("give at most")
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_build_can_be_interrupted(graphs: Bundle, tmp_path: Path):
+    (profile,) = profiles_of(graphs)
+    stop = threading.Event()
+
+    def tell(phase: str, detail: str) -> None:
+        stop.set()
+
+    assert prepare(graphs, profile, tmp_path, tell, stop) is None  # type: ignore[arg-type]
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_cache_that_cannot_be_written_to_is_refused(graphs: Bundle, tmp_path: Path):
+    (profile,) = profiles_of(graphs)
+    (tmp_path / "file").touch()
+    with pytest.raises(CanvasError, match="cannot be written to") as caught:
+        prepare(graphs, profile, tmp_path / "file", lambda *said: None, threading.Event())
+    assert "NIM_CACHE_PATH" in caught.value.hint
+
+
+def test_two_servers_build_once(graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (profile,) = profiles_of(graphs)
+    real, built = preparing._build, []
+
+    def counted(*arguments: Any) -> None:
+        built.append(arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(preparing, "_build", counted)
+    found: list[Path | None] = []
+
+    def start() -> None:
+        found.append(prepare(graphs, profile, tmp_path, lambda *said: None, threading.Event()))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [engines_folder(profile, tmp_path)] * 2
+    assert len(built) == 1
+
+
+def test_other_versions_and_graphs_have_folders_of_their_own(engines: Bundle):
+    profile = Profile(find_target("h100"), "fp8", 4096, 4, engines.path, "a" * 64, None, True)
+    other = replace(profile, digest="b" * 64)
+    assert engines_folder(profile, Path("/c")) != engines_folder(other, Path("/c"))
+    assert engines_folder(profile, Path("/c")).parent.name == profile.id
+
+
+@pytest.fixture
+def package_of_graphs(graphs: Bundle, tmp_path: Path) -> Iterator[Path]:
+    from canvasrt.containers.package.package import package
+
+    package(graphs.path, tmp_path / "package")
+    return tmp_path / "package"
+
+
+def test_nims_commands(command: Command, package_of_graphs: Path, tmp_path: Path):
+    environment = {"NIM_MODEL_PATH": str(package_of_graphs), "NIM_CACHE_PATH": str(tmp_path / "c")}
+    shown = command("list-model-profiles", env=environment).stdout
+    data = json.loads(command("list-model-profiles", "--json", env=environment).stdout)
+    (row,) = data["profiles"]
+    assert row["compatible"]
+    assert f"{row['id']} (onnxruntime-fp32-tp1-pp1) for cpu, built at the first start" in shown
+    filled = command("download-to-cache", "--profile", row["id"], env=environment).stdout
+    folder = Path(filled.split()[-1])
+    assert load_bundle(folder, kind="engines")
+    store = tmp_path / "store"
+    done = command("create-model-store", "-m", store, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert load_bundle(store, kind="engines").manifest.digest == load_bundle(folder).manifest.digest
+    again = json.loads(command("list-model-profiles", store, "--json").stdout)["profiles"]
+    assert [each["id"] for each in again] == [row["id"]]
+    assert not again[0]["builds"]
+    done = command("download-to-cache", "--profile", "x", env=environment)
+    assert done.returncode == 1
+    assert "there is no profile 'x'" in done.stderr

@@ -1,0 +1,263 @@
+"""`canvasrt serve` as a process: what it prints, how it stops, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.client.triton import Answer, Client
+from canvasrt.containers.serve.server import Server
+from canvasrt.errors import CanvasError
+from tests.helpers.serving import ENDLESS, eventually, needs_triton
+from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, serving
+
+pytestmark = needs_triton
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_everything(packaged: Bundle, tmp_path: Path, number: int):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        with running.client() as client:
+            assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+        assert running.leftovers()  # it does look where they would be
+        running.stop(number)
+        assert running.process.returncode == 0
+        assert not running.leftovers()
+        assert not running.scratch()
+
+
+def test_a_signal_during_the_start_stops_everything(packaged: Bundle, tmp_path: Path):
+    command = [sys.executable, "-m", "canvasrt", "serve", str(packaged.path), *ANY_PORTS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    running = Serving(process, {}, tmp_path)
+    assert eventually(lambda: bool(running.leftovers()))
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0] == ""
+    assert process.returncode == 0
+    assert not running.leftovers()
+
+
+def test_a_closed_terminal_does_not_stop_what_nohup_started(packaged: Bundle, tmp_path: Path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    try:
+        with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+            running.process.send_signal(signal.SIGHUP)
+            with running.client() as client:
+                assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+            running.stop(signal.SIGTERM)
+            assert running.process.returncode == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_engines_are_served_without_a_package(engines: Bundle, tmp_path: Path):
+    with serving(engines.path, tmp_path, *ANY_PORTS) as running:
+        with running.client() as client:
+            assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+        running.stop(signal.SIGTERM)
+        assert running.process.returncode == 0
+        assert not running.scratch()
+
+
+def test_serving_leaves_the_package_as_it_was(packaged: Bundle, server: object):
+    assert not packaged.unlisted()
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path, busy: bool):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        if busy:
+            _endless_request(running, [])
+        running.stop(signal.SIGKILL)
+        assert eventually(lambda: not running.leftovers() and not running.scratch())
+
+
+def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "1") as running:
+        failure: list[BaseException] = []
+        thread = _endless_request(running, failure)
+        stderr = running.stop(signal.SIGTERM)
+        thread.join(30)
+        assert isinstance(failure[0], CanvasError)
+        assert running.process.returncode == 1
+        assert "error: requests were still running after 1 s" in stderr
+        assert "hint: " in stderr
+        assert not running.leftovers()
+        assert not running.scratch()
+
+
+def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
+        answers: list[Answer] = []
+        started = threading.Event()
+
+        def ask() -> None:
+            options = {**ENDLESS, "max_denoising_steps": 60, "max_new_tokens": 4}
+            with Client(running.said["grpc"], "grpc", timeout=60) as client:
+                for event in client.stream({"prompt": "x", "drafts": True, **options}):
+                    answers.append(event)
+                    started.set()
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        assert started.wait(30)
+        running.stop(signal.SIGTERM)
+        thread.join(30)
+        assert answers[-1].finish_reason == "length"
+        assert answers[-1].steps == [60]
+        assert running.process.returncode == 0
+
+
+def test_an_idle_connection_does_not_hold_up_the_end(packaged: Bundle, tmp_path: Path):
+    with (
+        serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running,
+        running.client() as client,
+    ):
+        client.infer({"prompt": "12+34=", "max_new_tokens": 3})
+        before = time.monotonic()
+        running.stop(signal.SIGTERM)  # while the client keeps its connection open
+        assert time.monotonic() - before < 30
+        assert running.process.returncode == 0
+        assert not running.leftovers()
+
+
+def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
+    """Triton itself would go on being ready, and fail every request."""
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        (model,) = _model_processes(running)
+        os.kill(model, signal.SIGKILL)
+        errors = running.process.communicate(timeout=60)[1]
+        assert running.process.returncode == 1
+        assert "error: a model's process has ended" in errors
+        assert not running.leftovers()
+
+
+def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
+        thread = _endless_request(running, [])
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(1)
+        running.stop(signal.SIGINT)
+        thread.join(30)
+        assert not running.leftovers()
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(packaged: Bundle):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = _serve(str(packaged.path), *ANY_PORTS, "--grpc-port", port)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    error, hint = done.stderr.splitlines()
+    assert error == f"error: port {port} on 127.0.0.1 is in use"
+    assert hint.startswith("hint: ")
+    assert "--grpc-port" in hint
+
+
+def test_damaged_engines_fail_with_the_cause(packaged: Bundle, tmp_path: Path):
+    damaged = tmp_path / "package"
+    shutil.copytree(packaged.path, damaged)
+    body = damaged / "engines" / "body_0.bin"
+    body.write_bytes(bytes(64) + body.read_bytes()[64:])
+    done = _serve(str(damaged), *ANY_PORTS, "--log", str(tmp_path / "log"))
+    assert done.returncode == 1
+    *_, error, hint = done.stderr.splitlines()
+    assert error.startswith("error: tritonserver stopped with exit code 1")
+    assert "body_0.bin" in error
+    assert str(tmp_path / "log") in hint
+
+
+def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path):
+    done = _serve(str(tmp_path))
+    assert done.returncode == 1
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
+
+
+def test_the_number_of_threads_is_passed_on(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--threads", "3") as running:
+        (model,) = _model_processes(running)
+        environment = Path(f"/proc/{model}/environ").read_bytes().split(b"\0")
+    assert b"CANVASRT_THREADS=3" in environment
+
+
+def test_verbose_shows_tritons_output(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--verbose") as running:
+        assert "successfully unloaded 'canvasrt'" in running.stop(signal.SIGTERM)
+
+
+def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "canvasrt", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def _endless_request(running: Serving, failure: list[BaseException]) -> threading.Thread:
+    """Starts a request that would take minutes, and returns once the server works on it."""
+    started = threading.Event()
+
+    def ask() -> None:
+        with Client(running.said["grpc"], "grpc", timeout=60) as client:
+            try:
+                for _ in client.stream({"prompt": "x", "drafts": True, **ENDLESS}):
+                    started.set()
+            except BaseException as error:
+                failure.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert started.wait(30)
+    return thread
+
+
+def _model_processes(running: Serving) -> list[int]:
+    """The processes of the stream model."""
+    wanted = ("/canvasrt_stream/1/model.py", f"-{running.process.pid}-")
+    lines = command_lines().items()
+    return [int(pid) for pid, line in lines if all(part in line for part in wanted)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("logging", {"log_verbose_level": 1}),
+        ("trace/setting", {"trace_level": ["TIMESTAMPS"]}),
+        ("systemsharedmemory/region/a/register", {"key": "/a", "offset": 0, "byte_size": 8}),
+        ("repository/models/canvasrt/unload", {}),
+    ],
+)
+def test_callers_cannot_change_the_server(server: Server, path: str, body: dict[str, Any]):
+    connection = http.client.HTTPConnection("127.0.0.1", server.ports.http, timeout=10)
+    connection.request("POST", f"/v2/{path}", json.dumps(body))
+    reply = connection.getresponse()
+    assert reply.status == 403, reply.read()
+    connection.close()
+
+
+def test_callers_cannot_change_the_server_over_grpc(server: Server):
+    from tritonclient.grpc import InferenceServerClient
+    from tritonclient.utils import InferenceServerException
+
+    with InferenceServerClient(f"127.0.0.1:{server.ports.grpc}") as client:
+        assert client.is_server_ready()
+        for call in (
+            lambda: client.update_log_settings({"log_verbose_level": 1}),
+            lambda: client.register_system_shared_memory("a", "/a", 8),
+            lambda: client.unload_model("canvasrt"),
+        ):
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()

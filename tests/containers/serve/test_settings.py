@@ -1,0 +1,202 @@
+"""What `canvasrt serve` is told, by whom, and who wins."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.serve.installation import find_installation
+from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import VARIABLES, Settings, resolve
+from canvasrt.errors import CanvasError, UsageError
+from tests.conftest import Command
+
+
+def from_environment(**variables: str) -> Settings:
+    return resolve({}, {}, variables)
+
+
+def test_the_defaults_are_nims_ports():
+    settings = from_environment()
+    assert (settings.port, settings.ports.http) == (8000, 8080)
+    assert (settings.ports.grpc, settings.ports.metrics) == (8001, 8002)
+    assert settings.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "setting", "expected"),
+    [
+        ("NIM_MODEL_PROFILE", "tensorrt-fp8-tp1-pp1", "profile", "tensorrt-fp8-tp1-pp1"),
+        ("NIM_MODEL_PATH", "/models/a", "bundle", Path("/models/a")),
+        ("NIM_CACHE_PATH", "/cache", "cache", Path("/cache")),
+        ("NIM_SERVER_PORT", "9000", "port", 9000),
+        ("NIM_HEALTH_PORT", "9001", "health_port", 9001),
+        ("NIM_LOG_LEVEL", "debug", "log_level", "DEBUG"),
+        ("NIM_LOG_LEVEL", "DEFAULT", "log_level", "INFO"),
+        ("NIM_JSONL_LOGGING", "1", "json_logs", True),
+        ("NIM_SERVED_MODEL_NAME", "a, b", "names", ("a", "b")),
+        ("NIM_MAX_MODEL_LEN", "2048", "max_model_len", 2048),
+        ("NIM_SSL_MODE", "MTLS", "ssl_mode", "mtls"),
+        ("NIM_SSL_CERTS_PATH", "/c", "ssl_cert", Path("/c")),
+        ("NIM_SSL_KEY_PATH", "/k", "ssl_key", Path("/k")),
+        ("NIM_SSL_CA_CERTS_PATH", "/ca", "ssl_ca", Path("/ca")),
+    ],
+)
+def test_a_variable_of_nims(variable: str, value: str, setting: str, expected: Any):
+    assert getattr(from_environment(**{variable: value}), setting) == expected
+
+
+def test_every_variable_of_nims_contract_is_known():
+    contract = Path(__file__).parents[3] / "README.md"
+    assert contract.exists()
+    assert {"NIM_DISABLE_MODEL_DOWNLOAD", "NIM_PASSTHROUGH_ARGS"} <= set(VARIABLES)
+    assert from_environment(NIM_DISABLE_MODEL_DOWNLOAD="1") == from_environment()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("NIM_SERVER_PORT", "tcp://10.0.0.1:80", "not a port"),
+        ("NIM_SERVER_PORT", "70000", "not a port"),
+        ("NIM_MAX_MODEL_LEN", "0", "not a number above 0"),
+        ("NIM_JSONL_LOGGING", "maybe", "neither 0 nor 1"),
+        ("NIM_DISABLE_MODEL_DOWNLOAD", "often", "neither 0 nor 1"),
+        ("NIM_LOG_LEVEL", "loud", "none of TRACE"),
+        ("NIM_SSL_MODE", "on", "none of disabled"),
+        ("NIM_MODEL_PATH", "hf://a/b", "nothing is downloaded"),
+        ("NIM_SERVED_MODEL_NAME", ",", "holds no name"),
+        ("NIM_TENSOR_PARALLEL_SIZE", "2", "is not supported"),
+        ("NIM_ENABLE_KV_CACHE_REUSE", "1", "is not supported"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(variable: str, value: str, says: str):
+    with pytest.raises(UsageError, match=variable) as caught:
+        from_environment(**{variable: value})
+    assert says in caught.value.message
+    assert caught.value.hint
+
+
+def test_variables_that_are_empty_or_of_kubernetes_mean_nothing():
+    links = {"NIM_LLM_SERVICE_HOST": "10.0.0.1", "NIM_LLM_PORT_8000_TCP_ADDR": "10.0.0.1"}
+    assert from_environment(NIM_MODEL_PROFILE=" ", **links) == from_environment()
+
+
+def test_the_command_line_wins_over_passthrough_over_the_environment():
+    environment = {"NIM_SERVER_PORT": "1", "NIM_HEALTH_PORT": "2", "NIM_MAX_MODEL_LEN": "3"}
+    settings = resolve(
+        {"port": 10, "health_port": None, "max_model_len": None},
+        {"port": 20, "health_port": 20},
+        environment,
+    )
+    assert (settings.port, settings.health_port, settings.max_model_len) == (10, 20, 3)
+
+
+def test_keys_come_from_the_environment_or_a_file(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("first\n\n second \n")
+    assert from_environment(CANVASRT_API_KEYS="a, b,").keys == ("a", "b")
+    assert from_environment(CANVASRT_API_KEYS_FILE=str(file)).keys == ("first", "second")
+    assert "first" not in repr(from_environment(CANVASRT_API_KEYS_FILE=str(file)))
+
+
+def test_keys_that_are_set_and_empty_do_not_open_the_door(tmp_path: Path):
+    (tmp_path / "empty").touch()
+    for variables in (
+        {"CANVASRT_API_KEYS": " , "},
+        {"CANVASRT_API_KEYS_FILE": str(tmp_path / "empty")},
+        {"CANVASRT_API_KEYS_FILE": str(tmp_path / "missing")},
+        {"CANVASRT_API_KEYS_FILE": str(tmp_path / "empty"), "CANVASRT_API_KEYS": "a"},
+    ):
+        with pytest.raises(CanvasError):
+            from_environment(**variables)
+
+
+def test_tls_needs_its_files(tmp_path: Path):
+    file = tmp_path / "pem"
+    file.touch()
+    given: dict[str, Any] = {"ssl_mode": "tls", "ssl_cert": file}
+    with pytest.raises(UsageError, match="needs --ssl-key"):
+        assert resolve(given, {}, {}).tls
+    with pytest.raises(CanvasError, match="cannot be read"):
+        assert resolve({**given, "ssl_key": tmp_path / "no"}, {}, {}).tls
+    found = resolve({**given, "ssl_key": file, "ssl_mode": "mtls", "ssl_ca": file}, {}, {}).tls
+    assert found == {"certificate": str(file), "key": str(file), "ca": str(file)}
+
+
+def test_a_dry_run_shows_what_was_decided(command: Command, engines: Bundle):
+    environment = {
+        "NIM_MODEL_PATH": str(engines.path),
+        "NIM_SERVER_PORT": "9000",
+        "NIM_HEALTH_PORT": "9001",
+        "NIM_PASSTHROUGH_ARGS": "--health-port 9002 --served-model-name 'a,b' --log-level debug",
+        "CANVASRT_API_KEYS": "sesame",
+    }
+    done = command("serve", "--dry-run", "--json", "--grpc-port", "0", env=environment)
+    data = json.loads(done.stdout)
+    assert data["bundle"] == str(engines.path)
+    assert data["ports"]["api"] == 9000
+    assert data["ports"]["health"] == 9002
+    assert data["ports"]["triton_grpc"] == 0
+    assert data["served_model_names"] == ["a", "b"]
+    assert data["log_level"] == "debug".upper()
+    assert data["api_keys"] == 1
+    assert data["profile"]["name"] == "onnxruntime-fp32-tp1-pp1"
+    assert "sesame" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"NIM_PASSTHROUGH_ARGS": "--port x"}, "NIM_PASSTHROUGH_ARGS"),
+        ({"NIM_PASSTHROUGH_ARGS": "--nothing"}, "No such option"),
+        ({"NIM_PASSTHROUGH_ARGS": "'"}, "No closing quotation"),
+        ({"NIM_FOO": "1"}, "NIM_FOO is not supported"),
+        ({"NIM_LOG_LEVEL": "x"}, "NIM_LOG_LEVEL"),
+    ],
+)
+def test_what_it_cannot_be_told_ends_it(
+    command: Command, engines: Bundle, environment: dict[str, str], says: str
+):
+    refused(command("serve", engines.path, "--dry-run", env=environment), says, 2)
+
+
+def test_without_anything_to_serve_it_says_so(command: Command):
+    refused(command("serve", "--dry-run"), "nothing to serve was named", 2)
+
+
+def refused(done: subprocess.CompletedProcess[str], says: str, code: int) -> None:
+    assert done.returncode == code
+    assert done.stdout == ""
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert says in error
+    assert hint.startswith("hint: ")
+
+
+def test_shared_passes_are_asked_for_and_reach_the_model(
+    engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    assert not from_environment().share_passes
+    settings = resolve({"share_passes": True}, {}, {})
+    server = Server(engines.path, share_passes=settings.share_passes)
+    environment = server._environment(find_installation())
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    # Triton's module, which is there in a model's process alone.
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
+    backend = importlib.import_module("canvasrt.containers.triton.backend")
+    load = MagicMock(side_effect=InterruptedError)
+    monkeypatch.setattr(backend, "open_model", load)
+    config = json.dumps({"parameters": {"engines": {"string_value": "engines"}}})
+    with pytest.raises(InterruptedError):
+        backend.StreamModel().initialize({"model_config": config, "model_repository": "m/n"})
+    assert load.call_args.kwargs["share_passes"] is True
+    sys.modules.pop("canvasrt.containers.triton.backend")

@@ -1,0 +1,112 @@
+"""The worker's thread: what happens to requests when a pass fails, or too many come."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import canvasrt.containers.triton.worker as worker_module
+from canvasrt.bundle import Bundle
+from canvasrt.containers.triton.worker import Overloaded, Worker
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Event, Finished, Generator, Request
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.sampling import SamplingParams
+
+
+@dataclass
+class Caller:
+    """A sink that keeps how its request ended."""
+
+    gone: bool = False
+    ends: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, Finished):
+            self.ends.put(event.result)
+
+    def fail(self, error: Exception) -> None:
+        self.ends.put(error)
+
+    def cancelled(self) -> bool:
+        return self.gone
+
+
+class Failing(Generator):
+    """A generator whose first pass fails, as a device that runs out of memory does."""
+
+    passes = 0
+
+    def step(self) -> list[Event]:
+        Failing.passes += 1
+        if Failing.passes == 1:
+            raise MemoryError("out of memory")
+        return super().step()
+
+
+@pytest.fixture(scope="module")
+def model(engines: Bundle) -> Model:
+    return open_model(engines.path, threads=1)
+
+
+def request(model: Model, **options: Any) -> Request:
+    params = SamplingParams.from_defaults(
+        model.sampler, model.config, **{"max_new_tokens": 4, "max_denoising_steps": 2, **options}
+    )
+    return Request([2, 5, 6], params)
+
+
+def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
+    Failing.passes = 0
+    worker = Worker(lambda: Failing(model))
+    unlucky, next_one = Caller(), Caller()
+    worker.submit(request(model), unlucky)
+    assert isinstance(unlucky.ends.get(timeout=10), MemoryError)
+    worker.submit(request(model), next_one)
+    assert next_one.ends.get(timeout=10).finish_reason == "length"
+    worker.close()
+
+
+def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
+    class Broken(Caller):
+        def event(self, event: Event) -> None:
+            raise OSError("gone")
+
+    worker = Worker(lambda: Generator(model))
+    worker.submit(request(model, max_denoising_steps=10_000, stability_threshold=10_000), Broken())
+    caller = Caller()
+    worker.submit(request(model), caller)
+    assert caller.ends.get(timeout=10).finish_reason == "length"
+    worker.close()
+
+
+def test_a_request_that_cannot_run_is_refused_at_once(model: Model):
+    worker = Worker(lambda: Generator(model))
+    with pytest.raises(CanvasError, match="exceed the context"):
+        worker.submit(request(model, max_new_tokens=4096), Caller())
+    worker.close()
+
+
+def test_too_many_requests_are_refused(model: Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker_module, "MAX_WAITING", 2)
+    worker = Worker(lambda: Generator(model))
+    callers = [Caller(), Caller(), Caller()]
+    endless = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
+    for caller in callers[:2]:
+        worker.submit(request(model, **endless), caller)
+    with pytest.raises(Overloaded, match="2 requests wait already"):
+        worker.submit(request(model), callers[2])
+    worker.close()
+    for caller in callers[:2]:
+        assert isinstance(caller.ends.get(timeout=10), Overloaded)
+
+
+def test_a_closed_worker_takes_nothing(model: Model):
+    worker = Worker(lambda: Generator(model))
+    worker.close()
+    with pytest.raises(Overloaded, match="stopping"):
+        worker.submit(request(model), Caller())

@@ -1,0 +1,114 @@
+"""Graphs of small random models, and quantized ones made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.export.quantize import forms
+from canvasrt.export.quantize.formats import Packed, form_of, quantize
+from canvasrt.graphs import external, lowbits
+
+# The released model's head sizes.
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 32,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 4096,
+}
+BODY = ("attention.qkv.", "attention.o.", "mlp.gate_up.", "mlp.down.", "experts.")
+EXPERTS = ("experts.",)
+INPUT_AMAX = 6.0
+CACHE_SCALE = 0.03
+
+
+def small_graphs(folder: Path) -> Bundle:
+    """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
+    from canvasrt.export import synthetic
+    from canvasrt.export.graphs import export
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
+        synthetic.write(folder / "checkpoint", "small", layers=2)
+    return export(folder / "checkpoint", folder / "graphs", precision="bf16")
+
+
+@pytest.fixture(scope="session")
+def plain_graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Graphs of `SHAPE`, made once."""
+    return small_graphs(tmp_path_factory.mktemp("quantize"))
+
+
+class Quantized:
+    """A quantized body graph and the weights that it was made with."""
+
+    def __init__(
+        self, source: Path, out: Path, format: str, what: tuple[str, ...], weights: str, cache: bool
+    ) -> None:
+        model = ir.load(source)
+        self.file = out
+        self.before = {
+            name: np.frombuffer(value.const_value.tobytes(), np.uint16)
+            for name, value in model.graph.initializers.items()
+            if any(part in name for part in what)
+        }
+        self.shapes = {
+            name: tuple(model.graph.initializers[name].const_value.shape.numpy())
+            for name in self.before
+        }
+        self.packed: dict[str, Packed] = {}
+        self.forms = {
+            name: form_of(shape, format, weights, len(shape) == 3)
+            for name, shape in self.shapes.items()
+        }
+
+        def pack(name: str) -> Packed:
+            wide = lowbits.from_bf16(self.before[name]).reshape(self.shapes[name])
+            parts = wide if wide.ndim == 3 else [wide]
+            self.packed[name] = quantize(
+                parts, format, INPUT_AMAX, weights=weights, experts=wide.ndim == 3, name=name
+            )
+            return self.packed[name]
+
+        scales = {
+            f"layers.{i}.attention.{part}_scale": CACHE_SCALE
+            for i in range(2)
+            for part in ("key", "value")
+        }
+        forms.quantize_file(source, out, self.forms, pack, scales if cache else None)
+
+    def bytes_of(self, name: str) -> bytes:
+        value = ir.load(self.file).graph.initializers[name].const_value
+        assert isinstance(value, ir.ExternalTensor)
+        return external.mapped(value).tobytes()
+
+
+@pytest.fixture(scope="session")
+def quantized(
+    plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Quantized]:
+    """`quantized(format)` is the body of `plain_graphs` quantized, made once a set of options."""
+    made: dict[tuple, Quantized] = {}
+
+    def make(
+        format: str, what: tuple[str, ...] = BODY, weights: str = "per_tensor", cache: bool = False
+    ) -> Quantized:
+        key = (format, what, weights, cache)
+        if key not in made:
+            out = tmp_path_factory.mktemp(format) / "body_0.onnx"
+            made[key] = Quantized(plain_graphs.file("body_0.onnx"), out, *key)
+        return made[key]
+
+    return make

@@ -1,0 +1,124 @@
+"""Quantized checkpoints of a small model, written by the tools that users have them from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.helpers.random_models import random_model
+
+SMALL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+NVFP4_EXPERTS = "huggingface/diffusion_gemma/ptq/nvfp4_experts_only"
+
+
+def base_model(**changes: Any) -> Any:
+    """A model whose weights are bfloat16 numbers, held in float32."""
+    model = random_model({**SMALL, **changes})
+    stored = [*model.parameters(), *(b for n, b in model.named_buffers() if "layer_scalar" in n)]
+    for tensor in stored:
+        tensor.data = tensor.data.to(torch.bfloat16).to(torch.float32)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def modelopt_quantized(recipe: str, **changes: Any) -> Any:
+    """A model under ModelOpt's fake quantization: its own recipe for this model, or `FP8`."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.recipe import load_recipe
+
+    config = mtq.FP8_DEFAULT_CFG if recipe == "FP8" else load_recipe(recipe).quantize.model_dump()
+    model = base_model(**changes)
+    torch.manual_seed(0)  # the canvas is drawn
+    return mtq.quantize(model, config, lambda each: [each(input_ids=ids) for ids in _prompts()])
+
+
+def save_modelopt(model: Any, folder: Path) -> None:
+    """Pack and write it, without the vision tower, which the graphs need not have."""
+    from modelopt.torch.export import export_hf_checkpoint
+
+    with torch.inference_mode():
+        export_hf_checkpoint(model, export_dir=folder, dtype=torch.bfloat16)
+    without_vision(folder)
+
+
+def without_vision(folder: Path) -> None:
+    """Drop the tower from a checkpoint's configuration: tracing it takes time."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("vision_config", None)
+    file.write_text(json.dumps(config))
+
+
+def save_compressed(model: Any, folder: Path) -> None:
+    """FP8-dynamic as llm-compressor has it: experts as linear modules, compressed-tensors' own preset and packing."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams, is_module_quantized
+    from safetensors.torch import save_file
+
+    config = model.config
+    model = model.to(torch.bfloat16)
+    for layer in model.model.decoder.layers:
+        layer.experts = _linear_experts(layer.experts)
+    scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    ignored = ["lm_head", "re:.*router.*", "re:.*vision.*", "re:.*encoder.*", "re:.*self_cond.*"]
+    settings = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=ignored, format="float-quantized"
+    )
+    apply_quantization_config(model, settings)
+    for module in model.modules():
+        if is_module_quantized(module):
+            weight = module.weight.detach()
+            least, most = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+            scale, _ = calculate_qparams(least, most, scheme.weights)
+            module.weight_scale.data = scale.to(module.weight_scale.dtype)
+    compressor = ModelCompressor(quantization_config=settings)
+    compressor.compress_model(model)
+    folder.mkdir()
+    config.save_pretrained(folder)
+    save_file(_state(model), folder / "model.safetensors", {"format": "pt"})
+    compressor.update_config(folder)
+    without_vision(folder)
+
+
+def _linear_experts(experts: Any) -> nn.Module:
+    split = nn.Module()
+    width = experts.down_proj.shape[2]
+    for index in range(len(experts.down_proj)):
+        first, down = experts.gate_up_proj[index], experts.down_proj[index]
+        expert = nn.Module()
+        for name, weight in (
+            ("gate_proj", first[:width]),
+            ("up_proj", first[width:]),
+            ("down_proj", down),
+        ):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+            linear.weight.data = weight.detach().clone()
+            expert.add_module(name, linear)
+        split.add_module(str(index), expert)
+    return split
+
+
+def _state(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint holds: tied ones once, under the decoder's name."""
+    text = "model.encoder.language_model."
+    return {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight" and (not name.startswith(text) or name.endswith("layer_scalar"))
+    }
+
+
+def _prompts() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        yield torch.randint(6, 512, (2, 24), generator=generator)

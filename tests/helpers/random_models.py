@@ -1,0 +1,187 @@
+"""Random checkpoints of many shapes, and the graphs exported from them, run by ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+    Gemma4VisionConfig,
+)
+
+from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.export.graphs import export
+
+BASE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 64,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 64,
+    "use_bidirectional_attention": "vision",
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    # Three queries a key, an odd number of heads, experts, layers a segment and factors of the vocabulary.
+    "odd": {
+        "vocab_size": 391,
+        "hidden_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 24,
+        "global_head_dim": 40,
+        "num_global_key_value_heads": 9,
+        "sliding_window": 16,
+        "num_experts": 5,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 48,
+    },
+    "one_expert": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": 4,
+        "num_experts": 1,
+        "top_k_experts": 1,
+        "sliding_window": 512,
+    },
+    # The released model's head sizes; a head of 512 has another form in the graph.
+    "wide_heads": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_experts": 16,
+        "top_k_experts": 8,
+        "sliding_window": 24,
+    },
+}
+
+
+def random_model(
+    shape: Mapping[str, Any], canvas: int = 16, vision: Mapping[str, Any] | None = None
+) -> DiffusionGemmaForBlockDiffusion:
+    """Weights scaled up so that predictions are far from uniform and differ from position to position."""
+    config = DiffusionGemmaConfig(
+        text_config=DiffusionGemmaTextConfig(**{**BASE, **shape}),
+        vision_config=Gemma4VisionConfig(
+            **{
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "patch_size": 4,
+                "position_embedding_size": 64,
+                **(vision or {}),
+            }
+        ),
+        canvas_length=canvas,
+        boi_token_id=3,
+        image_token_id=4,
+        eoi_token_id=5,
+    )
+    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(
+                    values * (1.5 if "embed_tokens" in name else 1.0) * parameter.shape[-1] ** -0.5
+                )
+            else:
+                # No two norms alike: a swapped weight must show.
+                parameter.copy_((1 + 0.2 * values) * (0.4 if "_norm" in name else 1.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.6 * torch.rand(buffer.shape, generator=generator))
+            elif name.endswith(("std_bias", "std_scale")):
+                buffer.copy_(torch.rand(buffer.shape, generator=generator))
+            elif name.endswith(("_min", "_max")):
+                buffer.copy_(torch.tensor(-2.0 if name.endswith("_min") else 1.5))
+    return model
+
+
+class Graphs:
+    """The graphs of a bundle in ONNX Runtime; `expose` makes inner values of the head visible."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.config: ModelConfig = bundle.manifest.model
+        self.table = np.fromfile(bundle.path / "embedding.bin", np.float32).reshape(
+            bundle.manifest.embedding["shape"]
+        )
+        self.sessions = {
+            segment["name"]: _session(bundle.path / segment["file"])
+            for segment in bundle.manifest.segments
+        }
+        self.bodies = [each for each in bundle.manifest.segments if "layers" in each]
+
+    def run(self, name: str, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        session = self.sessions[name]
+        names = [output.name for output in session.get_outputs()]
+        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def _session(file: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = 2
+    if file.name == "head.onnx":
+        _expose_logits(file)
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def _expose_logits(file: Path) -> None:
+    """Make what the head's argmax reads, the logits over the temperature, an output of the graph."""
+    model = onnx.load(file, load_external_data=False)
+    (argmax,) = [node for node in model.graph.node if node.op_type == "ArgMax"]
+    model.graph.output.append(
+        onnx.helper.make_tensor_value_info(argmax.input[0], onnx.TensorProto.FLOAT, None)
+    )
+    argmax_input = model.graph.output[-1].name
+    model.graph.node.append(onnx.helper.make_node("Identity", [argmax_input], ["logits"]))
+    model.graph.output[-1].name = "logits"
+    onnx.save(model, file)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Graphs]]:
+    """`exported(shape)` gives the reference model and its graphs, made once a shape."""
+    made: dict[str, tuple[Any, Graphs]] = {}
+
+    def make(shape: str) -> tuple[Any, Graphs]:
+        if shape not in made:
+            folder = tmp_path_factory.mktemp(shape)
+            model = random_model(SHAPES[shape])
+            model.save_pretrained(folder / "checkpoint")
+            bundle = export(folder / "checkpoint", folder / "graphs", layers_per_segment=3)
+            made[shape] = (model, Graphs(bundle))
+        return made[shape]
+
+    return make

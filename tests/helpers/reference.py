@@ -1,0 +1,290 @@
+"""The reference for the runtime's tests: transformers' `generate`, drawing from canvasrt's noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+    Gemma4VisionConfig,
+)
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+    EntropyBoundSampler,
+    EntropyBoundSamplerConfig,
+)
+
+from canvasrt.checkpoints.locate import resolve
+from canvasrt.export.graphs import export
+from canvasrt.pipeline import build
+from canvasrt.runtime.generator import Generator, Request, Result
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+
+PAD = 0
+
+
+def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token `[N]` whose cumulative probability exceeds u times the total, over a two-level sum.
+
+    `probabilities` `[N, V]`, `uniforms` `[N]`, float32.
+    """
+    count, size = probabilities.shape
+    rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+    cells = probabilities.view(count, rows, size // rows)
+    tops = cells.sum(-1).cumsum(-1)
+    targets = uniforms * tops[:, -1]
+    tokens = torch.empty(count, dtype=torch.int64)
+    for i in range(count):
+        row = int(torch.nonzero(tops[i] > targets[i])[0])
+        before = tops[i, row - 1] if row else torch.zeros(())
+        inside = cells[i, row].cumsum(-1)
+        exceeding = torch.nonzero(inside > targets[i] - before)
+        column = int(exceeding[0]) if len(exceeding) else int(torch.nonzero(cells[i, row])[-1])
+        tokens[i] = row * (size // rows) + column
+    return tokens
+
+
+@dataclass
+class Trace:
+    """What the reference did: a list a row, with an entry a block, with an entry a step."""
+
+    argmax: list[list[list[np.ndarray]]] = field(default_factory=list)
+    accepted: list[list[list[np.ndarray]]] = field(default_factory=list)
+
+    def steps(self, row: int) -> list[int]:
+        return [len(block) for block in self.argmax[row]]
+
+
+@dataclass
+class ReferenceOutput:
+    """Token ids a row, up to and with the end of sequence; and how they came about."""
+
+    tokens: list[list[int]]
+    trace: Trace
+
+
+class Reference:
+    """transformers' own model and `generate`, with the random draws replaced by canvasrt's noise."""
+
+    def __init__(self, model: DiffusionGemmaForBlockDiffusion) -> None:
+        self.model = model.eval()
+        self.canvas = model.config.canvas_length
+        self.vocab = model.config.text_config.vocab_size
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> ReferenceOutput:
+        """`prompts` of one length, as one batch; `params` differ in their seeds only."""
+        first = params[0]
+        config = DiffusionGemmaGenerationConfig(
+            max_new_tokens=first.max_new_tokens,
+            max_denoising_steps=first.max_denoising_steps,
+            sampler_config=EntropyBoundSamplerConfig(entropy_bound=first.entropy_bound),
+            t_min=first.t_min,
+            t_max=first.t_max,
+            stability_threshold=first.stability_threshold,
+            confidence_threshold=first.confidence_threshold,
+            eos_token_id=list(first.eos_token_ids) or None,
+            pad_token_id=PAD,
+        )
+        seeds = [each.seed for each in params]
+        with self._patched(seeds, first.adaptive_stop) as trace:
+            output = self.model.generate(torch.tensor(prompts), generation_config=config)
+        new = output.sequences[:, len(prompts[0]) :].tolist()
+        tokens = []
+        for row, ids in enumerate(new):
+            ids, blocks = self._cut(ids, first)
+            tokens.append(ids)
+            # Blocks after a row's end of sequence are the batch's, not the row's.
+            del trace.argmax[row][blocks:], trace.accepted[row][blocks:]
+        return ReferenceOutput(tokens, trace)
+
+    def _cut(self, ids: list[int], params: SamplingParams) -> tuple[list[int], int]:
+        for index, token in enumerate(ids):
+            if token in params.eos_token_ids:
+                assert all(after == PAD for after in ids[index + 1 :])
+                return ids[: min(index + 1, params.max_new_tokens)], index // self.canvas + 1
+        return ids[: params.max_new_tokens], len(ids) // self.canvas
+
+    @contextmanager
+    def _patched(self, seeds: list[int], adaptive_stop: bool) -> Iterator[Trace]:
+        trace = Trace([[] for _ in seeds], [[] for _ in seeds])
+        at = {"block": -1, "step": 0}
+        kind = type(self.model)
+        prepare, denoise = kind._prepare_denoiser_inputs, kind._denoising_step
+        noise = self._noise
+
+        def new_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+            at.update(block=at["block"] + 1, step=0)
+            for row in range(len(seeds)):
+                trace.argmax[row].append([])
+                trace.accepted[row].append([])
+            return prepare(self, *args, **kwargs)
+
+        def multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
+            at["step"] += 1
+            uniforms = torch.from_numpy(noise(seeds, at["block"], at["step"])[0]).reshape(-1)
+            return inverse_cdf(probabilities, uniforms)[:, None]
+
+        def uniform_canvas(self: Any, batch_size: int, device: torch.device) -> torch.Tensor:
+            return torch.from_numpy(noise(seeds, at["block"], at["step"])[1])
+
+        def denoising_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = kwargs["finished_denoising"].clone()
+            result = denoise(self, *args, **kwargs)
+            for row in torch.nonzero(~done).flatten().tolist():
+                trace.argmax[row][-1].append(result[1][row].numpy())
+                trace.accepted[row][-1].append(kwargs["sampler"].accepted_token_mask[row].numpy())
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "_prepare_denoiser_inputs", new_block)
+            patch.setattr(kind, "_denoising_step", denoising_step)
+            patch.setattr(EntropyBoundSampler, "initialize_canvas", uniform_canvas)
+            patch.setattr(torch, "multinomial", multinomial)
+            if not adaptive_stop:
+                patch.setattr(kind, "_prepare_diffusion_stopping_criteria", lambda *_: None)
+            yield trace
+
+    def _noise(self, seeds: list[int], block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = [step_noise(seed, block, step, self.canvas, self.vocab) for seed in seeds]
+        return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
+
+
+def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
+    """A random model with every kind of layer, scaled so that it has opinions and changes them.
+
+    A large table makes a token's own embedding its likeliest successor, and damped branches let a
+    canvas settle after a while: acceptance and early stop then differ from block to block.
+    """
+    text = DiffusionGemmaTextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        sliding_window=64,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+        use_bidirectional_attention="vision",
+        max_position_embeddings=4096,
+        pad_token_id=PAD,
+        bos_token_id=2,
+        eos_token_id=1,
+    )
+    vision = Gemma4VisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    config = DiffusionGemmaConfig(
+        text_config=text,
+        vision_config=vision,
+        canvas_length=32,
+        boi_token_id=509,
+        image_token_id=510,
+        eoi_token_id=511,
+    )
+    model = DiffusionGemmaForBlockDiffusion(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                scale = 3.0 if "embed_tokens" in name else 1.0
+                parameter.copy_(values * scale * parameter.shape[-1] ** -0.5)
+            elif "q_norm" in name:
+                # Attention is not scaled by 1/sqrt(head_dim): anything larger amplifies rounding.
+                parameter.copy_((1 + 0.2 * values) * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.copy_(1 + 0.2 * values)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.6 * torch.rand(buffer.shape, generator=generator))
+    return model
+
+
+@dataclass
+class Pair:
+    """One checkpoint twice: the reference in torch, and canvasrt's model over the exported graphs."""
+
+    checkpoint: Path
+    graphs: Path
+    bundle: Path
+    reference: Reference
+    model: Model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        assert self.model.bundle is not None
+        return Tokenizer.load(self.model.bundle)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], max_batch: int = 4
+    ) -> list[Result]:
+        requests = [Request(*each) for each in zip(prompts, params, strict=True)]
+        return Generator(self.model, max_batch).run(requests)
+
+
+def make_pair(checkpoint: Path, folder: Path) -> Pair:
+    """Exports and builds `checkpoint` into `folder` and loads both sides, on one thread each."""
+    # Segments of four layers: the first then has no full layer, and hidden states cross a border.
+    graphs = export(str(checkpoint), folder / "graphs", layers_per_segment=4)
+    engines = build(graphs.path, "cpu", folder / "engines")
+    torch.set_num_threads(1)
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
+    loaded = open_model(engines.path, threads=1)
+    return Pair(checkpoint, graphs.path, engines.path, Reference(model), loaded)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The tiny random model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model().save_pretrained(folder / "checkpoint")
+    return make_pair(folder / "checkpoint", folder)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The demo checkpoint."""
+    return make_pair(resolve("demo"), tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="session")
+def undertrained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The demo checkpoint before it had learned its tasks."""
+    checkpoint = Path(__file__).parents[1] / "data" / "undertrained"
+    return make_pair(checkpoint, tmp_path_factory.mktemp("undertrained"))
+
+
+@pytest.fixture
+def prompt() -> Callable[..., list[int]]:
+    """Random prompts: `prompt(length, seed)`; no special tokens."""
+
+    def make(length: int, seed: int = 0) -> list[int]:
+        return np.random.default_rng(seed).integers(3, 100, length).tolist()
+
+    return make

@@ -1,0 +1,47 @@
+"""Requests and profiles for a model whose state stays on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from canvasrt.runtime.generator import Request, Result
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.reference import Pair
+
+Prompt = Callable[..., list[int]]
+
+CANVAS, WINDOW = 32, 64  # of the tiny model
+
+
+def profiles(**sizes: tuple[int, int, int]) -> list[dict[str, dict[str, int]]]:
+    return [
+        {name: dict(zip(("min", "opt", "max"), size, strict=True)) for name, size in sizes.items()}
+    ]
+
+
+def body_profiles(**sizes: tuple[int, int, int]) -> dict[str, Any]:
+    known = {
+        "batch": (1, 2, 4),
+        "length": (1, CANVAS, 512),
+        "capacity": (1, 64, 2048),
+        "past_sliding": (0, 63, 63),
+        "past_full": (0, 256, 1024),
+    }
+    return {"body": profiles(**(known | sizes))}
+
+
+def requests(pair: Pair, prompt: Prompt, lengths: list[int], **params: Any) -> list[Request]:
+    given = {"max_new_tokens": 3 * CANVAS, "max_denoising_steps": 8} | params
+    return [
+        Request(
+            prompt(length, seed),
+            SamplingParams.from_defaults(pair.model.sampler, pair.model.config, seed=seed, **given),
+        )
+        for seed, length in enumerate(lengths)
+    ]
+
+
+def same(ours: list[Result], theirs: list[Result]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.token_ids, a.steps) == (b.token_ids, b.steps)

@@ -1,0 +1,78 @@
+"""`canvasrt serve` as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.containers.client.triton import Client
+
+ANY_PORTS = ("--port", "0", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+@dataclass
+class Serving:
+    """A `canvasrt serve` that is ready, and what it said about itself."""
+
+    process: subprocess.Popen[str]
+    said: dict[str, Any]
+    state: Path
+
+    def client(self) -> Client:
+        return Client(self.said["http"], timeout=60)
+
+    def stop(self, number: int) -> str:
+        """Sends a signal; what the process wrote to stderr by its end."""
+        self.process.send_signal(number)
+        return self.process.communicate(timeout=60)[1]
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory that carry the number of the serving process."""
+        mark = f"-{self.process.pid}-"
+        shared = [each.name for each in Path("/dev/shm").glob(f"canvasrt-*{mark}*")]
+        lines = command_lines().values()
+        return shared + [line for line in lines if "canvasrt-" in line and mark in line]
+
+    def scratch(self) -> list[str]:
+        return [each.name for each in self.state.glob("tmp/*")]
+
+
+@contextlib.contextmanager
+def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
+    """Starts `canvasrt serve` with a state and a scratch folder of its own."""
+    (folder / "tmp").mkdir()
+    env = {**os.environ, "XDG_STATE_HOME": str(folder), "TMPDIR": str(folder / "tmp")}
+    command = [sys.executable, "-m", "canvasrt", "serve", str(bundle), "--json", *options]
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line == "}\n":
+                break
+        assert lines, process.communicate()[1]
+        yield Serving(process, json.loads("".join(lines)), folder)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+
+
+def command_lines() -> dict[str, str]:
+    """The command line of every process, by its number."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found[file.parent.name] = line
+    return found

@@ -1,0 +1,136 @@
+"""The CUDA device over a fake of CUDA's runtime: what is called when, and what is given back."""
+
+from __future__ import annotations
+
+import gc
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.backends import cuda
+from canvasrt.runtime.backends.cuda import CudaDevice
+
+
+class Status(IntEnum):
+    """Of every call."""
+
+    OK = 0
+    FAILED = 900
+
+
+class Runtime:
+    """CUDA's runtime, as the bindings have it: every call gives a status, then what it makes."""
+
+    cudaStreamNonBlocking = 1
+
+    class cudaMemcpyKind(IntEnum):
+        cudaMemcpyHostToDevice = 1
+        cudaMemcpyDeviceToHost = 2
+        cudaMemcpyDeviceToDevice = 3
+
+    class cudaStreamCaptureMode(IntEnum):
+        cudaStreamCaptureModeThreadLocal = 1
+
+    class Properties:
+        name, major, minor = b"fake\0\0", 9, 0
+
+    gives: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "cudaGetDeviceCount": (1,),
+        "cudaGetDeviceProperties": (Properties,),
+        "cudaStreamCreateWithFlags": (7,),
+        "cudaStreamEndCapture": (50,),
+        "cudaGraphInstantiate": (60,),
+        "cudaMemGetInfo": (1 << 30, 2 << 30),
+        "cudaGetErrorString": (b"it did not work",),
+    }
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails: set[str] = set()
+        self._kept: list[np.ndarray] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, *arguments))
+            if name in self.fails:
+                return (Status.FAILED, *(None for _ in self.gives.get(name, ())))
+            if name in ("cudaMalloc", "cudaMallocHost"):
+                self._kept.append(np.zeros(arguments[0], np.uint8))
+                return (Status.OK, self._kept[-1].ctypes.data)
+            return (Status.OK, *self.gives.get(name, ()))
+
+        return call
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime()
+    monkeypatch.setattr(cuda, "require", lambda *_: made)
+    return made
+
+
+def test_what_was_taken_is_given_back_graphs_first(runtime: Runtime) -> None:
+    device = CudaDevice()
+    address = device.allocate(16)
+    device.host(8)
+    graph = device.capture(lambda: None)
+    device.forget(graph)
+    assert device.capture(lambda: None) == graph
+    runtime.calls.clear()
+    del device
+    gc.collect()
+    assert runtime.names() == ["cudaGraphExecDestroy", "cudaFreeHost", "cudaFree"]
+    assert runtime.calls[-1] == ("cudaFree", address)
+
+
+def test_work_that_fails_ends_its_capture(runtime: Runtime) -> None:
+    """An open capture would swallow all that follows; the error is that of the work."""
+    device = CudaDevice()
+
+    def work() -> None:
+        runtime.fails.add("cudaStreamEndCapture")
+        raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        device.capture(work)
+    assert runtime.names()[-1] == "cudaStreamEndCapture"
+
+
+def test_a_graph_that_cannot_be_made_is_an_error_and_leaves_nothing(runtime: Runtime) -> None:
+    device = CudaDevice()
+    runtime.fails.add("cudaGraphInstantiate")
+    with pytest.raises(CanvasError, match=r"it did not work \(cudaGraphInstantiate\)"):
+        device.capture(lambda: None)
+    assert ("cudaGraphDestroy", 50) in runtime.calls
+
+
+def test_too_little_memory_says_how_much_there_is(runtime: Runtime) -> None:
+    device = CudaDevice()
+    runtime.fails.add("cudaMalloc")
+    with pytest.raises(CanvasError, match=r"no 3\.00 GiB left \(1\.00 of 2\.00 GiB are free\)"):
+        device.allocate(3 << 30)
+
+
+def test_an_array_lives_until_its_copy_is_done(runtime: Runtime) -> None:
+    device = CudaDevice()
+    array = np.ones(4, np.uint8)
+    device.upload(device.allocate(4), array)
+    assert any(each is array for each in device._busy)
+    device.synchronize()
+    assert not device._busy
+
+
+def test_the_fake_has_no_name_that_cuda_has_not(runtime: Runtime) -> None:
+    real = pytest.importorskip("cuda.bindings.runtime", reason="needs canvasrt[gpu]")
+    device = CudaDevice()
+    device.capture(lambda: device.replay(1))
+    device.memory()
+    for name in ("cudaMemcpyKind", "cudaStreamCaptureMode", "cudaStreamNonBlocking"):
+        assert hasattr(real, name)
+    assert not {name for name in runtime.names() if not hasattr(real, name)}

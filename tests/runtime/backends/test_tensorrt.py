@@ -1,0 +1,242 @@
+"""The TensorRT backend: what it refuses, and its contexts, profiles and CUDA graphs over a fake TensorRT."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.errors import CanvasError
+from canvasrt.machine import gpus
+from canvasrt.runtime.backends import tensorrt
+from canvasrt.runtime.backends.tensorrt import TensorRTBackend, check_target
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Request
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.fake_tensorrt import API, FakeCudaDevice, fake_tensorrt
+from tests.helpers.reference import Pair
+from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
+
+VERSION = "1.7.1.116"
+TARGET = {
+    "name": "rtx-5090",
+    "backend": "tensorrt-rtx",
+    "builder_version": VERSION,
+    "compute_capability": "12.0",
+    "built_on": platform.machine(),
+}
+HERE: dict[str, Any] = {
+    "version": VERSION,
+    "capability": (12, 0),
+    "machine": platform.machine(),
+}
+
+
+def test_the_right_engines_are_taken() -> None:
+    check_target(TARGET, **HERE)
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        ({"version": "1.8.0"}, r"built by tensorrt-rtx 1\.7\.1\.116, and 1\.8\.0 is installed"),
+        ({"capability": (8, 9)}, r"rtx-5090, compute capability 12\.0, and the GPU here has 8\.9"),
+    ],
+)
+def test_engines_of_another_builder_or_gpu_are_refused(here: dict[str, Any], words: str) -> None:
+    with pytest.raises(CanvasError, match=words):
+        check_target(TARGET, **(HERE | here))
+
+
+def test_tensorrt_s_engines_stay_on_the_architecture_of_their_host() -> None:
+    other = TARGET | {"backend": "tensorrt", "built_on": "aarch64", "name": "h100"}
+    with pytest.raises(CanvasError, match="built on aarch64, and this machine is x86_64"):
+        check_target(other, **(HERE | {"machine": "x86_64"}))
+    check_target(other | {"backend": "tensorrt-rtx"}, **(HERE | {"machine": "x86_64"}))
+
+
+def write_engines(graphs: Bundle, folder: Path) -> None:
+    """An engine bundle whose engines are the paths of graphs."""
+    manifest, profiles = graphs.manifest, body_profiles()["body"]
+    segments = []
+    for entry in manifest.segments:
+        file = f"{entry['name']}.engine"
+        (folder / file).write_text(str(graphs.file(entry["file"])))
+        sizes = {"profiles": profiles} if "layers" in entry else {}
+        segments.append({**entry, "file": file, **sizes})
+    shutil.copy(graphs.file(manifest.embedding["file"]), folder)
+    write_manifest(
+        folder,
+        kind="engines",
+        made_from={},
+        options={"max_context": 2048},
+        model=manifest.model,
+        sampler=manifest.sampler,
+        segments=segments,
+        embedding=manifest.embedding,
+        tokenizer=None,
+        target=TARGET,
+    )
+
+
+class Engines:
+    """A bundle's graphs behind engine files, as a fake TensorRT loads them."""
+
+    def __init__(self, graphs: Path, folder: Path, rtx: bool) -> None:
+        self.device = FakeCudaDevice()
+        module = fake_tensorrt(VERSION, rtx, self.device)
+        self.backend = TensorRTBackend(TARGET, False, module, self.device)  # type: ignore[arg-type]
+        write_engines(load_bundle(graphs, check=False), folder)
+        model = open_model(folder, backend=self.backend)
+        assert isinstance(model, DeviceModel)
+        self.model = model
+
+    def contexts(self, index: int = 0) -> list[Any]:
+        return self.backend.engines[index]._engine.contexts
+
+
+@pytest.mark.parametrize("rtx", [True, False], ids=["tensorrt_rtx", "tensorrt"])
+def test_tokens_are_those_of_the_cpu(rtx: bool, tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+    """All steps: the same calls come again and again."""
+    engines = Engines(tiny.graphs, tmp_path, rtx)
+    wanted = requests(tiny, prompt, [40, 150, 9], max_new_tokens=3 * CANVAS, adaptive_stop=False)
+    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
+    replayed = engines.device.replayed
+    if rtx:
+        assert not replayed
+        kinds = {int(context.config.cuda_graph_strategy) for context in engines.contexts()}
+        assert kinds == {0, 1}
+    else:
+        assert replayed > 10
+        assert 1 < len(engines.contexts()) <= tensorrt.GRAPHS + 1
+
+
+def test_a_call_is_captured_when_it_comes_a_third_time(
+    tiny: Pair, prompt: Prompt, tmp_path: Path
+) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    (head,) = [each for each in engines.backend.engines if each.name == "head"]
+    wanted = requests(tiny, prompt, [9], max_new_tokens=CANVAS, max_denoising_steps=5)
+    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
+    (captured,) = head._known.values()
+    assert captured is not None
+    assert captured.graph is not None
+
+
+def test_requests_share_no_pass_unless_they_are_let() -> None:
+    """What shares a batch may change last bits on a GPU, and tokens must depend on the seed alone."""
+    device = FakeCudaDevice()
+    module = fake_tensorrt(VERSION, True, device)
+    assert TensorRTBackend(TARGET, module=module, device=device).rows_apart  # type: ignore[arg-type]
+
+
+def test_few_graphs_are_kept(
+    tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt, "GRAPHS", 2)
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    wanted = requests(tiny, prompt, [40, 150, 300, 9], adaptive_stop=False)
+    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
+    for engine in engines.backend.engines:
+        assert len(engine._known) <= 2
+    assert len(engines.device.graphs) <= 2 * len(engines.backend.engines)
+
+
+def test_a_call_that_cannot_be_captured_runs_as_it_is(
+    tiny: Pair, prompt: Prompt, tmp_path: Path
+) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    engines.device.captures = False
+    wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
+    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
+    (head,) = [each for each in engines.backend.engines if each.name == "head"]
+    (known,) = head._known.values()
+    assert known is not None
+    assert not known.fits
+    assert not engines.device.replayed
+
+
+def test_no_context_ends_while_queued_work_may_use_it(
+    tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was not captured, too."""
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    engines.device.captures = False
+    Generator(engines.model).run(requests(tiny, prompt, [9], max_new_tokens=CANVAS))
+    (head,) = [each for each in engines.backend.engines if each.name == "head"]
+    (known,) = head._known.values()
+    assert known is not None
+    assert known.graph is None
+    waited: list[bool] = []
+    monkeypatch.setattr(tensorrt, "GRAPHS", 0)
+    monkeypatch.setattr(engines.device, "synchronize", lambda: waited.append(True))
+    head._forget()
+    assert waited
+    assert not head._known
+
+
+def test_contexts_share_what_was_compiled(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=True)
+    Generator(engines.model).run(requests(tiny, prompt, [9]))
+    contexts = [each for engine in engines.backend.engines for each in engine._engine.contexts]
+    assert len(contexts) > len(engines.backend.engines)
+    assert {id(each.config.runtime_cache) for each in contexts} == {id(engines.backend._compiled)}
+
+
+def test_a_context_is_told_only_what_changed(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=True)
+    wanted = requests(tiny, prompt, [40], adaptive_stop=False, max_denoising_steps=4)
+    Generator(engines.model).run(wanted)
+    context = max(engines.contexts(2), key=lambda each: each.config.cuda_graph_strategy)
+    tensors = len(engines.backend.engines[2].inputs) * 2 + len(engines.backend.engines[2].outputs)
+    assert context.set_calls == tensors
+
+
+def test_a_file_that_is_no_engine_is_said_with_tensorrt_s_own_words(
+    tiny: Pair, tmp_path: Path
+) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=True)
+    (tmp_path / "broken.engine").write_bytes(b"\0\1")
+    with pytest.raises(CanvasError, match="cannot be loaded: the magic tag does not match"):
+        engines.backend.open_engine("broken", tmp_path / "broken.engine", None)
+
+
+def test_the_fake_has_no_name_that_tensorrt_has_not() -> None:
+    real = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+    for fake in API:
+        own = {name for name in vars(fake) if not name.startswith("_")}
+        own -= {"fake", "contexts", "config", "profile", "shapes", "addresses", "set_calls"}
+        own -= {"strategy", "device", "runtime_cache"}
+        missing = {name for name in own if not hasattr(getattr(real, fake.__name__), name)}
+        assert not missing, fake.__name__
+
+
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_without_a_gpu_the_error_says_so() -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+    pytest.importorskip("cuda.bindings.runtime", reason="needs canvasrt[rtx]")
+    with pytest.raises(CanvasError, match="built for rtx-5090: no GPU can be used") as raised:
+        TensorRTBackend(TARGET)
+    assert "nvidia-smi" in raised.value.hint
+
+
+@pytest.mark.skipif(not gpus(), reason="needs a GPU")
+def test_on_a_gpu_the_demo_s_engines_answer(tmp_path: Path) -> None:
+    """Really run: built for the GPU that is here, in bf16, and asked once."""
+    from canvasrt.build.plan import Options
+    from canvasrt.pipeline import build
+    from canvasrt.targets import TARGETS
+
+    target = next(t for t in TARGETS if t.capability == gpus()[0].capability)
+    bundle = build("demo", target, tmp_path / "engines", Options("bf16"))
+    model = open_model(bundle.path)
+    params = SamplingParams.from_defaults(model.sampler, model.config, seed=1, max_new_tokens=64)
+    wanted = Request(list(range(3, 40)), params)
+    first, second = Generator(model).run([wanted, wanted])
+    assert first.token_ids == second.token_ids

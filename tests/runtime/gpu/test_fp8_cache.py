@@ -1,0 +1,133 @@
+"""A cache of keys and values in FP8: the same tokens from a device's buffers as from the form that a CPU runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from canvasrt.build.checks import check_source
+from canvasrt.build.memory import estimate
+from canvasrt.build.plan import plan
+from canvasrt.build.precision import Precision
+from canvasrt.build.source import read_source
+from canvasrt.bundle import load_bundle
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.quantize import quantize
+from canvasrt.pipeline import build
+from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.targets import find_target
+from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.reference import Pair
+
+RECIPE = {
+    "schema": 1,
+    "name": "fp8-cache",
+    "description": "The cache, and next to nothing else.",
+    "quantize": [{"weights": "signal_mlp.down", "format": "fp8"}],
+    "kv_cache": "fp8",
+    "calibration": {"prompts": 2, "max_new_tokens": 32},
+}
+TEXTS = ("Add 17 and 25", "Spell the word garden", "Sort 5 3 9 1", "Count from 3 to 40")
+
+
+@pytest.fixture(scope="module")
+def graphs(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's fp32 graphs with a cache in E4M3: the fake engine, being a CPU, multiplies no bf16."""
+    folder = tmp_path_factory.mktemp("fp8-cache")
+    (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": TEXTS[0]}))
+    made = quantize(
+        demo.graphs, folder / "graphs", folder / "recipe.yaml", folder / "prompts.jsonl"
+    )
+    return made.path
+
+
+@pytest.fixture(scope="module")
+def device(graphs: Path) -> DeviceModel:
+    model = open_model(graphs, check=False, backend=FakeBackend())
+    assert isinstance(model, DeviceModel)
+    return model
+
+
+@pytest.fixture(scope="module")
+def on_cpu(graphs: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    out = tmp_path_factory.mktemp("fp8-cache-cpu") / "engines"
+    return open_model(build(graphs, "cpu", out).path, threads=1)
+
+
+def test_a_number_takes_a_byte(device: DeviceModel) -> None:
+    space = device.workspace
+    assert set(space.itemsizes) == {1}
+    need = estimate(
+        device.config, "fp32", space.sizes.past["full"], device.max_batch, kv_cache="fp8"
+    )
+    assert space.bytes["key-value cache"] == need.kv_cache
+
+
+def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: Pair) -> None:
+    """Of a trained model: where one is unsure, the last bit of a sum decides how a key is rounded."""
+    wanted = [
+        Request(
+            demo.tokenizer.encode_chat([{"role": "user", "content": text}]),
+            SamplingParams.from_defaults(
+                device.sampler, device.config, seed=seed, max_new_tokens=96
+            ),
+        )
+        for seed, text in enumerate(TEXTS)
+    ]
+    ours, theirs = Generator(device, 4).run(wanted), Generator(on_cpu, 1).run(wanted)
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+
+
+def test_what_is_cached_is_what_the_cpu_caches(
+    device: DeviceModel, on_cpu: Model, prompt: Callable[..., list[int]]
+) -> None:
+    """Prompts inside and beyond the window: a denoising pass over both caches, each from the same canvas."""
+    for length in (1, 40, 700):
+        found = []
+        for model in (device, on_cpu):
+            row: Any = model.new_row()
+            tokens = np.array(prompt(length), np.int64)
+            for start in range(0, length, model.prefill_chunk):
+                model.encode([EncodeInput(row, tokens[start : start + model.prefill_chunk])])
+            uniforms, noise = step_noise(7, 0, 1, device.canvas_length, device.config.vocab_size)
+            hidden = model.first_hidden(noise)
+            (out,) = model.denoise([DenoiseInput(row, hidden, 0.8, 0.1, uniforms, noise)])
+            found.append(out.entropy)
+            model.release(row)
+        np.testing.assert_allclose(*found, atol=0.02)
+
+
+def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
+    """So that what serving takes can be told from the manifest."""
+    assert on_cpu.bundle is not None
+    assert on_cpu.bundle.manifest.options["recipe"]["kv_cache"] == "fp8"
+    for target, wanted in (("cpu", 4), ("rtx-5090", 1)):
+        made = plan(read_source(graphs), target, graphs.parent / "out")
+        model = on_cpu.config
+        need = estimate(model, "fp8", made.max_context, made.max_batch, on_cpu=target == "cpu")
+        assert made.kv_cache == "fp8"
+        assert made.memory.kv_cache == need.kv_cache * wanted // (4 if target == "cpu" else 2)
+    body = ir.load(load_bundle(graphs, check=False).file("body_0.onnx")).graph
+    cached = [value for value in (*body.inputs, *body.outputs) if "_key_" in str(value.name)]
+    assert {value.dtype for value in cached} == {ir.DataType.FLOAT8E4M3FN}
+
+
+def test_where_such_graphs_are_refused(graphs: Path) -> None:
+    """They are no engines, and what a GPU's are built from is in bf16."""
+    with pytest.raises(CanvasError, match="quantized to fp8, and run as engines only"):
+        open_model(graphs, check=False)
+    with pytest.raises(CanvasError, match="quantized from fp32 ones, and engines for rtx-5090"):
+        check_source(find_target("rtx-5090"), Precision("fp8"), read_source(graphs))

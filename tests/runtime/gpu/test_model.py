@@ -1,0 +1,237 @@
+"""Caches and hidden states that stay on a device: the same tokens, through a fake engine's buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.build.memory import estimate
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Finished, Generator, Request, Result
+from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.fake_engine import FakeBackend, FakeDevice
+from tests.helpers.reference import Pair
+from tests.helpers.resident import CANVAS, WINDOW, Prompt, body_profiles, requests, same
+
+
+def resident(path: Path, **options: Any) -> tuple[DeviceModel, FakeBackend]:
+    backend = FakeBackend(**options)
+    model = open_model(path, check=False, backend=backend)
+    assert isinstance(model, DeviceModel)
+    return model, backend
+
+
+@pytest.fixture(scope="module")
+def fake(tiny: Pair) -> tuple[DeviceModel, FakeBackend]:
+    return resident(tiny.graphs)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "fake" in request.fixturenames:
+        model, _ = request.getfixturevalue("fake")
+        assert not model.workspace.cache.rows()
+
+
+@pytest.mark.parametrize("length", [1, 20, WINDOW - 1, WINDOW, 700])
+def test_tokens_are_those_of_the_cpu(
+    length: int, tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+) -> None:
+    """Prompts inside the sliding window, at its edge, and of more than a chunk and a cache's first width."""
+    wanted = requests(tiny, prompt, [length])
+    same(Generator(fake[0]).run(wanted), Generator(tiny.model).run(wanted))
+
+
+def test_the_demo_answers_as_on_the_cpu(demo: Pair) -> None:
+    model, _ = resident(demo.graphs)
+    texts = ["Add 17 and 25", "Spell the word garden", "Sort 5 3 9 1", "Count from 3 to 40"]
+    wanted = [
+        Request(
+            demo.tokenizer.encode_chat([{"role": "user", "content": text}]),
+            SamplingParams.from_defaults(model.sampler, model.config, seed=seed, max_new_tokens=96),
+        )
+        for seed, text in enumerate(texts)
+    ]
+    same(Generator(model).run(wanted), Generator(demo.model).run(wanted))
+
+
+def test_requests_that_come_and_go_keep_their_tokens(
+    tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+) -> None:
+    """More requests than slots, of many lengths: slots are shared, moved, widened and narrowed."""
+    lengths = [5, 300, 40, 700, 1, 90, 64, 500]
+    wanted = [
+        replace(r, params=replace(r.params, max_new_tokens=CANVAS * (1 + i % 3)))
+        for i, r in enumerate(requests(tiny, prompt, lengths))
+    ]
+    model, backend = fake
+    before = len(backend.engines["head"].calls)
+    same(Generator(model, 4).run(wanted), Generator(tiny.model, 1).run(wanted))
+    batches = {call.dims["batch"] for call in backend.engines["head"].calls[before:]}
+    assert max(batches) >= 3
+    widths = {call.dims["past_full"] for call in backend.engines["body_1"].calls}
+    assert len(widths) >= 3
+
+
+def test_a_request_a_pass_where_batches_may_not_change_it(tiny: Pair, prompt: Prompt) -> None:
+    model, backend = resident(tiny.graphs, rows_apart=True)
+    wanted = requests(tiny, prompt, [5, 300, 40])
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    assert {call.dims["batch"] for call in backend.engines["head"].calls} == {1}
+
+
+def test_a_cancelled_request_gives_its_slot_to_the_next(
+    tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+) -> None:
+    model, _ = fake
+    wanted = requests(tiny, prompt, [30] * 6, adaptive_stop=False)
+    generator = Generator(model, 4)
+    ids = [generator.add(each) for each in wanted]
+    generator.step()
+    assert len(model.workspace.cache.rows()) == 4
+    generator.cancel(ids[1])
+    results: dict[int, Result] = {}
+    while not generator.idle:
+        for event in generator.step():
+            if isinstance(event, Finished):
+                results[event.id] = event.result
+    assert results[ids[1]].finish_reason == "cancelled"
+    kept = [i for i in range(6) if i != 1]
+    alone = Generator(tiny.model, 1).run([wanted[i] for i in kept])
+    same([results[ids[i]] for i in kept], alone)
+
+
+def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
+    tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, backend = resident(tiny.graphs)
+    # A first guess far too low.
+    monkeypatch.setattr("canvasrt.runtime.capacity.Capacity.choose", lambda self, tokens: 2)
+    wanted = requests(tiny, prompt, [40, 90], max_new_tokens=CANVAS)
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    assert model.counters.overflows > 10
+    counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
+    assert counts["body_0"] < counts["body_1"]  # the second stage runs again for the first's sake
+
+
+def test_a_batch_that_fits_no_capacity_is_run_row_by_row(tiny: Pair, prompt: Prompt) -> None:
+    model, backend = resident(
+        tiny.graphs, profiles=body_profiles(capacity=(1, 16, CANVAS), length=(1, CANVAS, CANVAS))
+    )
+    assert model.prefill_chunk == CANVAS
+    wanted = requests(tiny, prompt, [70, 90, 20])
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    batches = [call.dims["batch"] for call in backend.engines["head"].calls]
+    assert model.counters.overflows
+    assert {1, 3} <= set(batches)
+
+
+def test_profiles_bound_the_batch_and_the_memory(tiny: Pair, prompt: Prompt) -> None:
+    model, _ = resident(tiny.graphs, profiles=body_profiles(batch=(1, 1, 2)))
+    assert model.max_batch == Generator(model, 8).max_batch == 2
+    wanted = requests(tiny, prompt, [20, 30, 40])
+    same(Generator(model, 8).run(wanted), Generator(tiny.model).run(wanted))
+    larger, _ = resident(tiny.graphs, profiles=body_profiles())
+    kept = "key-value cache"
+    assert larger.workspace.bytes[kept] == 2 * model.workspace.bytes[kept]
+
+
+def test_each_phase_takes_the_profile_that_suits_it(tiny: Pair, prompt: Prompt) -> None:
+    from canvasrt.runtime.profiles import Profiles
+
+    (prefill,) = body_profiles(length=(1, 512, 512), batch=(1, 1, 1))["body"]
+    (denoise,) = body_profiles(length=(CANVAS, CANVAS, CANVAS))["body"]
+    both = Profiles([{"name": "prefill", **prefill}, {"name": "denoise", **denoise}])
+    assert both.pick({"batch": 1, "length": 300}) == 0
+    assert both.pick({"batch": 1, "length": CANVAS}) == 1
+    assert both.pick({"batch": 4, "length": 300}) is None
+    assert both.largest("batch", {"length": CANVAS}) == 4
+    assert both.largest("batch", {"length": 300}) == 1
+    model, backend = resident(tiny.graphs, profiles={"body": [prefill, denoise]})
+    wanted = requests(tiny, prompt, [200, 250])
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    assert model.max_batch == 4
+    calls = {
+        (call.dims["length"] > CANVAS, call.dims["batch"])
+        for call in backend.engines["body_0"].calls
+    }
+    assert calls == {(True, 1), (False, 2)}
+
+
+def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt) -> None:
+    """Nothing of the vocabulary, no cache and no hidden states: bytes a step are some a position."""
+    model, backend = resident(tiny.graphs)
+    device, config = backend.device, model.config
+    row = model.new_row()
+    model.encode([EncodeInput(row, np.array(prompt(100)))])
+    hidden: Any = model.first_hidden(step_noise(0, 0, 0, CANVAS, config.vocab_size)[1])
+    crossed = []
+    for step in (1, 2, 3):
+        before = device.uploaded + device.downloaded
+        uniforms, noise = step_noise(0, 0, step, CANVAS, config.vocab_size)
+        (out,) = model.denoise([DenoiseInput(row, hidden, np.float32(1), 0.1, uniforms, noise)])
+        hidden = out.next_hidden
+        crossed.append(device.uploaded + device.downloaded - before)
+    assert crossed[1] == crossed[2] < crossed[0]
+    # The blocks are as large as the largest batch and prefill chunk.
+    positions = max(model.max_batch * CANVAS, model.workspace.encode_tokens)
+    assert crossed[1] < 64 * positions
+    model.release(row)
+
+
+def test_hidden_states_of_an_earlier_step_are_refused(
+    tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+) -> None:
+    model, _ = fake
+    row = model.new_row()
+    model.encode([EncodeInput(row, np.array(prompt(10)))])
+    uniforms, noise = step_noise(0, 0, 1, CANVAS, model.config.vocab_size)
+    first = DenoiseInput(row, model.first_hidden(noise), np.float32(1), 0.1, uniforms, noise)
+    (old,) = model.denoise([first])
+    model.denoise([replace(first, hidden=old.next_hidden)])
+    with pytest.raises(ValueError, match="earlier step"):
+        model.denoise([replace(first, hidden=old.next_hidden)])
+    model.release(row)
+
+
+def test_more_requests_than_places_are_an_error(
+    tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
+) -> None:
+    model, _ = fake
+    rows = [model.new_row() for _ in range(model.max_batch + 1)]
+    with pytest.raises(CanvasError, match="all 4 places for requests are taken") as raised:
+        model.encode([EncodeInput(row, np.array(prompt(3))) for row in rows])
+    assert "--max-batch" in raised.value.hint
+    for row in rows:
+        model.release(row)
+
+
+def test_the_estimate_counts_what_is_taken(fake: tuple[DeviceModel, FakeBackend]) -> None:
+    model, _ = fake
+    taken = dict(model.workspace.bytes)
+    need = estimate(
+        model.config,
+        "fp32",
+        model.workspace.sizes.past["full"],
+        model.max_batch,
+        layers_per_segment=len(model.stages[0].layers),
+    )
+    assert taken.pop("key-value cache") == need.kv_cache
+    assert sum(taken.values()) == need.buffers
+
+
+def test_too_little_memory_is_said_at_load(tiny: Pair) -> None:
+    backend = FakeBackend()
+    backend.device = FakeDevice(1 << 20)
+    with pytest.raises(CanvasError, match="bytes left"):
+        open_model(tiny.graphs, check=False, backend=backend)

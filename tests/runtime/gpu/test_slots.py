@@ -1,0 +1,123 @@
+"""The caches on a device hold, slot by slot, what a cache of the host's own would."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from canvasrt.runtime.gpu.slots import QUANTUM, DeviceCache, DeviceRow, bucket
+from canvasrt.runtime.kv_cache import RequestCache
+from tests.helpers.configs import CONFIG, LAYERS
+from tests.helpers.fake_engine import FakeDevice
+
+MOST = {"sliding": CONFIG.sliding_window - 1, "full": 2000}
+
+
+class Both:
+    """A device's cache and, for every request in it, the host's."""
+
+    def __init__(self, slots: int = 3) -> None:
+        self.device = FakeDevice()
+        self.cache = DeviceCache(self.device, CONFIG, slots, MOST, [4] * len(LAYERS))
+        self.host: dict[DeviceRow, RequestCache] = {}
+
+    def start(self) -> DeviceRow:
+        row = DeviceRow()
+        self.cache.take(row)
+        self.host[row] = RequestCache(CONFIG)
+        return row
+
+    def end(self, row: DeviceRow) -> None:
+        del self.host[row]
+        self.cache.release(row)
+        self.cache.narrow()
+
+    def append(self, row: DeviceRow, count: int) -> None:
+        """New tokens, all different, as a pass gives them: with some padding behind."""
+        length, host = count + 2, self.host[row]
+        self.cache.make_room([row], [count])
+        for index, layer in enumerate(LAYERS):
+            shape = (2, 1, layer.num_kv_heads, length, layer.head_dim)
+            both = np.random.default_rng(row.length + index).random(shape, np.float32)
+            addresses = []
+            for part in both:
+                addresses.append(self.device.allocate(part.nbytes))
+                self.device.upload(addresses[-1], part)
+            self.cache.append(row, index, *addresses, length, count)
+            host.append(index, both[0][:, :, :count], both[1][:, :, :count])
+        row.length += count
+        host.advance(count)
+        self.device.synchronize()
+
+    def check(self) -> None:
+        """Every request's cached tokens, in the order of their positions."""
+        for row, host in self.host.items():
+            assert row.slot is not None
+            self.cache.show_positions(row.slot, 1)
+            self.device.synchronize()
+            for index, layer in enumerate(LAYERS):
+                past = self.cache.past[layer.kind]
+                positions = self.read(past.positions, (past.width,), np.int64)
+                order = np.argsort(positions)[(positions < 0).sum() :]
+                assert positions[order].tolist() == host.positions(layer.kind).tolist()
+                shape = (layer.num_kv_heads, past.width, layer.head_dim)
+                for address, expected in (
+                    (self.cache.key(index, row.slot), host.keys[index]),
+                    (self.cache.value(index, row.slot), host.values[index]),
+                ):
+                    found = self.read(address, shape, np.float32)[:, order]
+                    assert np.array_equal(found, expected[0])
+
+    def read(self, address: int, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        array = np.empty(shape, dtype)
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+        return array
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_that_come_grow_and_go(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    both, rows = Both(), []
+    for _ in range(40):
+        choice = random.random()
+        if len(rows) < 3 and (choice < 0.3 or not rows):
+            rows.append(both.start())
+        elif choice < 0.45:
+            both.end(rows.pop(random.integers(len(rows))))
+        elif choice < 0.55:
+            both.cache.compact()
+        else:
+            row = rows[random.integers(len(rows))]
+            count = int(random.integers(1, 300))
+            if row.length + count <= MOST["full"]:
+                both.append(row, count)
+        both.check()
+
+
+def test_slots_are_taken_from_below_and_moved_down() -> None:
+    both = Both()
+    first, second, third = (both.start() for _ in range(3))
+    both.append(third, 10)
+    both.end(first)
+    both.end(second)
+    assert both.cache.compact() == [(2, 0)]
+    assert third.slot == 0
+    both.check()
+
+
+def test_a_slot_whose_request_is_gone_is_free() -> None:
+    both = Both(slots=1)
+    row = both.start()
+    both.host.clear()
+    del row
+    assert both.start().slot == 0
+
+
+def test_widths_are_few_and_near_what_is_needed() -> None:
+    widths = {bucket(tokens, 32_768) for tokens in range(32_769)}
+    assert len(widths) < 40
+    for tokens in range(0, 32_769, 97):
+        assert tokens <= bucket(tokens, 32_768) <= max(QUANTUM, tokens * 1.25 + QUANTUM)
+    assert bucket(1000, 63) == 63

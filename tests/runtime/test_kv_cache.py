@@ -1,0 +1,92 @@
+"""The key-value cache: what sliding and full layers keep, and how requests share a pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from canvasrt.runtime.capacity import Capacity, rounded
+from canvasrt.runtime.kv_cache import PastBatch, RequestCache
+from tests.helpers.configs import CONFIG, LAYERS
+
+
+def filled(*counts: int) -> RequestCache:
+    """A cache given tokens in these portions; each value is its position."""
+    cache = RequestCache(CONFIG)
+    for count in counts:
+        where = np.arange(cache.length, cache.length + count, dtype=np.float32)
+        for index, layer in enumerate(LAYERS):
+            shape = (1, layer.num_kv_heads, count, layer.head_dim)
+            values = np.broadcast_to(where[None, None, :, None], shape)
+            cache.append(index, values, -values)
+        cache.advance(count)
+    return cache
+
+
+@pytest.mark.parametrize("counts", [(1,), (3,), (4,), (5,), (12,), (3, 4), (9, 1, 1), (1, 20)])
+def test_layers_keep_the_last_window_less_one_or_everything(counts: tuple[int, ...]) -> None:
+    cache, total = filled(*counts), sum(counts)
+    kept = min(total, 4)
+    assert cache.positions("sliding").tolist() == list(range(total - kept, total))
+    assert cache.positions("full").tolist() == list(range(total))
+    for index, kind in enumerate(("sliding", "full")):
+        assert cache.keys[index][0, 0, :, 0].tolist() == cache.positions(kind).tolist()
+        assert (cache.values[index] == -cache.keys[index]).all()
+        assert cache.keys[index].flags.c_contiguous
+
+
+def test_an_empty_cache_has_empty_pasts() -> None:
+    feeds = PastBatch().feeds([RequestCache(CONFIG)])
+    assert feeds["past_positions_sliding"].shape == (1, 0)
+    assert feeds["past_key_0"].shape == (1, 3, 0, 2)
+    assert feeds["past_value_1"].shape == (1, 1, 0, 4)
+
+
+def test_a_batch_is_padded_to_the_longest() -> None:
+    feeds = PastBatch().feeds([filled(2), filled(7)])
+    assert feeds["past_positions_sliding"].tolist() == [[0, 1, -1, -1], [3, 4, 5, 6]]
+    assert feeds["past_positions_full"].tolist() == [[0, 1] + [-1] * 5, list(range(7))]
+    assert feeds["past_key_0"][0, 1, :, 1].tolist() == [0, 1, 0, 0]
+    assert feeds["past_key_1"][1, 0, :, 3].tolist() == list(range(7))
+
+
+def test_a_single_request_is_not_copied() -> None:
+    cache = filled(7)
+    feeds = PastBatch().feeds([cache])
+    assert feeds["past_key_1"] is cache.keys[1]
+
+
+def test_a_batch_is_put_together_again_only_when_it_changes() -> None:
+    batch, first, second = PastBatch(), filled(2), filled(7)
+    feeds = batch.feeds([first, second])
+    assert batch.feeds([first, second])["past_key_0"] is feeds["past_key_0"]
+    assert batch.feeds([second, first])["past_positions_full"][0, 6] == 6
+    for index, layer in enumerate(LAYERS):
+        new = np.ones((1, layer.num_kv_heads, 1, layer.head_dim), np.float32)
+        second.append(index, new, new)
+    second.advance(1)
+    assert batch.feeds([second, first])["past_positions_full"].shape == (2, 8)
+
+
+def test_capacity_starts_at_twice_the_mean_load_and_follows_the_loads() -> None:
+    capacity = Capacity(CONFIG)
+    assert capacity.choose(256) == 128
+    capacity.record(40, 256)
+    assert 40 <= capacity.choose(256) <= 56
+    capacity.record(100, 256)
+    assert 100 <= capacity.choose(256) <= 124
+    for _ in range(20):
+        capacity.record(40, 256)
+    assert capacity.choose(256) <= 56
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 31, 256])
+def test_capacity_stays_between_one_and_the_tokens(tokens: int) -> None:
+    capacity = Capacity(replace(CONFIG, top_k_experts=8))
+    assert capacity.choose(tokens) == tokens
+    capacity.record(0, tokens)
+    assert 1 <= capacity.choose(tokens) <= tokens
+    assert rounded(5.0, 256) == 8
+    assert rounded(8.0, 256) == 8

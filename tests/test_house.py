@@ -1,0 +1,192 @@
+"""The rules of the house: who may import whom, what a serving image needs, and who may print."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STAGES = ("export", "build", "runtime", "containers")
+
+# From the ground up. A room imports from lower floors only, never from another room of its own floor.
+FLOORS = (
+    "errors progress defaults hashes",
+    "extras targets staging console checkpoints",
+    "bundle machine recipes",
+    "cache graphs",
+    "runtime",
+    "build demo",
+    "export",
+    "pipeline fidelity",
+    "containers",
+    "cli",
+    "__main__ bench",
+)
+# Inside the runtime and the containers, the same.
+RUNTIME = (
+    "profiles passes capacity noise tables tokenizer",
+    "engine sampling",
+    "model request kv_cache backends",
+    "cpu gpu active",
+    "open generator",
+    "bench",
+)
+CONTAINERS = (
+    "names ports logs tensors processes",
+    "triton client package",
+    "openai image",
+    "serve deploy",
+)
+# Programs of their own, whose output is what they are for.
+PROGRAMS = (
+    "canvasrt.build.compile",
+    "canvasrt.containers.image.probe",
+    "canvasrt.demo.evaluate",
+    "canvasrt.demo.train",
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package and of `bench`, by its name."""
+    found = {}
+    for top in ("canvasrt", *STAGES, "bench"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            if top in STAGES:
+                parts.insert(0, "canvasrt")
+            if parts[-1] == "__init__":
+                parts.pop()
+            found[".".join(parts)] = path
+    return found
+
+
+@cache
+def imports() -> dict[str, frozenset[str]]:
+    """Which modules of ours each module imports, anywhere in its code."""
+    known = modules()
+    graph = {}
+    for name, path in known.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                each = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {full if full in known else node.module for full in each}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        # The package itself holds its version alone.
+        graph[name] = frozenset(found & known.keys()) - {name, "canvasrt"}
+    return graph
+
+
+def room(module: str, depth: int = 1) -> str:
+    """The folder or file that a module belongs to, `depth` levels below the package."""
+    parts = module.split(".")
+    return parts[0] if parts[0] == "bench" else ".".join(parts[1 : depth + 1])
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    graph, done = imports(), set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for each in sorted(graph[module]):
+                visit(each, (*path, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("inside", "floors"), [("", FLOORS), ("runtime", RUNTIME), ("containers", CONTAINERS)]
+)
+def test_no_import_leads_to_a_higher_floor(inside: str, floors: tuple[str, ...]) -> None:
+    level = {name: number for number, names in enumerate(floors) for name in names.split()}
+    prefix, depth = (f"{inside}.", 2) if inside else ("", 1)
+    for module, imported in imports().items():
+        here = room(module, depth).removeprefix(prefix)
+        if inside not in ("", room(module)) or here in ("", inside):
+            continue
+        assert here in level, f"{module} has no floor: add it to the tables of this test"
+        for each in imported:
+            there = room(each, depth).removeprefix(prefix)
+            if inside in ("", room(each)) and there not in (here, inside):
+                assert level[there] < level[here], f"{module} imports {each}"
+
+
+def test_what_runs_inside_triton_imports_nothing_of_what_runs_around_it() -> None:
+    allowed = {"triton", "tensors", "names"}
+    seen, todo = (
+        set(),
+        [name for name in modules() if name.startswith("canvasrt.containers.triton")],
+    )
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += imports()[module]
+    inside = {room(each, 2).partition(".")[2] for each in seen if room(each) == "containers"}
+    assert inside - {""} <= allowed
+
+
+def test_only_the_command_line_prints() -> None:
+    for name, path in modules().items():
+        if room(name) in ("cli", "console", "bench", "__main__") or name in PROGRAMS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id != "print", f"{path}:{node.lineno} prints"
+
+
+def test_tests_mirror_the_source_and_do_not_import_each_other() -> None:
+    folders = {Path(*module.split(".")[1:-1]) for module in modules() if "." in module}
+    folders |= {Path("canvasrt") / folder for folder in folders} | {Path("bench"), Path("canvasrt")}
+    for path in (ROOT / "tests").rglob("*.py"):
+        inside = path.relative_to(ROOT / "tests").parent
+        if inside.parts and inside.parts[0] != "helpers":
+            assert inside in folders, f"there is no folder {inside} for {path.name} to test"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = node.module if isinstance(node, ast.ImportFrom) else ""
+            if module and module.startswith("tests."):
+                assert not module.rpartition(".")[2].startswith("test_"), f"{path} imports {module}"
+
+
+# A serving image holds neither torch nor the exporter's libraries; graphs are lowered for a CPU where they are made.
+FORBIDDEN = ("torch", "canvasrt.export", "transformers", "onnx", "onnxscript", "onnx_ir")
+_CODE = f"""
+import importlib, sys, types
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == each or name.startswith(each + ".") for each in {FORBIDDEN!r}):
+            raise ImportError(f"{{name}} must not be imported here")
+
+sys.meta_path.insert(0, Refuse())
+# Triton itself provides this one, to the models that it runs.
+class Provided(types.ModuleType):
+    def __getattr__(self, name):
+        return type(name, (), {{}})
+
+sys.modules["triton_python_backend_utils"] = Provided("triton_python_backend_utils")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    found = [each for each in sys.modules if each in {FORBIDDEN!r}]
+    assert not found, (name, found)
+"""
+SERVING = ("runtime", "containers", "build")
+
+
+@pytest.mark.parametrize("stage", SERVING)
+def test_serving_needs_neither_torch_nor_the_exporter(stage: str) -> None:
+    names = sorted(name for name in modules() if room(name) == stage)
+    assert len(names) > 10
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE, *names], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
