@@ -22,6 +22,8 @@ from typing import Any, BinaryIO
 
 from canvasrt.build.profiles import Profile, Range
 from canvasrt.errors import CanvasError
+from canvasrt.kernels import store
+from canvasrt.kernels.capture import Capture
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,11 @@ class Job:
     engine: Path
     capability: tuple[int, int] | None
     profiles: Mapping[str, Profile]
+
+    @property
+    def kernels(self) -> Path:
+        """The list of the engine's kernels, written beside it."""
+        return self.engine.with_name(self.engine.stem + store.SUFFIX)
 
     def to_json(self) -> str:
         """The text that the other process reads."""
@@ -161,7 +168,8 @@ def _read(lines: Iterable[str]) -> tuple[list[str], Made]:
 def build(job: Job) -> None:
     """Parse, configure, build and write, in this process. Raises CanvasError after TensorRT logged why."""
     trt = import_module(job.module)
-    builder = trt.Builder(_logger(trt))
+    capture = Capture()
+    builder = trt.Builder(_logger(trt, capture))
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
     network.name = job.graph.stem  # its default is a running number, which would be in the engine
@@ -174,6 +182,20 @@ def build(job: Job) -> None:
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
             raise CanvasError("no engine was built")
+    _write_kernels(trt, network, job, capture)
+
+
+def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
+    """An engine is whole without the list, so what goes wrong with it is only a warning."""
+    fixed = {
+        name: {each: size.max for each, size in sizes.items() if size.min == size.max}
+        for name, sizes in job.profiles.items()
+    }
+    try:
+        if not capture.write(trt, network, fixed, job.kernels):
+            print("WARNING: the builder did not list its kernels", flush=True)
+    except (CanvasError, ValueError, RuntimeError) as error:
+        print(f"WARNING: the kernels cannot be listed: {error}", flush=True)
 
 
 def _writer(trt: Any, file: BinaryIO) -> Any:
@@ -191,6 +213,8 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     config = builder.create_builder_config()
     # With streams beside the first, what could run at once is kept in memory at once: all pieces of attention.
     config.max_aux_streams = 0
+    # The list of kernels comes with it; neither the engine's size nor the time of a build changes.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if job.capability is not None:
         config.num_compute_capabilities = 1
         major, minor = job.capability
@@ -226,11 +250,12 @@ def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
     return profile
 
 
-def _logger(trt: Any) -> Any:
-    """A TensorRT logger that prints a line a message."""
+def _logger(trt: Any, capture: Capture) -> Any:
+    """A TensorRT logger that prints a line a message, and shows `capture` all of them."""
 
     class Lines(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
+            capture.see(message)
             if severity <= trt.ILogger.WARNING or _ACTIVATIONS.search(message):
                 print(f"{severity.name}: {' '.join(message.split())}", flush=True)
 

@@ -19,6 +19,7 @@ from canvasrt.build.profiles import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import EngineCache, code_hash
 from canvasrt.extras import require
+from canvasrt.kernels import store
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
@@ -41,6 +42,11 @@ class Segment:
     @property
     def file(self) -> str:
         return f"{self.name}.engine"
+
+    @property
+    def kernels(self) -> str:
+        """The list of its kernels."""
+        return f"{self.name}{store.SUFFIX}"
 
 
 def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
@@ -104,6 +110,8 @@ def _engines(
         if found := cache.find(each.made_from):
             progress(f"reusing {each.name} for {plan.target.name}", 1, 1)
             link_or_copy(found[0], out / each.file)
+            if kernels := cache.kernels(each.made_from):
+                link_or_copy(kernels, out / each.kernels)
             made[each.name] = found[1]
             continue
         need = builder_memory(each.name, _weights(graphs, each.entry))
@@ -130,10 +138,14 @@ def _builder(
     graph, engine = graphs.file(segment.entry["file"]), out / segment.file
 
     def run() -> Json:
-        said = compile.compile_graph(
-            Job(module, graph, engine, capability, segment.sizes), children
-        )
-        return cache.keep(segment.made_from, engine, {"activation_bytes": said.activation_bytes})
+        job = Job(module, graph, engine, capability, segment.sizes)
+        said = compile.compile_graph(job, children)
+        facts = {
+            "activation_bytes": said.activation_bytes,
+            "weight_bytes": _weights(graphs, segment.entry),
+        }
+        listed = job.kernels if job.kernels.is_file() else None
+        return cache.keep(segment.made_from, engine, facts, listed)
 
     return run
 
@@ -145,11 +157,12 @@ def _described(segment: Segment, made: Json) -> Json:
         "file": segment.file,
         "profiles": to_json(segment.sizes),
         **made["facts"],
+        **({"kernels": segment.kernels} if "kernels" in made else {}),
     }
 
 
 def _without_facts(made: Json) -> Json:
-    return {name: value for name, value in made.items() if name != "facts"}
+    return {name: made[name] for name in ("sha256", "bytes")}
 
 
 def _weights(graphs: Bundle, entry: Json) -> int:

@@ -15,7 +15,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashMemo, HashProgress, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, staging
 
-_ENGINE, _ENTRY = "engine", "entry.json"
+_ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
 
 def cache_folder() -> Path:
@@ -102,26 +102,40 @@ class EngineCache:
         folder = self.folder / key_of(made_from)
         try:
             entry = json.loads((folder / _ENTRY).read_text(encoding="utf-8"))["file"]
-            if hash_memo().hash_files(folder, [_ENGINE])[_ENGINE] == entry["sha256"]:
+            wanted = {_ENGINE: entry["sha256"]} | _kernels_of(entry)
+            if hash_memo().hash_files(folder, list(wanted)) == wanted:
                 return folder / _ENGINE, entry
         except (OSError, ValueError, KeyError, TypeError):
             pass
         return None
 
+    def kernels(self, made_from: Mapping[str, Any]) -> Path | None:
+        """The list of the kernels of an engine that is here, where it has one."""
+        file = self.folder / key_of(made_from) / _KERNELS
+        return file if file.is_file() else None
+
     def keep(
-        self, made_from: Mapping[str, Any], engine: Path, facts: Mapping[str, Any]
+        self,
+        made_from: Mapping[str, Any],
+        engine: Path,
+        facts: Mapping[str, Any],
+        kernels: Path | None = None,
     ) -> dict[str, Any]:
-        """Keep an engine's file and facts about it for later builds; return what `find` will."""
+        """Keep an engine's file, the list of its kernels and facts about it for later builds; return what `find` will."""
         entry = {
             "sha256": hash_files(engine.parent, [engine.name])[engine.name],
             "bytes": engine.stat().st_size,
             "facts": dict(facts),
         }
+        if kernels is not None:
+            entry["kernels"] = hash_files(kernels.parent, [kernels.name])[kernels.name]
         folder = self.folder / key_of(made_from)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with staging(folder) as tmp:
                 link_or_copy(engine, tmp / _ENGINE)
+                if kernels is not None:
+                    link_or_copy(kernels, tmp / _KERNELS)
                 text = canonical({"made_from": made_from, "file": entry})
                 (tmp / _ENTRY).write_text(text, encoding="utf-8")
         except CanvasError as error:
@@ -129,6 +143,10 @@ class EngineCache:
             if self.find(made_from) is None:
                 raise _unusable(self.folder, error) from error
         return entry
+
+
+def _kernels_of(entry: Mapping[str, Any]) -> dict[str, str]:
+    return {_KERNELS: entry["kernels"]} if "kernels" in entry else {}
 
 
 def _unusable(folder: Path, error: CanvasError) -> CanvasError:

@@ -67,13 +67,19 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
     """Give what `graph` computes, and its weights, names of its own among the other layers'."""
     names = {id(value) for value in kept}
     for node in graph:
-        node.name = f"layer_{number}/{node.name}"
+        node.name = _node_name(str(node.name), number)
         for value in node.outputs:
             if id(value) not in names:
                 value.name = f"layer_{number}/{value.name}"
     for value in list(graph.initializers.values()):
         if str(value.name).startswith("layers.0."):
             value.name = f"layers.{number}.{str(value.name).removeprefix('layers.0.')}"
+
+
+def _node_name(name: str, number: int) -> str:
+    """Nodes are named by their module; what belongs to no layer, such as a mask, by the layer that it was traced with."""
+    inside = name.removeprefix("layers.0")
+    return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 
 
 def _move(part: ir.Graph, graph: ir.Graph) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,10 @@ from canvasrt.graphs import external
 from canvasrt.graphs.external import Stored
 
 OPSET = 23
+
+# Where torch's exporter notes the modules that a node is in; not all of its names are modules'.
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_MODULE = re.compile(r"[a-z][\w.]*$")
 
 _DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 
@@ -52,6 +58,7 @@ def trace(
     assert program is not None
     model = program.model
     for node in model.graph.all_nodes():
+        node.name = _scoped_name(node)
         # Stack traces of the tracing machine have no place in a reproducible file.
         node.metadata_props.clear()
         node.doc_string = None
@@ -62,6 +69,13 @@ def trace(
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     return model
+
+
+def _scoped_name(node: ir.Node) -> str:
+    """The node's name behind that of its module: `layers.0.attention/node_mul_182`."""
+    scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    module = scopes[-2] if len(scopes) > 1 else ""
+    return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
 
 
 def write(

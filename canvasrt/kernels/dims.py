@@ -1,0 +1,95 @@
+"""Sizes that depend on a call: sums of products of named dimensions, such as `past_full+length` or `8*capacity+1`.
+
+A factor `capacity/128` is the number of blocks of 128 that hold `capacity`, rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+Dim = int | str
+# What a builder prints as −1 and nothing here could name.
+UNKNOWN = "?"
+
+
+def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """The number of elements at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
+    if isinstance(dim, int):
+        return dim
+    return sum(_product(term, sizes) for term in dim.split("+"))
+
+
+def _product(term: str, sizes: Mapping[str, int]) -> int:
+    product = 1
+    for factor in term.split("*"):
+        name, _, block = factor.partition("/")
+        value = int(name) if name.isdigit() else sizes[name]
+        product *= -(-value // int(block)) if block else value
+    return product
+
+
+def names_in(dim: Dim) -> set[str]:
+    """The dimensions that a size depends on."""
+    if isinstance(dim, int):
+        return set()
+    factors = (factor.partition("/")[0] for term in dim.split("+") for factor in term.split("*"))
+    return {name for name in factors if not name.isdigit()}
+
+
+def volume(dims: Sequence[Dim], sizes: Mapping[str, int]) -> int:
+    """The number of elements of a shape."""
+    product = 1
+    for dim in dims:
+        product *= evaluate(dim, sizes)
+    return product
+
+
+def times(factors: Sequence[Dim]) -> Dim:
+    """The product of sizes none of which is a sum, except one that stands alone."""
+    known, named = 1, []
+    for factor in factors:
+        if isinstance(factor, int):
+            known *= factor
+        else:
+            named.append(factor)
+    if not named:
+        return known
+    if known == 1 and len(named) == 1:
+        return named[0]
+    if any("+" in name for name in named):
+        return UNKNOWN
+    numbers = [int(part) for name in named for part in name.split("*") if part.isdigit()]
+    words = sorted(part for name in named for part in name.split("*") if not part.isdigit())
+    for number in numbers:
+        known *= number
+    return "*".join([str(known)] * (known != 1) + words)
+
+
+def from_terms(terms: Mapping[tuple[str, ...], int]) -> Dim:
+    """A size from the coefficient of each product of dimensions; `()` is the constant."""
+    parts = []
+    for names, factor in sorted(terms.items(), key=lambda item: (-len(item[0]), item[0])):
+        if not names:
+            parts.append(str(factor))
+        elif factor:
+            parts.append("*".join([str(factor)] * (factor != 1) + sorted(names)))
+    if set(terms) <= {()}:
+        return terms.get((), 0)
+    return "+".join(parts)
+
+
+def fix(dim: Dim, sizes: Mapping[str, int]) -> Dim:
+    """A size with the dimensions that are fixed put in as numbers."""
+    if isinstance(dim, int) or dim == UNKNOWN or not names_in(dim) & set(sizes):
+        return dim
+    known, terms = 0, []
+    for term in dim.split("+"):
+        factors = [
+            str(_product(f, sizes)) if names_in(f) <= set(sizes) else f for f in term.split("*")
+        ]
+        product = times([int(f) if f.isdigit() else f for f in factors])
+        if isinstance(product, int):
+            known += product
+        else:
+            terms.append(product)
+    return "+".join([*terms, *([str(known)] if known else [])]) if terms else known

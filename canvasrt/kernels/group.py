@@ -1,0 +1,85 @@
+"""Which layer and which part of the network a kernel belongs to, by the names of the graph's nodes that it came from.
+
+The export names a node by its module, and a quantized product by its weight: `layers.2.attention/node_mul_141`,
+`layers.2.experts.gate_up/product`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from canvasrt.kernels.cost import is_attention, is_product, weight
+from canvasrt.kernels.parse import Kernel
+
+ATTENTION, ROUTING, EXPERTS, MLP = "attention", "routing", "experts", "shared MLP"
+NORMS, MASKS = "norms", "masks and positions"
+HEAD, SAMPLER, SIGNAL = "head", "sampler", "self-conditioning"
+VISION, OTHER = "vision", "other"
+PARTS = (ATTENTION, ROUTING, EXPERTS, MLP, NORMS, MASKS, HEAD, SAMPLER, SIGNAL, VISION, OTHER)
+
+_LAYER = re.compile(r"^layers\.(\d+)(?:\.([\w.]+))?/")
+_INTEGERS = {"Int32", "Int64", "Bool"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """`layer` is the model's number of it; None outside of layers. `is_product` tells matrix products and attention."""
+
+    layer: int | None
+    part: str
+    is_product: bool
+
+
+def places(kernels: Sequence[Kernel], segment: str, layers: Sequence[int] = ()) -> list[Place]:
+    """The place of each kernel of a segment, `layers` being the model's layers that it holds."""
+    return [_place(kernel, segment, layers) for kernel in kernels]
+
+
+def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
+    product = is_product(kernel) or is_attention(kernel)
+    if segment == "head":
+        return Place(None, _head_part(kernel), product)
+    if segment == "vision":
+        return Place(None, VISION, product)
+    found = Counter(_named(node) for node in kernel.nodes)
+    if not found:
+        return Place(None, OTHER, product)
+    # Of several equally frequent ones the first: a kernel's nodes are not in order, so this is as good as any.
+    number, part = max(found, key=lambda place: (found[place], place[1] != NORMS))
+    if part == EXPERTS and not product and _is_integer(kernel):
+        part = ROUTING
+    layer = None if number is None or part == MASKS else layers[number]
+    return Place(layer, part, product)
+
+
+def _named(node: str) -> tuple[int | None, str]:
+    """The layer's number in its segment, and the part, of one node."""
+    found = _LAYER.match(node)
+    if found is None:
+        return None, MASKS
+    module = found[2] or ""
+    for name, part in (
+        ("attention", ATTENTION),
+        ("router", ROUTING),
+        ("experts", EXPERTS),
+        ("mlp", MLP),
+    ):
+        if module == name or module.startswith(f"{name}."):
+            return int(found[1]), part
+    return int(found[1]), NORMS
+
+
+def _is_integer(kernel: Kernel) -> bool:
+    return bool(kernel.outputs) and all(each.dtype in _INTEGERS for each in kernel.outputs)
+
+
+def _head_part(kernel: Kernel) -> str:
+    if any(node.startswith("signal_") for node in kernel.nodes):
+        return SIGNAL
+    widest = weight(kernel)
+    if is_product(kernel) and widest is not None:
+        return HEAD
+    return SAMPLER

@@ -1,0 +1,140 @@
+"""The builder's message that lists every kernel of an engine, read into plain data.
+
+TensorRT and TensorRT-RTX print it as one VERBOSE message when the profiling verbosity is DETAILED: a line a kernel,
+in the order in which they run, one program after the other where an engine has several profiles.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from canvasrt.errors import CanvasError
+from canvasrt.kernels.dims import Dim
+
+HEADING = "Layers:"
+
+_KERNEL = re.compile(
+    r"^Name: (?P<name>.*?), LayerType: (?P<kind>\w+), Inputs: \[(?P<inputs>.*?)\],"
+    r"(?: Constants: \[(?P<constants>.*?)\],)? Outputs: \[(?P<outputs>.*?)\],"
+    r"(?=[^{}]*$)(?P<rest>.*)$"
+)
+_TENSOR = re.compile(
+    r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[\d,-]*)\],"
+    r".*?Datatype: (?P<dtype>\w+)"
+)
+_TACTIC = re.compile(r"TacticName: (\S*?), ")
+_NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
+# Behind the names of what later profiles compute, and of what Myelin, the compiler inside, made of a tensor.
+_PROFILE = re.compile(r" \[profile (\d+)\]")
+_MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
+
+UNRESOLVED = -1
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a kernel reads or writes. `read` is the number of elements it reads, where that is not all of them."""
+
+    name: str
+    dtype: str
+    dims: tuple[Dim, ...]
+    read: Dim | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel. `nodes` are the graph's nodes that it came from; `tactic` says what it computes, in Myelin's words."""
+
+    name: str
+    kind: str
+    inputs: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    tactic: str
+    nodes: tuple[str, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything that it touches."""
+        return (*self.inputs, *self.constants, *self.outputs)
+
+
+def is_kernel_list(message: str) -> bool:
+    """Whether a message of the builder is the list."""
+    return message.startswith(HEADING)
+
+
+def parse(message: str) -> list[list[Kernel]]:
+    """The kernels of each optimization profile, in order. Sizes that a call decides are −1 still.
+
+    Raises CanvasError for a line that is not understood: another version of the builder may print another form.
+    """
+    lines = [line for line in message.split("\n\n")[0].splitlines() if line.startswith("Name: ")]
+    read = [_kernel(line) for line in lines]
+    # Only what has a graph's name says its profile; a program's kernels share Myelin's number of it.
+    known = {
+        name: profile
+        for kernel, profile in read
+        if profile is not None and (name := _program(kernel)) is not None
+    }
+    programs: list[list[Kernel]] = [[] for _ in range(1 + max(known.values(), default=0))]
+    for kernel, profile in read:
+        programs[known.get(_program(kernel) or "", 0) if profile is None else profile].append(
+            kernel
+        )
+    return programs
+
+
+def _program(kernel: Kernel) -> str | None:
+    found = _MYELIN.search(kernel.name)
+    return found[1] if found else None
+
+
+def _kernel(line: str) -> tuple[Kernel, int | None]:
+    """One line, and the profile that it names."""
+    found = _KERNEL.match(line)
+    if found is None:
+        raise CanvasError(
+            f"the builder's list of kernels has a line of another form: {line[:120]}",
+            "this version of the builder is not known here",
+        )
+    tactic = _TACTIC.search(found["rest"] + " ")
+    profile = _PROFILE.search(line)
+    kernel = Kernel(
+        found["name"],
+        found["kind"],
+        _tensors(found["inputs"]),
+        _tensors(found["constants"] or ""),
+        _tensors(found["outputs"]),
+        tactic[1] if tactic else "",
+        tuple(_NODE.findall(found["rest"])),
+    )
+    return _without_profile(kernel), int(profile[1]) if profile else None
+
+
+def _tensors(text: str) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(
+            found["name"], found["dtype"], tuple(map(int, filter(None, found["dims"].split(","))))
+        )
+        for found in _TENSOR.finditer(text)
+    )
+
+
+def _without_profile(kernel: Kernel) -> Kernel:
+    def plain(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(replace(each, name=_PROFILE.sub("", each.name)) for each in tensors)
+
+    return replace(
+        kernel,
+        name=_PROFILE.sub("", kernel.name),
+        inputs=plain(kernel.inputs),
+        constants=plain(kernel.constants),
+        outputs=plain(kernel.outputs),
+    )
+
+
+def base_name(name: str) -> str:
+    """The graph's name of a tensor, where it has one: `layer_0/linear.1_83_myl3` → `layer_0/linear`."""
+    return re.sub(r"(\.\d+)?(_\d+)?(_myl\d+)?$", "", name)

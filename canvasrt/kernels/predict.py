@@ -1,0 +1,208 @@
+"""What a pass of a bundle's engines should take on a GPU: a prediction from the kernel lists, and the floor beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.kernels import store
+from canvasrt.kernels.cost import Cost, costs, launches
+from canvasrt.kernels.group import EXPERTS, Place, places
+from canvasrt.kernels.parse import Kernel
+from canvasrt.kernels.rates import Gpu
+from canvasrt.model import ModelConfig
+
+Json = dict[str, Any]
+
+DENOISE, ENCODE = "denoise", "encode"
+# Sizes that a pass may give its experts, as many as keep the shapes few.
+CAPACITIES = (32, 64, 128, 256, 512, 1024)
+# Denoising steps of a block, where a figure for a whole block is given.
+STEPS = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A call's sizes: `batch` requests of `length` tokens, `context` tokens cached by each, `capacity` slots an expert."""
+
+    batch: int
+    length: int
+    context: int
+    capacity: int
+
+    def dims(self, model: ModelConfig) -> dict[str, int]:
+        """By the names of the graphs' dimensions."""
+        return {
+            "batch": self.batch,
+            "length": self.length,
+            "capacity": self.capacity,
+            "past_full": self.context,
+            "past_sliding": min(self.context, model.sliding_window - 1),
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of a pass and what it costs."""
+
+    segment: str
+    kernel: Kernel
+    place: Place
+    cost: Cost
+    seconds: float
+
+
+@dataclass
+class Pass:
+    """The kernels of one pass in order, of all segments that it runs."""
+
+    kind: str
+    sizes: Sizes
+    rows: list[Row] = field(default_factory=list)
+    floor_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The sum over the kernels: one runs after the other."""
+        return sum(row.seconds for row in self.rows)
+
+    def segments(self) -> dict[str, float]:
+        """Seconds by segment."""
+        return _sums(self.rows, lambda row: row.segment)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of the network."""
+        return _sums(self.rows, lambda row: row.place.part)
+
+
+def _sums(rows: Sequence[Row], key: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in rows:
+        found[key(row)] = found.get(key(row), 0.0) + row.seconds
+    return found
+
+
+def usual_capacity(model: ModelConfig, tokens: int) -> int:
+    """Slots an expert that hold the fullest one with near-uniform routing: eight deviations above the mean load."""
+    mean = tokens * model.top_k_experts / model.num_experts
+    wanted = mean + 8 * math.sqrt(mean)
+    return min(tokens, next((size for size in CAPACITIES if size >= wanted), tokens))
+
+
+class Predictor:
+    """The kernel lists of a bundle's engines, read once."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        """Raises CanvasError for a bundle whose engines have none."""
+        manifest = bundle.manifest
+        self.model = manifest.model
+        self.entries = {entry["name"]: entry for entry in manifest.segments}
+        without = [name for name, entry in self.entries.items() if "kernels" not in entry]
+        if manifest.kind != "engines" or without:
+            raise CanvasError(
+                f"{bundle.path} holds no lists of kernels",
+                "TensorRT-RTX's builder gives them: build for an RTX target with this version",
+            )
+        self.lists = {
+            name: store.read(bundle.file(entry["kernels"])) for name, entry in self.entries.items()
+        }
+
+    def denoise(self, gpu: Gpu, batch: int, context: int, capacity: int | None = None) -> Pass:
+        """A denoising pass of `batch` canvases: every body segment and the head."""
+        length = self.model.canvas_length
+        capacity = capacity or usual_capacity(self.model, batch * length)
+        sizes = Sizes(batch, length, context, capacity)
+        return self._pass(DENOISE, gpu, sizes, [*self._bodies(), "head"])
+
+    def encode(
+        self, gpu: Gpu, batch: int, length: int, context: int, capacity: int | None = None
+    ) -> Pass:
+        """An encoding pass of `length` clean tokens a request: the body segments alone."""
+        capacity = capacity or usual_capacity(self.model, batch * length)
+        sizes = Sizes(batch, length, context, capacity)
+        return self._pass(ENCODE, gpu, sizes, self._bodies())
+
+    def block_seconds(self, gpu: Gpu, batch: int, context: int, capacity: int | None = None) -> float:
+        """A block of `STEPS` denoising steps and the encoding of its result."""
+        encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
+        return STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
+
+    def _bodies(self) -> list[str]:
+        return [name for name, entry in self.entries.items() if "layers" in entry]
+
+    def _pass(self, kind: str, gpu: Gpu, sizes: Sizes, segments: Sequence[str]) -> Pass:
+        made = Pass(kind, sizes)
+        dims = sizes.dims(self.model)
+        for name in segments:
+            kernels = self._program(name, kind, dims)
+            found = places(kernels, name, self.entries[name].get("layers", ()))
+            for kernel, place, cost in zip(kernels, found, costs(kernels, dims), strict=True):
+                if launches(kernel):
+                    seconds = gpu.seconds(cost.moved, cost.operations, cost.format)
+                    made.rows.append(Row(name, kernel, place, cost, seconds))
+        made.floor_seconds = self._floor(made, gpu)
+        return made
+
+    def _program(self, segment: str, kind: str, dims: Mapping[str, int]) -> Sequence[Kernel]:
+        """The kernels of the profile that such a call takes: the runtime takes the narrowest that holds it."""
+        holding = [
+            profile
+            for profile in self.entries[segment]["profiles"]
+            if all(
+                profile[name]["min"] <= size <= profile[name]["max"]
+                for name, size in dims.items()
+                if name in profile
+            )
+        ]
+        if not holding:
+            raise UsageError(
+                f"no profile of {segment} holds " + ", ".join(f"{n} {s}" for n, s in dims.items()),
+                "`canvasrt inspect` shows the sizes that the engines take",
+            )
+        named = [each for each in holding if each["name"].startswith(kind)] or holding
+        return self.lists[segment].programs[named[0]["name"]]
+
+    def _floor(self, made: Pass, gpu: Gpu) -> float:
+        """Weights and cached keys and values read once, and the products that are needed at their peak: the larger.
+
+        Of the experts' products only the rows that tokens were routed to are needed, whatever the capacity.
+        """
+        sizes, model = made.sizes, self.model
+        needed = sizes.batch * sizes.length * model.top_k_experts
+        used = needed / (model.num_experts * sizes.capacity)
+        computing = sum(
+            row.cost.operations
+            * (used if row.place.part == EXPERTS else 1.0)
+            / gpu.rate(row.cost.format)
+            for row in made.rows
+            if row.cost.is_product
+        )
+        names = {row.segment for row in made.rows}
+        read = sum(self.entries[name].get("weight_bytes", 0) for name in names)
+        read += sum(self._cached(name, sizes) for name in names if name != "head")
+        return max(read / gpu.bytes_per_second(), computing)
+
+    def _cached(self, segment: str, sizes: Sizes) -> float:
+        """Bytes of the keys and values that a call of a segment reads from the caches."""
+        dims = sizes.dims(self.model)
+        element = 2  # engines without an FP8 cache have it in bf16
+        layers = [self.model.layers[index] for index in self.entries[segment]["layers"]]
+        return float(
+            sum(
+                2 * each.num_kv_heads * each.head_dim * dims[f"past_{each.kind}"] for each in layers
+            )
+            * sizes.batch
+            * element
+        )
+
+
+def grouped(rows: Sequence[Row]) -> Iterator[tuple[tuple[int | None, str], list[Row]]]:
+    """Rows by layer and part, in the order of their first kernels."""
+    found: dict[tuple[int | None, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.place.layer, row.place.part), []).append(row)
+    yield from found.items()

@@ -1,0 +1,181 @@
+"""What GPUs can do: bandwidth and dense rates of matrix products, from their makers' tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canvasrt.errors import CanvasError, UsageError
+
+# What kernels are taken to reach of a table's figures. A guess, until a GPU is measured: large copies reach 0.85 to
+# 0.93 of the bandwidth on most cards, products of a few hundred rows 0.6 to 0.8 of the peak.
+BANDWIDTH_REACHED = 0.85
+ARITHMETIC_REACHED = 0.75
+# Seconds between two kernels of a captured graph: a guess too.
+LAUNCH = 1.5e-6
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`bandwidth` in bytes a second; `rates` in operations a second, dense, by the format of what is multiplied.
+
+    Products of bf16, fp8 and fp4 accumulate in fp32. A format that is not in `rates` is multiplied in the next wider
+    one. `reached` and `arithmetic` are the parts of bandwidth and rates that kernels are taken to reach.
+    """
+
+    name: str
+    bandwidth: float
+    rates: Mapping[str, float]
+    source: str
+    reached: float = BANDWIDTH_REACHED
+    arithmetic: float = ARITHMETIC_REACHED
+    launch: float = LAUNCH
+    measured: str = ""
+
+    def rate(self, format: str) -> float:
+        """Operations a second of products in a format, at the peak."""
+        for each in _WIDER[format]:
+            if each in self.rates:
+                return self.rates[each]
+        raise KeyError(format)
+
+    def bytes_per_second(self) -> float:
+        """What a large copy reaches."""
+        return self.bandwidth * self.reached
+
+    def seconds(self, moved: float, operations: float, format: str) -> float:
+        """Seconds of one kernel, its launch included."""
+        computing = operations / (self.rate(format) * self.arithmetic) if operations else 0.0
+        return max(moved / self.bytes_per_second(), computing) + self.launch
+
+
+# Where a GPU has no units for a format, the next one that can hold its values.
+_WIDER = {
+    "fp4": ("fp4", "fp8", "bf16"),
+    "fp8": ("fp8", "bf16"),
+    "int8": ("int8", "bf16"),
+    "bf16": ("bf16",),
+    "fp32": ("fp32",),
+}
+
+
+def _gpu(name: str, gigabytes: float, source: str, **teraflops: float) -> Gpu:
+    rates = {format: value * TERA for format, value in teraflops.items()}
+    return Gpu(name, gigabytes * GIGA, rates, source)
+
+
+_ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
+_AMPERE = "NVIDIA Ampere GA102 whitepaper"
+_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
+
+# By the name of the target, or else the card's. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
+GPUS: dict[str, Gpu] = {
+    "rtx-3090": _gpu("GeForce RTX 3090", 936, _AMPERE, bf16=71, int8=284, fp32=35.6),
+    "rtx-4090": _gpu(
+        "GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6
+    ),
+    "rtx-5090": _gpu(
+        "GeForce RTX 5090",
+        1792,
+        _RTX_BLACKWELL,
+        fp4=1676,
+        fp8=419,
+        bf16=209.5,
+        int8=838,
+        fp32=104.8,
+    ),
+    "rtx-pro-6000": _gpu(
+        "RTX PRO 6000 Blackwell Workstation Edition",
+        1792,
+        "NVIDIA RTX PRO Blackwell whitepaper",
+        fp4=2015,
+        fp8=1007.6,
+        bf16=503.8,
+        int8=1007.6,
+        fp32=126,
+    ),
+    "dgx-spark": _gpu(
+        "GB10",
+        273,
+        "DGX Spark datasheet: 273 GB/s, 1 PFLOP of sparse FP4; the rest by the ratios of RTX PRO Blackwell, which a"
+        " measured 92 TFLOPS in bf16 and 218 GB/s (huggingface/kernels, pull request 283) agree with",
+        fp4=500,
+        fp8=250,
+        bf16=125,
+        int8=250,
+        fp32=31,
+    ),
+    "rtx-a6000": _gpu(
+        "RTX A6000", 768, "NVIDIA RTX A6000 datasheet", bf16=154.8, int8=309.7, fp32=38.7
+    ),
+    "rtx-6000-ada": _gpu(
+        "RTX 6000 Ada", 960, "NVIDIA RTX 6000 Ada datasheet", fp8=728.5, bf16=364.2, int8=728.5, fp32=91.1
+    ),
+    "l4": _gpu("L4", 300, "NVIDIA L4 datasheet", fp8=242.5, bf16=121, int8=242.5, fp32=30.3),
+    "l40s": _gpu("L40S", 864, "NVIDIA L40S datasheet", fp8=733, bf16=362, int8=733, fp32=91.6),
+    "a100": _gpu("A100 SXM 80 GB", 2039, "NVIDIA A100 datasheet", bf16=312, int8=624, fp32=19.5),
+    "h100": _gpu(
+        "H100 SXM", 3350, "NVIDIA H100 datasheet", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
+    ),
+    "h200": _gpu(
+        "H200 SXM", 4800, "NVIDIA H200 datasheet", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
+    ),
+    "b200": _gpu(
+        "B200 (HGX)",
+        7700,
+        "NVIDIA Blackwell architecture technical brief and HGX B200 datasheet",
+        fp4=9000,
+        fp8=4500,
+        bf16=2250,
+        int8=4500,
+        fp32=75,
+    ),
+    "dgx-station": _gpu(
+        "GB300 (DGX Station)",
+        7100,
+        "DGX Station datasheet, HGX B300 datasheet",
+        fp4=14000,
+        fp8=4500,
+        bf16=2250,
+        int8=150,
+        fp32=75,
+    ),
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The row of that name; UsageError names the others."""
+    gpu = GPUS.get(name.strip().lower())
+    if gpu is None:
+        raise UsageError(f"no rates are known for the GPU {name!r}", f"there are: {', '.join(GPUS)}")
+    return gpu
+
+
+def measured(gpu: Gpu, file: Path) -> Gpu:
+    """The same with what `python -m bench.gpu` measured on one, from its gpu.json.
+
+    A copy's bytes a second, read and written ones together, become the bandwidth that kernels reach; a product's
+    operations a second say what part of the peak they reach.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        rates = data["rates"]
+        device = str(rates.get("device") or data.get("device"))
+        bandwidth = float(rates["copy_bytes_per_second"])
+        operations = rates.get("matrix_operations_per_second")
+        format = str(rates.get("matrix", "")).rpartition(" ")[2]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CanvasError(
+            f"{file} holds no measured rates: {error!r}",
+            "give the gpu.json that `python -m bench.gpu -o DIR` writes",
+        ) from error
+    if device == "cpu":
+        raise CanvasError(f"{file} was measured on a CPU", "run bench.gpu on the GPU")
+    found = replace(gpu, bandwidth=bandwidth, reached=1.0, measured=f"{device}, {file}")
+    if operations and format in gpu.rates:
+        found = replace(found, arithmetic=float(operations) / gpu.rates[format])
+    return found

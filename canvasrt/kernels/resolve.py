@@ -1,0 +1,170 @@
+"""Names for the sizes that a builder prints as −1: each kernel's tensors are matched with those of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from canvasrt.kernels.dims import UNKNOWN, Dim, fix, times
+from canvasrt.kernels.parse import UNRESOLVED, Kernel, Tensor, base_name
+from canvasrt.kernels.shapes import Dims, Node, Shapes
+
+# The layout of NVFP4's block scales that tensor cores take: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
+_TILE_ROWS = 128
+
+
+def resolve(
+    kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
+) -> list[Kernel]:
+    """The same kernels with every size that the graph tells; what it does not is `dims.UNKNOWN`.
+
+    `fixed` are the dimensions that have one size in the profile that the kernels are for.
+    """
+    resolver = _Resolver(shapes, fixed or {})
+    found = [resolver.kernel(kernel) for kernel in kernels]
+    # Some tensors are recognised only where a later kernel reads them.
+    return [resolver.kernel(kernel) for kernel in found]
+
+
+class _Resolver:
+    """`known` are the shapes of the program's tensors, by their names in it."""
+
+    def __init__(self, shapes: Shapes, fixed: Mapping[str, int]) -> None:
+        def plain(dims: Dims) -> Dims:
+            return tuple(fix(dim, fixed) for dim in dims)
+
+        self.tensors = {name: plain(dims) for name, dims in shapes.tensors.items()}
+        self.nodes = {
+            name: Node(
+                [(each, plain(dims)) for each, dims in node.inputs],
+                [(each, plain(dims)) for each, dims in node.outputs],
+                [(plain(source), plain(part)) for source, part in node.taken],
+            )
+            for name, node in shapes.nodes.items()
+        }
+        self.known: dict[str, Dims] = {}
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        nodes = [self.nodes[name] for name in kernel.nodes if name in self.nodes]
+        read = [dims for node in nodes for _, dims in node.inputs]
+        written = [dims for node in reversed(nodes) for _, dims in node.outputs]
+        inputs = tuple(self._tensor(each, [*read, *written]) for each in kernel.inputs)
+        outputs = tuple(self._tensor(each, [*written, *read]) for each in kernel.outputs)
+        taken = [pair for node in nodes for pair in node.taken]
+        return replace(
+            kernel,
+            inputs=tuple(_with_read(each, taken) for each in inputs),
+            constants=tuple(_with_read(each, taken) for each in kernel.constants),
+            outputs=outputs,
+        )
+
+    def _tensor(self, tensor: Tensor, candidates: Iterable[Dims]) -> Tensor:
+        if not any(dim in (UNRESOLVED, UNKNOWN) for dim in tensor.dims):
+            self.known.setdefault(tensor.name, tensor.dims)
+            return tensor
+        unknown = tuple(UNRESOLVED if dim == UNKNOWN else dim for dim in tensor.dims)
+        for candidate in self._candidates(tensor, candidates):
+            dims = match(unknown, candidate)
+            if dims is not None:
+                self.known.setdefault(tensor.name, dims)
+                return replace(tensor, dims=dims)
+        return replace(tensor, dims=tuple(UNKNOWN if d == UNRESOLVED else d for d in unknown))
+
+    def _candidates(self, tensor: Tensor, candidates: Iterable[Dims]) -> Iterator[Dims]:
+        """Shapes that the tensor may have, the most certain first."""
+        if tensor.name in self.known:
+            yield self.known[tensor.name]
+        name = base_name(tensor.name)
+        if name in self.tensors:
+            yield self.tensors[name]
+        yield from candidates
+
+
+def _with_read(tensor: Tensor, taken: Iterable[tuple[Dims, Dims]]) -> Tensor:
+    """Note how much of a tensor is read, where all that a kernel's gathers and slices take of it is less."""
+    parts = [part for source, part in taken if times(source) == times(tensor.dims)]
+    if not parts or tensor.read is not None:
+        return tensor
+    return replace(tensor, read="+".join(str(times(part)) for part in parts))
+
+
+def match(wanted: Dims, candidate: Dims) -> Dims | None:
+    """`wanted` with its −1s replaced, read as a reshape of `candidate`; None where it cannot be one."""
+    if UNKNOWN in candidate:
+        return None
+    for attempt in (_same_axes, _grouped, _permuted, _tiled, _reduced):
+        dims = attempt(wanted, candidate)
+        if dims is not None:
+            return dims
+    return None
+
+
+def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
+    if len(wanted) != len(candidate):
+        return None
+    pairs = list(zip(wanted, candidate, strict=True))
+    if any(
+        isinstance(other, int) if size == UNRESOLVED else size != other for size, other in pairs
+    ):
+        return None
+    return candidate
+
+
+def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
+    """Each size of `wanted` is the product of a run of the candidate's, in order."""
+    if not wanted:
+        return () if all(dim == 1 for dim in candidate) else None
+    first, rest = wanted[0], wanted[1:]
+    if first == 1:
+        found = _grouped(rest, candidate)
+        return None if found is None else (1, *found)
+    for count in range(1, len(candidate) + 1):
+        group = times(candidate[:count])
+        if group == UNKNOWN or not (
+            isinstance(group, str) if first == UNRESOLVED else group == first
+        ):
+            continue
+        found = _grouped(rest, candidate[count:])
+        if found is not None:
+            return (group, *found)
+    return None
+
+
+def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
+    """The same sizes in another order, with one that is not known."""
+    named = [dim for dim in candidate if isinstance(dim, str)]
+    if wanted.count(UNRESOLVED) != 1 or not named:
+        return None
+    rest = [dim for dim in candidate if isinstance(dim, int) and dim > 1]
+    for dim in wanted:
+        if dim in (1, UNRESOLVED):
+            continue
+        if dim not in rest:
+            return None
+        rest.remove(dim)
+    group = times([*named, *rest])
+    return (
+        None if group == UNKNOWN else tuple(group if dim == UNRESOLVED else dim for dim in wanted)
+    )
+
+
+def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
+    """Block scales in the order that tensor cores read them."""
+    if len(wanted) < 5 or wanted[-5] != UNRESOLVED or wanted[-4:-2] != (4, 32) or wanted[-1] != 4:
+        return None
+    if len(candidate) < 2 or not isinstance(candidate[-2], str) or "+" in candidate[-2]:
+        return None
+    return (*wanted[:-5], f"{candidate[-2]}/{_TILE_ROWS}", *wanted[-4:])
+
+
+def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
+    """The same axes, some of them reduced to 1."""
+    if len(wanted) != len(candidate) or 1 not in wanted:
+        return None
+    pairs = list(zip(wanted, candidate, strict=True))
+    if any(
+        isinstance(other, int) if size == UNRESOLVED else size not in (other, 1)
+        for size, other in pairs
+    ):
+        return None
+    return tuple(other if size == UNRESOLVED else size for size, other in pairs)

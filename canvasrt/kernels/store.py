@@ -1,0 +1,78 @@
+"""The kernel list of an engine as a file of its bundle: compact JSON, compressed, the same bytes for the same kernels."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.errors import CanvasError
+from canvasrt.kernels.parse import Kernel, Tensor
+
+Json = dict[str, Any]
+
+SUFFIX = ".kernels.json.gz"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class KernelList:
+    """The kernels of an engine by the name of the profile that they are compiled for."""
+
+    programs: Mapping[str, tuple[Kernel, ...]]
+
+
+def write(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
+    """Write the kernels of each profile."""
+    data = {
+        "schema": SCHEMA,
+        "programs": {name: [_to_json(k) for k in kernels] for name, kernels in programs.items()},
+    }
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True)
+    # No time of writing: a bundle names no moment.
+    file.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read(file: Path) -> KernelList:
+    """Raises CanvasError for a file that is none, or of another version."""
+    try:
+        data = json.loads(gzip.decompress(file.read_bytes()))
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}")
+        return KernelList(
+            {name: tuple(map(_from_json, kernels)) for name, kernels in data["programs"].items()}
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise CanvasError(
+            f"{file} cannot be read as a kernel list: {error}", "build the engines again"
+        ) from error
+
+
+def _to_json(kernel: Kernel) -> Json:
+    return {
+        "name": kernel.name,
+        "kind": kernel.kind,
+        "tactic": kernel.tactic,
+        "nodes": list(kernel.nodes),
+        "in": [_tensor_to_json(each) for each in kernel.inputs],
+        "const": [_tensor_to_json(each) for each in kernel.constants],
+        "out": [_tensor_to_json(each) for each in kernel.outputs],
+    }
+
+
+def _tensor_to_json(tensor: Tensor) -> list[Any]:
+    fields = [tensor.name, tensor.dtype, list(tensor.dims)]
+    return fields if tensor.read is None else [*fields, tensor.read]
+
+
+def _from_json(data: Json) -> Kernel:
+    parts = (tuple(map(_tensor_from_json, data[key])) for key in ("in", "const", "out"))
+    return Kernel(data["name"], data["kind"], *parts, data["tactic"], tuple(data["nodes"]))
+
+
+def _tensor_from_json(fields: list[Any]) -> Tensor:
+    name, dtype, dims, *read = fields
+    return Tensor(name, dtype, tuple(dims), *read)
