@@ -1,17 +1,81 @@
 """`canvasrt inspect`: a manifest, readable."""
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from canvasrt.cli import options
 from canvasrt.console import emit, size, table
 
 
-def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None:
+def inspect(
+    bundle: options.BundlePath,
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels", help="Show the engines' kernels instead, with their predicted times."
+        ),
+    ] = False,
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", min=1, help="With --kernels: requests a pass.")
+    ] = 1,
+    context: Annotated[
+        int,
+        typer.Option(
+            "--context", metavar="TOKENS", min=0, help="With --kernels: cached tokens of each."
+        ),
+    ] = 1024,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            "--capacity",
+            metavar="SLOTS",
+            min=1,
+            show_default=False,
+            help="With --kernels: slots of each expert. Without it: enough for near-uniform routing.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            show_default=False,
+            help="With --kernels: predict for this GPU. Without it: the bundle's target.",
+        ),
+    ] = None,
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            "--rates",
+            metavar="FILE",
+            show_default=False,
+            help="With --kernels: the gpu.json of `python -m bench.gpu`, whose measured rates replace the table's.",
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page",
+            metavar="DIR",
+            show_default=False,
+            help="With --kernels: also write kernels.json and kernels.html there.",
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
     """Show what a bundle holds and what it was made from; files are not hashed."""
     from canvasrt.bundle import load_bundle
 
-    manifest = load_bundle(bundle, check=False).manifest
+    loaded = load_bundle(bundle, check=False)
+    if kernels:
+        from canvasrt.cli.kernels import show
+
+        show(loaded, batch, context, capacity, gpu, rates, page, as_json)
+        return
+    manifest = loaded.manifest
     target = manifest.target or {}
 
     def render(console: Any) -> None:

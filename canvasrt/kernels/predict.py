@@ -10,7 +10,8 @@ from typing import Any
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
-from canvasrt.kernels.cost import Cost, costs, launches
+from canvasrt.kernels.cost import BITS, Cost, costs, launches
+from canvasrt.kernels.dims import volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import Gpu
@@ -126,7 +127,9 @@ class Predictor:
         sizes = Sizes(batch, length, context, capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
 
-    def block_seconds(self, gpu: Gpu, batch: int, context: int, capacity: int | None = None) -> float:
+    def block_seconds(
+        self, gpu: Gpu, batch: int, context: int, capacity: int | None = None
+    ) -> float:
         """A block of `STEPS` denoising steps and the encoding of its result."""
         encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
         return STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
@@ -183,21 +186,19 @@ class Predictor:
         )
         names = {row.segment for row in made.rows}
         read = sum(self.entries[name].get("weight_bytes", 0) for name in names)
-        read += sum(self._cached(name, sizes) for name in names if name != "head")
+        read += _cached(made.rows, sizes.dims(model))
         return max(read / gpu.bytes_per_second(), computing)
 
-    def _cached(self, segment: str, sizes: Sizes) -> float:
-        """Bytes of the keys and values that a call of a segment reads from the caches."""
-        dims = sizes.dims(self.model)
-        element = 2  # engines without an FP8 cache have it in bf16
-        layers = [self.model.layers[index] for index in self.entries[segment]["layers"]]
-        return float(
-            sum(
-                2 * each.num_kv_heads * each.head_dim * dims[f"past_{each.kind}"] for each in layers
-            )
-            * sizes.batch
-            * element
-        )
+
+def _cached(rows: Sequence[Row], dims: Mapping[str, int]) -> float:
+    """Bytes of the cached keys and values that a pass reads."""
+    found = {
+        each.name: volume(each.dims, dims) * BITS[each.dtype] / 8
+        for row in rows
+        for each in row.kernel.inputs
+        if each.name.startswith(("past_key_", "past_value_"))
+    }
+    return sum(found.values())
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[tuple[int | None, str], list[Row]]]:

@@ -75,9 +75,7 @@ _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
 # By the name of the target, or else the card's. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
 GPUS: dict[str, Gpu] = {
     "rtx-3090": _gpu("GeForce RTX 3090", 936, _AMPERE, bf16=71, int8=284, fp32=35.6),
-    "rtx-4090": _gpu(
-        "GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6
-    ),
+    "rtx-4090": _gpu("GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6),
     "rtx-5090": _gpu(
         "GeForce RTX 5090",
         1792,
@@ -113,7 +111,13 @@ GPUS: dict[str, Gpu] = {
         "RTX A6000", 768, "NVIDIA RTX A6000 datasheet", bf16=154.8, int8=309.7, fp32=38.7
     ),
     "rtx-6000-ada": _gpu(
-        "RTX 6000 Ada", 960, "NVIDIA RTX 6000 Ada datasheet", fp8=728.5, bf16=364.2, int8=728.5, fp32=91.1
+        "RTX 6000 Ada",
+        960,
+        "NVIDIA RTX 6000 Ada datasheet",
+        fp8=728.5,
+        bf16=364.2,
+        int8=728.5,
+        fp32=91.1,
     ),
     "l4": _gpu("L4", 300, "NVIDIA L4 datasheet", fp8=242.5, bf16=121, int8=242.5, fp32=30.3),
     "l40s": _gpu("L40S", 864, "NVIDIA L40S datasheet", fp8=733, bf16=362, int8=733, fp32=91.6),
@@ -151,7 +155,9 @@ def find_gpu(name: str) -> Gpu:
     """The row of that name; UsageError names the others."""
     gpu = GPUS.get(name.strip().lower())
     if gpu is None:
-        raise UsageError(f"no rates are known for the GPU {name!r}", f"there are: {', '.join(GPUS)}")
+        raise UsageError(
+            f"no rates are known for the GPU {name!r}", f"there are: {', '.join(GPUS)}"
+        )
     return gpu
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from canvasrt.kernels.dims import UNKNOWN, Dim, fix, times
+from canvasrt.kernels.dims import UNKNOWN, fix, times
 from canvasrt.kernels.parse import UNRESOLVED, Kernel, Tensor, base_name
 from canvasrt.kernels.shapes import Dims, Node, Shapes
 

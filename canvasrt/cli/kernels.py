@@ -1,0 +1,138 @@
+"""What `canvasrt inspect --kernels` prints: the kernels of an engine bundle and their predicted times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from canvasrt.cli.output import emit, size, table
+
+Json = dict[str, Any]
+# The kernels that take most of a pass, alike ones of all layers together.
+_LARGEST = 12
+
+
+def show(
+    bundle: Any,
+    batch: int,
+    context: int,
+    capacity: int | None,
+    gpu: str | None,
+    measured: Path | None,
+    page: Path | None,
+    as_json: bool,
+) -> None:
+    """Predict the passes of a bundle and print them; with `page`, write them as a page too."""
+    from canvasrt.kernels import rates
+    from canvasrt.kernels.predict import Predictor
+    from canvasrt.kernels.report import report
+
+    target = bundle.manifest.target or {}
+    found = rates.find_gpu(gpu or target.get("name", ""))
+    if measured is not None:
+        found = rates.measured(found, measured)
+    data = report(Predictor(bundle), found, batch, context, capacity)
+    if page is not None:
+        from canvasrt.kernels.page import write_page
+
+        write_page(data, bundle.path.resolve().name, page)
+
+    def render(console: Any) -> None:
+        for line in _heading(data):
+            console.print(line, markup=False)
+        for kind, made in data["passes"].items():
+            _show_pass(console, kind, made)
+        block = data["block"]
+        console.print(
+            f"\na block of {block['steps']} steps and its encoding: {block['ms']:.1f} ms,"
+            f" {block['tokens_per_second']:,.0f} tokens a second",
+            markup=False,
+        )
+        if page is not None:
+            console.print(f"page: {page / 'kernels.html'}", markup=False)
+
+    emit(data, as_json, render)
+
+
+def _heading(data: Json) -> list[str]:
+    gpu, sizes = data["gpu"], data["sizes"]
+    source = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
+    return [
+        data["note"],
+        "",
+        f"{gpu['name']}: {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached of"
+        f" {gpu['bandwidth'] / 1e9:,.0f}, {gpu['arithmetic']:.0%} of "
+        + ", ".join(f"{rate / 1e12:,.0f} T {name}" for name, rate in gpu["rates"].items())
+        + f", {gpu['launch'] * 1e6:.1f} µs a launch ({source})",
+        f"batch {sizes['batch']}, {sizes['length']} tokens each, context {sizes['context']},"
+        f" {sizes['capacity']} slots an expert",
+    ]
+
+
+def _show_pass(console: Any, kind: str, made: Json) -> None:
+    console.print(
+        f"\n{kind}: {made['ms']:.2f} ms, {made['kernels']} kernels; the floor"
+        f" {made['floor_ms']:.2f} ms, {made['ms'] / made['floor_ms']:.2f} times less",
+        markup=False,
+    )
+    rows = [
+        (
+            f"{each['layers']} layers, {each['count']}" if each["layers"] else "other",
+            each["part"],
+            *_cells(each, each["count"]),
+            f"{each['ms'] / made['ms']:.1%}",
+        )
+        for each in made["groups"]
+    ]
+    heads = (
+        "where",
+        "part",
+        "kernels a layer",
+        "formats",
+        "bytes a layer",
+        "Gop a layer",
+        "ms",
+        "",
+    )
+    console.print(table(heads, rows))
+    console.print()
+    rows = [(each["segment"], *_cells(each, 1)) for each in made["segments"]]
+    console.print(table(("segment", "kernels", "formats", "bytes", "Gop", "ms"), rows))
+    console.print()
+    console.print(table(("largest", "part", "kernels", "bytes each", "ms"), largest(made["each"])))
+
+
+def _cells(each: Json, count: int) -> tuple[str, ...]:
+    return (
+        f"{each['kernels'] / count:.3g}",
+        " ".join(each["formats"]),
+        size(each["bytes"] / count),
+        f"{each['operations'] / count / 1e9:,.1f}",
+        f"{each['ms']:.3f}",
+    )
+
+
+def largest(rows: list[Json]) -> list[tuple[str, ...]]:
+    """The kernels that take the most time; those of different layers that do the same are one line."""
+    found: dict[tuple[str, str], list[Json]] = {}
+    for row in rows:
+        what = row["steps"] or _without_numbers(row)
+        found.setdefault((what, row["part"]), []).append(row)
+    order = sorted(found.items(), key=lambda item: -sum(row["us"] for row in item[1]))
+    return [
+        (
+            what if len(what) < 60 else f"{what[:57]}…",
+            part,
+            str(len(held)),
+            size(sum(row["bytes"] for row in held) / len(held)),
+            f"{sum(row['us'] for row in held) / 1e3:.3f}",
+        )
+        for (what, part), held in order[:_LARGEST]
+    ]
+
+
+def _without_numbers(row: Json) -> str:
+    """What a kernel without Myelin's name computes: the module of its first node."""
+    module = row["nodes"][0].rpartition("/")[0] if row["nodes"] else row["kind"]
+    words = [word for word in module.split(".") if not word.isdigit() and word != "layers"]
+    return f"{row['kind']} {'.'.join(words)}"

@@ -1,0 +1,152 @@
+"""A prediction as plain data: what `canvasrt inspect --kernels` prints, writes as JSON and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from canvasrt.errors import UsageError
+from canvasrt.kernels.cost import product_format, step_names
+from canvasrt.kernels.group import PARTS
+from canvasrt.kernels.predict import STEPS, Pass, Predictor, Row
+from canvasrt.kernels.rates import Gpu
+from canvasrt.model import ModelConfig
+
+Json = dict[str, Any]
+
+NOTE = (
+    "A prediction, not a measurement: each kernel takes the longer of its bytes at the bandwidth and its operations at"
+    " the rate of their format, and a launch; kernels run one after the other, and caches do not help."
+)
+BATCHES = (1, 2, 4, 8, 16)
+CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
+
+
+def report(
+    predictor: Predictor, gpu: Gpu, batch: int, context: int, capacity: int | None = None
+) -> Json:
+    """The passes of these sizes, and how a denoising pass grows. Times in milliseconds."""
+    denoise = predictor.denoise(gpu, batch, context, capacity)
+    encode = predictor.encode(gpu, batch, predictor.model.canvas_length, context, capacity)
+    return {
+        "note": NOTE,
+        "gpu": {**asdict(gpu), "rates": dict(gpu.rates)},
+        "sizes": asdict(denoise.sizes),
+        "passes": {each.kind: _pass(each, predictor.model) for each in (denoise, encode)},
+        "block": {
+            "steps": STEPS,
+            "ms": 1e3 * (STEPS * denoise.seconds + encode.seconds),
+            "tokens_per_second": batch
+            * predictor.model.canvas_length
+            / (STEPS * denoise.seconds + encode.seconds),
+        },
+        "growth": {
+            "batch": _growth(predictor, gpu, ((each, context) for each in BATCHES)),
+            "context": _growth(predictor, gpu, ((batch, each) for each in CONTEXTS)),
+        },
+    }
+
+
+def _pass(made: Pass, model: ModelConfig) -> Json:
+    return {
+        "ms": 1e3 * made.seconds,
+        "floor_ms": 1e3 * made.floor_seconds,
+        "kernels": len(made.rows),
+        "segments": _named_sums(made.rows, [row.segment for row in made.rows], "segment"),
+        "parts": sorted(
+            _named_sums(made.rows, [row.place.part for row in made.rows], "part"),
+            key=lambda each: PARTS.index(each["part"]),
+        ),
+        "groups": _groups(made.rows, model),
+        "each": [_row(row) for row in made.rows],
+    }
+
+
+def _named_sums(rows: Sequence[Row], names: Sequence[str], key: str) -> list[Json]:
+    found: dict[str, list[Row]] = {}
+    for row, name in zip(rows, names, strict=True):
+        found.setdefault(name, []).append(row)
+    return [{key: name, **_sum(held)} for name, held in found.items()]
+
+
+def _groups(rows: Sequence[Row], model: ModelConfig) -> list[Json]:
+    """By kind of layer and part; the layers of a kind are alike, and counted together."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    layers: dict[str, set[int]] = {}
+    for row in rows:
+        index = row.place.layer
+        kind = "" if index is None else model.layers[index].kind
+        if index is not None:
+            layers.setdefault(kind, set()).add(index)
+        found.setdefault((kind, row.place.part), []).append(row)
+    order = sorted(
+        found, key=lambda key: (["sliding", "full", ""].index(key[0]), PARTS.index(key[1]))
+    )
+    return [
+        {
+            "layers": kind,
+            "count": len(layers.get(kind, ())) or 1,
+            "part": part,
+            **_sum(found[kind, part]),
+        }
+        for kind, part in order
+    ]
+
+
+def _sum(rows: Iterable[Row]) -> Json:
+    rows = list(rows)
+    return {
+        "kernels": len(rows),
+        "formats": formats(rows),
+        "bytes": sum(row.cost.moved for row in rows),
+        "operations": sum(row.cost.operations for row in rows),
+        "ms": 1e3 * sum(row.seconds for row in rows),
+    }
+
+
+def formats(rows: Iterable[Row]) -> list[str]:
+    """What the products among these kernels are computed in; without one, the types that are written."""
+    rows = list(rows)
+    products = {row.cost.format for row in rows if row.cost.is_product}
+    return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})
+
+
+def _row(row: Row) -> Json:
+    kernel = row.kernel
+    return {
+        "segment": row.segment,
+        "layer": row.place.layer,
+        "part": row.place.part,
+        "name": kernel.name,
+        "kind": kernel.kind,
+        "steps": step_names(kernel),
+        "format": product_format(kernel) if row.cost.is_product else None,
+        "in": [[each.dtype, list(each.dims)] for each in (*kernel.inputs, *kernel.constants)],
+        "out": [[each.dtype, list(each.dims)] for each in kernel.outputs],
+        "bytes": row.cost.moved,
+        "operations": row.cost.operations,
+        "us": 1e6 * row.seconds,
+        "nodes": list(kernel.nodes),
+    }
+
+
+def _growth(predictor: Predictor, gpu: Gpu, sizes: Iterable[tuple[int, int]]) -> list[Json]:
+    """Denoising passes of these batches and contexts, as far as the engines' profiles hold them."""
+    found = []
+    for batch, context in sizes:
+        try:
+            made = predictor.denoise(gpu, batch, context)
+        except UsageError:
+            continue
+        found.append(
+            {
+                "batch": batch,
+                "context": context,
+                "capacity": made.sizes.capacity,
+                "ms": 1e3 * made.seconds,
+                "floor_ms": 1e3 * made.floor_seconds,
+                "parts": {part: 1e3 * value for part, value in made.parts().items()},
+            }
+        )
+    return found
