@@ -19,7 +19,7 @@ from canvasrt.build.profiles import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import EngineCache, code_hash
 from canvasrt.extras import require
-from canvasrt.kernels import store
+from canvasrt.kernels import capture, dims, parse, resolve, shapes, store
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
@@ -140,10 +140,7 @@ def _builder(
     def run() -> Json:
         job = Job(module, graph, engine, capability, segment.sizes)
         said = compile.compile_graph(job, children)
-        facts = {
-            "activation_bytes": said.activation_bytes,
-            "weight_bytes": _weights(graphs, segment.entry),
-        }
+        facts = {"activation_bytes": said.activation_bytes}
         listed = job.kernels if job.kernels.is_file() else None
         return cache.keep(segment.made_from, engine, facts, listed)
 
@@ -180,4 +177,5 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 @cache
 def _code() -> str:
     """How engines are built: a change of it makes the cache's engines another version's."""
-    return code_hash([Path(compile.__file__)])
+    listing = (capture, dims, parse, resolve, shapes, store)
+    return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 
-from canvasrt.extras import require
 from canvasrt.fidelity.compare import PHASES, phase_of
+from canvasrt.pages.drawing import OURS, THEIRS, THIRD, drawing, figure_of
 
 Json = dict[str, Any]
 
-# Okabe and Ito's, which readers with any colour vision can tell apart.
-OURS, THEIRS, THIRD = "#0072B2", "#E69F00", "#56B4E9"
-INK, PALE = "#333333", "#e6e6e6"
-WIDTH = 8.4  # inches
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.size": 9.5,
-    "font.family": "sans-serif",
-    "axes.edgecolor": "#999999",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": PALE,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-}
 # More bars than this get no number of their own.
 _LABELLED = 12
 _GROUPS = 4
@@ -38,7 +18,6 @@ _GROUPS = 4
 
 def plots(report: Json) -> dict[str, str]:
     """SVG by the plot's name; what the report has no numbers for is left out."""
-    matplotlib = require("matplotlib", "report")
     drawn = {}
     for name, draw, needs in (
         ("steps", _steps, "steps"),
@@ -50,8 +29,7 @@ def plots(report: Json) -> dict[str, str]:
     ):
         if report[needs]:
             # Plots on one page must not share the names of their parts.
-            with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"canvasrt-{name}"}):
-                drawn[name] = _svg(draw(report), _DESCRIPTIONS[name])
+            drawn[name] = drawing(name, _DESCRIPTIONS[name], lambda draw=draw: draw(report))
     return drawn
 
 
@@ -65,24 +43,8 @@ _DESCRIPTIONS = {
 }
 
 
-def _figure(height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _svg(figure: Any, description: str) -> str:
-    out = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    figure.savefig(out, format="svg", metadata=nothing, transparent=True)
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
-
-
 def _steps(report: Json) -> Any:
-    figure, axes = _figure(2.9)
+    figure, axes = figure_of(2.9)
     by_step = report["steps"]["by_step"]
     count = len(by_step)
     steps = np.arange(1, count + 1)
@@ -118,7 +80,7 @@ def _steps(report: Json) -> Any:
 def _answers(report: Json) -> Any:
     answers = report["answers"]
     rows = [*answers["tasks"], {"task": "all", **answers["all"]}]
-    figure, axes = _figure(0.9 + 0.34 * len(rows))
+    figure, axes = figure_of(0.9 + 0.34 * len(rows))
     places = np.arange(len(rows))[::-1]
     for side, label, colour, marker, shift in (
         ("reference", "transformers", THEIRS, "s", 0.14),
@@ -148,7 +110,7 @@ def _answers(report: Json) -> Any:
 
 def _pace(report: Json) -> Any:
     rows = [*report["answers"]["tasks"], {"task": "all", "pace": report["pace"]}]
-    figure, axes = _figure(2.6)
+    figure, axes = figure_of(2.6)
     series = [
         ("transformers", THEIRS, [row["pace"]["reference"]["steps_per_block"] for row in rows]),
         ("bundle", OURS, [row["pace"]["bundle"]["steps_per_block"] for row in rows]),
@@ -160,7 +122,7 @@ def _pace(report: Json) -> Any:
 
 def _segments(report: Json) -> Any:
     rows = report["segments"]
-    figure, axes = _figure(2.6)
+    figure, axes = figure_of(2.6)
     series = [
         (label, colour, [row[key]["denoise"] for row in rows])
         for label, colour, key in (
@@ -177,7 +139,7 @@ def _segments(report: Json) -> Any:
 
 def _layers(report: Json) -> Any:
     rows = report["layers"]
-    figure, axes = _figure(2.6)
+    figure, axes = figure_of(2.6)
     series = [
         ("encode", THIRD, [row["encode"] for row in rows]),
         ("denoise", OURS, [row["denoise"] for row in rows]),
@@ -200,7 +162,7 @@ def _experts(report: Json) -> Any:
     for each in experts:
         if each["output"] is not None:
             grid[layers.index(each["layer"]), each["expert"]] = each["output"]
-    figure, axes = _figure(min(7.0, 1.1 + 0.34 * len(layers)))
+    figure, axes = figure_of(min(7.0, 1.1 + 0.34 * len(layers)))
     colours = colormaps["cividis"].with_extremes(bad="#d9d9d9")
     image = axes.imshow(grid, cmap=colours, vmin=0, aspect="auto", interpolation="none")
     axes.set_xlabel("expert")

@@ -127,7 +127,7 @@ def _cost(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> Cost:
         operations = 2.0 * inner * max(volume(each.dims, sizes) for each in kernel.outputs)
         return Cost(moved, operations, product_format(kernel), True)
     steps = len(_STEPS.findall(step_names(kernel)))
-    elements = max((volume(each.dims, sizes) for each in kernel.tensors), default=0)
+    elements = max((_taken(each, sizes) for each in kernel.tensors), default=0)
     return Cost(moved, float(steps * elements), "fp32", False)
 
 

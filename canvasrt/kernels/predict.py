@@ -10,7 +10,7 @@ from typing import Any
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
-from canvasrt.kernels.cost import BITS, Cost, costs, launches
+from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
 from canvasrt.kernels.dims import volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
@@ -97,9 +97,14 @@ def usual_capacity(model: ModelConfig, tokens: int) -> int:
 class Predictor:
     """The kernel lists of a bundle's engines, read once."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        """Raises CanvasError for a bundle whose engines have none."""
+    def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
+        """Raises CanvasError for a bundle whose engines have none.
+
+        `repeat` lets few layers stand for many: how often a layer's kernels run, and for None those of a body segment
+        that belong to no layer.
+        """
         manifest = bundle.manifest
+        self.repeat = dict(repeat or {})
         self.model = manifest.model
         self.entries = {entry["name"]: entry for entry in manifest.segments}
         without = [name for name, entry in self.entries.items() if "kernels" not in entry]
@@ -146,7 +151,8 @@ class Predictor:
             for kernel, place, cost in zip(kernels, found, costs(kernels, dims), strict=True):
                 if launches(kernel):
                     seconds = gpu.seconds(cost.moved, cost.operations, cost.format)
-                    made.rows.append(Row(name, kernel, place, cost, seconds))
+                    times = 1 if name == "head" else self.repeat.get(place.layer, 1)
+                    made.rows += [Row(name, kernel, place, cost, seconds)] * times
         made.floor_seconds = self._floor(made, gpu)
         return made
 
@@ -184,21 +190,35 @@ class Predictor:
             for row in made.rows
             if row.cost.is_product
         )
-        names = {row.segment for row in made.rows}
-        read = sum(self.entries[name].get("weight_bytes", 0) for name in names)
-        read += _cached(made.rows, sizes.dims(model))
+        dims = sizes.dims(model)
+        read = weight_bytes(made.rows) + _cached(made.rows, dims)
         return max(read / gpu.bytes_per_second(), computing)
 
 
+def weight_bytes(rows: Sequence[Row]) -> float:
+    """Bytes of the matrices that these kernels multiply by, with their scales; the head's table counts once."""
+    total, tables = 0.0, {}
+    for row in rows:
+        if not row.cost.is_product:
+            continue
+        count = sum(volume(each.dims, {}) * BITS[each.dtype] / 8 for each in row.kernel.constants)
+        matrix = weight(row.kernel)
+        if row.segment == "head" and matrix is not None:
+            # Projection and self-conditioning multiply by the same table, one of them by its transpose.
+            tables[tuple(sorted(map(str, matrix.dims)))] = count
+        else:
+            total += count
+    return total + sum(tables.values())
+
+
 def _cached(rows: Sequence[Row], dims: Mapping[str, int]) -> float:
-    """Bytes of the cached keys and values that a pass reads."""
-    found = {
-        each.name: volume(each.dims, dims) * BITS[each.dtype] / 8
+    """Bytes of the cached keys and values that a pass reads, each once a layer."""
+    return sum(
+        volume(each.dims, dims) * BITS[each.dtype] / 8
         for row in rows
-        for each in row.kernel.inputs
+        for each in {each.name: each for each in row.kernel.inputs}.values()
         if each.name.startswith(("past_key_", "past_value_"))
-    }
-    return sum(found.values())
+    )
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[tuple[int | None, str], list[Row]]]:

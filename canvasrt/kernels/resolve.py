@@ -127,7 +127,18 @@ def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
         found = _grouped(rest, candidate[count:])
         if found is not None:
             return (group, *found)
-    return None
+    return _split(wanted, candidate)
+
+
+def _split(wanted: Dims, candidate: Dims) -> Dims | None:
+    """The candidate's first size is the product of several: heads that are an axis of their own."""
+    size = candidate[0] if candidate else 1
+    if not isinstance(size, int) or not isinstance(wanted[0], int) or wanted[0] < 2:
+        return None
+    if size == wanted[0] or size % wanted[0]:
+        return None
+    found = _grouped(wanted[1:], (size // wanted[0], *candidate[1:]))
+    return None if found is None else (wanted[0], *found)
 
 
 def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:

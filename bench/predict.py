@@ -1,0 +1,158 @@
+"""Predicted times of the released shape, by recipe, GPU, batch and context, from the kernels that the builder lists.
+
+    python -m bench.predict -o predicted --work /path/with/30GB
+
+Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a calibration that is made up,
+builds its engines, and lets the second layer stand for the other sliding ones: `--layers 6` builds whole segments
+instead, which takes twice the memory. `DIR/predicted.json` and `DIR/predicted.md` are the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import shape
+from canvasrt.build import build
+from canvasrt.bundle import Bundle
+from canvasrt.errors import UsageError
+from canvasrt.kernels.predict import Predictor
+from canvasrt.kernels.rates import find_gpu
+
+Json = dict[str, Any]
+
+# What stands for what: of the released 30 layers every sixth is a full one.
+SEGMENTS = 5
+REPEAT = {
+    3: {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS},
+    6: dict.fromkeys((None, *range(6)), SEGMENTS),
+}
+# All are built for one target, which has every format and the memory for the longest contexts; their kernels stand for
+# those of the other GPUs.
+BUILT_FOR = "rtx-pro-6000"
+PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("nvfp4", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
+    ("nvfp4-mixed", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
+    ("nvfp4-experts", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
+    ("fp8", ("rtx-4090", "rtx-5090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
+    ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
+)
+MAX_CONTEXT, MAX_BATCH = 262_144, 8
+# The most slots that a row of 256 tokens can need: all go to one expert, as padding does.
+PADDED = 256
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench.predict", description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for graphs and engines")
+    parser.add_argument("--recipes", default=",".join(name for name, _ in PLAN))
+    parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--contexts", default="1024,32768,262144")
+    parser.add_argument("--layers", type=int, choices=sorted(REPEAT), default=3)
+    options = parser.parse_args(arguments)
+    wanted = options.recipes.split(",")
+    rows: list[Json] = []
+    for recipe, gpus in PLAN:
+        if recipe in wanted:
+            print(f"building {recipe}", file=sys.stderr, flush=True)
+            bundle = engines(recipe, options.layers, options.work)
+            predictor = Predictor(bundle, REPEAT[options.layers])
+            sizes = _numbers(options.batches), _numbers(options.contexts)
+            rows += predictions(predictor, recipe, gpus, *sizes)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "predicted.json").write_text(json.dumps(rows, indent=2) + "\n")
+    (options.out / "predicted.md").write_text(markdown(rows))
+    print(markdown(rows), end="")
+    return 0
+
+
+def engines(recipe: str, layers: int, work: Path) -> Bundle:
+    """The engines of a recipe, what is missing in `work` being made."""
+    work.mkdir(parents=True, exist_ok=True)
+    made = shape.Shape("released", layers, 1, "bf16", (), (), 0, 0)
+    prepared = shape.prepare(made, work)
+    if recipe != "bf16":
+        prepared = shape.quantized(prepared, recipe, work)
+    return build(
+        prepared.graphs.path,
+        BUILT_FOR,
+        work / f"engines-{recipe}",
+        max_context=MAX_CONTEXT,
+        max_batch=MAX_BATCH,
+    )
+
+
+def predictions(
+    predictor: Predictor,
+    recipe: str,
+    gpus: Sequence[str],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> Iterator[Json]:
+    """Milliseconds of passes and the floor: routed nearly evenly, and with half a canvas of padding."""
+    for name in gpus:
+        gpu = find_gpu(name)
+        for batch in batches:
+            for context in contexts:
+                even = predictor.denoise(gpu, batch, context)
+                row = {
+                    "recipe": recipe,
+                    "gpu": name,
+                    "batch": batch,
+                    "context": context,
+                    "capacity": even.sizes.capacity,
+                    "ms": 1e3 * even.seconds,
+                    "floor_ms": 1e3 * even.floor_seconds,
+                    "kernels": len(even.rows),
+                    "parts": {part: 1e3 * value for part, value in even.parts().items()},
+                    "block_ms": 1e3 * predictor.block_seconds(gpu, batch, context),
+                }
+                try:
+                    padded = predictor.denoise(
+                        gpu, batch, context, max(PADDED, batch * PADDED // 2)
+                    )
+                    row["padded_ms"] = 1e3 * padded.seconds
+                except UsageError:
+                    row["padded_ms"] = None  # such a batch is run row by row
+                yield row
+
+
+def markdown(rows: Sequence[Json]) -> str:
+    """The table, a line a recipe, GPU, batch and context."""
+    lines = [
+        "| recipe | GPU | batch | context | slots | pass, ms | floor, ms | ratio | padded, ms | ratio | block of 16, ms |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        padded = row["padded_ms"]
+        cells = [
+            row["recipe"],
+            row["gpu"],
+            str(row["batch"]),
+            f"{row['context']:,}",
+            str(row["capacity"]),
+            f"{row['ms']:.1f}",
+            f"{row['floor_ms']:.1f}",
+            f"{row['ms'] / row['floor_ms']:.2f}",
+            "–" if padded is None else f"{padded:.1f}",
+            "–" if padded is None else f"{padded / row['floor_ms']:.2f}",
+            f"{row['block_ms']:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Reports as one page that needs nothing else: tables, and plots drawn into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+Json = dict[str, Any]
+
+
+def render(
+    title: str,
+    subjects: Sequence[str],
+    blocks: Sequence[Json],
+    footer: str,
+    verdict: Json | None = None,
+) -> str:
+    """HTML. `subjects` are lines below the title, `verdict` says `ok` and `text`; `blocks` come from `block`."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(
+        files("canvasrt.pages").joinpath("page.html.j2").read_text(encoding="utf-8")
+    )
+    return template.render(
+        title=title, subjects=subjects, blocks=blocks, footer=footer, verdict=verdict
+    )
+
+
+def block(
+    title: str,
+    note: str = "",
+    plot: str | None = None,
+    tables: Sequence[Any] = (),
+    last_is_total: bool = False,
+    empty: str = "",
+) -> Json:
+    """A section: `plot` is SVG, `tables` are pairs of heads and rows, `empty` stands for a table without rows."""
+    return {
+        "title": title,
+        "note": note,
+        "plot": plot,
+        "tables": list(tables),
+        "last_is_total": last_is_total,
+        "empty": empty,
+    }

@@ -1,0 +1,67 @@
+"""Plots for pages: one style, drawn as SVG with the same bytes each time."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from canvasrt.extras import require
+
+# Okabe and Ito's, which readers with any colour vision can tell apart.
+OURS, THEIRS, THIRD = "#0072B2", "#E69F00", "#56B4E9"
+COLOURS = (
+    OURS,
+    THEIRS,
+    "#009E73",
+    THIRD,
+    "#CC79A7",
+    "#D55E00",
+    "#F0E442",
+    "#999999",
+    "#5c4b8a",
+    "#b5a36a",
+    "#333333",
+)
+INK, PALE = "#333333", "#e6e6e6"
+WIDTH = 8.4  # inches
+STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 9.5,
+    "font.family": "sans-serif",
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": PALE,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+}
+
+
+def drawing(name: str, description: str, draw: Callable[[], Any]) -> str:
+    """The SVG of the figure that `draw` makes. Raises CanvasError where matplotlib is not installed."""
+    matplotlib = require("matplotlib", "report")
+    # Plots on one page must not share the names of their parts.
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"canvasrt-{name}"}):
+        return _svg(draw(), description)
+
+
+def figure_of(height: float, columns: int = 1) -> tuple[Any, Any]:
+    """A figure `height` inches high, and its axes, several side by side where asked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(1, columns) if columns > 1 else figure.add_subplot()
+
+
+def _svg(figure: Any, description: str) -> str:
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(out, format="svg", metadata=nothing, transparent=True)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)

@@ -1,0 +1,56 @@
+"""Engines whose kernels tests look at, really built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from canvasrt.build import build
+from canvasrt.bundle import Bundle, load_bundle
+
+# The released widths and head sizes, with as few experts and tokens as leave every kernel as it is.
+WIDTHS = {"num_experts": 8, "top_k_experts": 4, "vocab_size": 4096}
+# A calibration that is made up: the kernels do not depend on it.
+AMAX = 8.0
+
+Released = Callable[[str, str], Bundle]
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
+    """`released(recipe, target)` are the engines of two sliding layers and a full one, made once."""
+    pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+    folder = tmp_path_factory.mktemp("released")
+    made: dict[tuple[str, str], Bundle] = {}
+
+    def engines(recipe: str, target: str) -> Bundle:
+        if (recipe, target) not in made:
+            graphs = _graphs(folder, recipe)
+            out = folder / f"{recipe}-{target}"
+            made[recipe, target] = build(graphs.path, target, out, max_context=4096, max_batch=4)
+        return made[recipe, target]
+
+    return engines
+
+
+def _graphs(folder: Path, recipe: str) -> Bundle:
+    from canvasrt.export import synthetic
+    from canvasrt.export.graphs import export
+    from canvasrt.export.quantize.calibrate import Calibration
+    from canvasrt.export.quantize.quantize import quantize
+    from canvasrt.recipes import load_recipe
+
+    plain, out = folder / "graphs-bf16", folder / f"graphs-{recipe}"
+    if not plain.exists():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(synthetic.SHAPES, "widths", synthetic.SHAPES["released"] | WIDTHS)
+            synthetic.write(folder / "checkpoint", "widths", layers=3)
+        export(folder / "checkpoint", plain, precision="bf16")
+    graphs = load_bundle(plain, check=False)
+    if not out.exists():
+        chosen = load_recipe(recipe)
+        amax = dict.fromkeys(chosen.formats(graphs.manifest.model), AMAX)
+        quantize(graphs, out, chosen, calibration=Calibration(amax=amax, sha256="made up"))
+    return load_bundle(out, check=False)

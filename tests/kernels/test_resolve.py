@@ -1,0 +1,54 @@
+"""The builder's −1s, matched with the shapes of the graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from canvasrt.kernels.parse import Kernel, Tensor
+from canvasrt.kernels.resolve import match, resolve
+from canvasrt.kernels.shapes import Node, Shapes
+
+BODY = ("batch", "length", 2816)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shape", "found"),
+    [
+        ((-1, -1, 2816), BODY, BODY),
+        ((-1, 2816), BODY, ("batch*length", 2816)),
+        ((-1, 256), ("batch", "length", 8, 32), ("batch*length", 256)),
+        ((-1, -1, 32, 256), ("batch", "length", 8192), ("batch", "length", 32, 256)),
+        ((-1, 8, -1, 256), ("batch", "length", 2048), None),
+        ((-1, -1, 2, 1), ("batch", "length", 2, 32), ("batch", "length", 2, 1)),
+        ((2, 512, -1), (1, 2, "past_full+256", 512), (2, 512, "past_full+256")),
+        ((128, -1, 4, 32, 44, 4), (128, "capacity", 176), (128, "capacity/128", 4, 32, 44, 4)),
+        ((-1, 77), BODY, None),
+        ((-1, 2816), (256, 2816), None),
+        ((128, -1), (64, "capacity"), None),
+    ],
+)
+def test_a_printed_shape_is_one_of_the_graph_s(
+    printed: tuple, shape: tuple, found: tuple | None
+) -> None:
+    assert match(printed, shape) == found
+
+
+def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
+    keys = ("batch", 8, "length+past_full", 256)
+    assert match((-1, -1, 256), keys) == ("8*batch", "length+past_full", 256)
+
+
+def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
+    """The reader's own nodes do not know the shape; and a size that the profile fixes is a number."""
+    shapes = Shapes({}, {"norm": Node([("x", BODY)], [("y", BODY)])})
+    written = Kernel("a", "kgen", (), (), (Tensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",))
+    read = Kernel("b", "kgen", (Tensor("t_1", "Float", (-1, 2816)),), (), (), "", ())
+    first, second = resolve([written, read], shapes, {"length": 256})
+    assert first.outputs[0].dims == ("batch", 256, 2816)
+    assert second.inputs[0].dims == ("256*batch", 2816)
+
+
+def test_a_shape_that_nothing_tells_stays_unknown() -> None:
+    lost = Kernel("a", "kgen", (Tensor("t", "Float", (-1, 5)),), (), (), "", ())
+    (found,) = resolve([lost], Shapes({}, {}))
+    assert found.inputs[0].dims == ("?", 5)
