@@ -20,11 +20,12 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import shape
-from canvasrt.build import build
+from canvasrt.build.plan import Options
 from canvasrt.bundle import Bundle
 from canvasrt.errors import UsageError
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import find_gpu
+from canvasrt.pipeline import build
 
 Json = dict[str, Any]
 
@@ -85,8 +86,7 @@ def engines(recipe: str, layers: int, work: Path) -> Bundle:
         prepared.graphs.path,
         BUILT_FOR,
         work / f"engines-{recipe}",
-        max_context=MAX_CONTEXT,
-        max_batch=MAX_BATCH,
+        Options(max_context=MAX_CONTEXT, max_batch=MAX_BATCH),
     )
 
 

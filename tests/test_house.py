@@ -17,8 +17,8 @@ STAGES = ("export", "build", "runtime", "containers")
 FLOORS = (
     "errors progress defaults hashes",
     "extras targets staging console checkpoints",
-    "bundle machine recipes",
-    "cache graphs",
+    "bundle machine recipes pages",
+    "cache graphs kernels",
     "runtime",
     "build demo",
     "export",

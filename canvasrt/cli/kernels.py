@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from canvasrt.cli.output import emit, size, table
+from canvasrt.console import emit, size, table
 
 Json = dict[str, Any]
 # The kernels that take most of a pass, alike ones of all layers together.

@@ -1,6 +1,6 @@
 """Sizes that depend on a call: sums of products of named dimensions, such as `past_full+length` or `8*capacity+1`.
 
-A factor `capacity/128` is the number of blocks of 128 that hold `capacity`, rounded up.
+`batch*length/128` is the number of blocks of 128 that hold the product, rounded up.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
 
 
 def _product(term: str, sizes: Mapping[str, int]) -> int:
+    factors, _, block = term.partition("/")
     product = 1
-    for factor in term.split("*"):
-        name, _, block = factor.partition("/")
-        value = int(name) if name.isdigit() else sizes[name]
-        product *= -(-value // int(block)) if block else value
-    return product
+    for factor in factors.split("*"):
+        product *= int(factor) if factor.isdigit() else sizes[factor]
+    return -(-product // int(block)) if block else product
 
 
 def names_in(dim: Dim) -> set[str]:
     """The dimensions that a size depends on."""
     if isinstance(dim, int):
         return set()
-    factors = (factor.partition("/")[0] for term in dim.split("+") for factor in term.split("*"))
+    factors = (each for term in dim.split("+") for each in term.partition("/")[0].split("*"))
     return {name for name in factors if not name.isdigit()}
 
 
@@ -56,7 +55,7 @@ def times(factors: Sequence[Dim]) -> Dim:
         return known
     if known == 1 and len(named) == 1:
         return named[0]
-    if any("+" in name for name in named):
+    if any("+" in name or "/" in name for name in named):
         return UNKNOWN
     numbers = [int(part) for name in named for part in name.split("*") if part.isdigit()]
     words = sorted(part for name in named for part in name.split("*") if not part.isdigit())
@@ -84,12 +83,11 @@ def fix(dim: Dim, sizes: Mapping[str, int]) -> Dim:
         return dim
     known, terms = 0, []
     for term in dim.split("+"):
-        factors = [
-            str(_product(f, sizes)) if names_in(f) <= set(sizes) else f for f in term.split("*")
-        ]
-        product = times([int(f) if f.isdigit() else f for f in factors])
-        if isinstance(product, int):
-            known += product
+        product, _, block = term.partition("/")
+        names = product.split("*")
+        factor = times([sizes.get(n, int(n) if n.isdigit() else n) for n in names])
+        if isinstance(factor, int):
+            known += -(-factor // int(block)) if block else factor
         else:
-            terms.append(product)
+            terms.append(f"{factor}/{block}" if block else factor)
     return "+".join([*terms, *([str(known)] if known else [])]) if terms else known

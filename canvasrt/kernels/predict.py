@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
 from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
@@ -15,7 +16,6 @@ from canvasrt.kernels.dims import volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import Gpu
-from canvasrt.model import ModelConfig
 
 Json = dict[str, Any]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
 from canvasrt.kernels.cost import product_format, step_names
 from canvasrt.kernels.group import PARTS
 from canvasrt.kernels.predict import STEPS, Pass, Predictor, Row
 from canvasrt.kernels.rates import Gpu
-from canvasrt.model import ModelConfig
 
 Json = dict[str, Any]
 

@@ -160,12 +160,14 @@ def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Block scales in the order that tensor cores read them."""
+    """Block scales, `[…, rows, blocks]` in the graph, in the order that tensor cores read them."""
     if len(wanted) < 5 or wanted[-5] != UNRESOLVED or wanted[-4:-2] != (4, 32) or wanted[-1] != 4:
         return None
-    if len(candidate) < 2 or not isinstance(candidate[-2], str) or "+" in candidate[-2]:
+    before = len(wanted) - 5
+    rows = times(candidate[before:-1])
+    if wanted[:before] != candidate[:before] or not isinstance(rows, str) or "+" in rows:
         return None
-    return (*wanted[:-5], f"{candidate[-2]}/{_TILE_ROWS}", *wanted[-4:])
+    return None if rows == UNKNOWN else (*wanted[:before], f"{rows}/{_TILE_ROWS}", *wanted[-4:])
 
 
 def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:

@@ -18,6 +18,8 @@ SIZES = {"batch": 3, "length": 256, "capacity": 130, "past_full": 1000}
         ("length+past_full", 1256),
         ("8*capacity+1", 1041),
         ("capacity/128", 2),
+        ("batch*length/128", 6),
+        ("batch*capacity/128", 4),
     ],
 )
 def test_evaluated(dim: int | str, size: int) -> None:
@@ -58,3 +60,5 @@ def test_a_profile_s_fixed_sizes_become_numbers() -> None:
     assert fix("8*capacity+1", fixed) == "8*capacity+1"
     assert fix("length+past_full", fixed) == "past_full+256"
     assert fix("batch*capacity", fixed) == "capacity"
+    assert fix("batch*length/128", fixed) == 2
+    assert fix("batch*capacity/128", fixed) == "capacity/128"

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build import build
+from canvasrt.build.plan import Options
 from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.pipeline import build
 
 # The released widths and head sizes, with as few experts and tokens as leave every kernel as it is.
 WIDTHS = {"num_experts": 8, "top_k_experts": 4, "vocab_size": 4096}
 # A calibration that is made up: the kernels do not depend on it.
 AMAX = 8.0
+OPTIONS = Options(max_context=4096, max_batch=4)
 
 Released = Callable[[str, str], Bundle]
 
@@ -29,7 +31,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
         if (recipe, target) not in made:
             graphs = _graphs(folder, recipe)
             out = folder / f"{recipe}-{target}"
-            made[recipe, target] = build(graphs.path, target, out, max_context=4096, max_batch=4)
+            made[recipe, target] = build(graphs.path, target, out, OPTIONS)
         return made[recipe, target]
 
     return engines
@@ -40,7 +42,7 @@ def _graphs(folder: Path, recipe: str) -> Bundle:
     from canvasrt.export.graphs import export
     from canvasrt.export.quantize.calibrate import Calibration
     from canvasrt.export.quantize.quantize import quantize
-    from canvasrt.recipes import load_recipe
+    from canvasrt.recipes.recipe import load_recipe
 
     plain, out = folder / "graphs-bf16", folder / f"graphs-{recipe}"
     if not plain.exists():

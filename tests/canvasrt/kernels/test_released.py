@@ -1,0 +1,147 @@
+"""Kernels of the released widths, as the builder compiles them for every capability and precision: what must stay so.
+
+Two sliding layers and a full one. The second sliding layer stands for all others; the first also computes what all share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.kernels import cost, group, store
+from canvasrt.kernels.dims import UNKNOWN, volume
+from canvasrt.kernels.parse import Kernel
+from tests.canvasrt.kernels.conftest import WIDTHS, Released
+
+TARGETS = [
+    ("bf16", "rtx-4090"),
+    ("fp8", "rtx-4090"),
+    ("bf16", "rtx-pro-6000"),
+    ("fp8", "rtx-pro-6000"),
+    ("nvfp4", "rtx-5090"),
+    ("nvfp4", "dgx-spark"),
+]
+FORMATS = {"bf16": "bf16", "fp8": "fp8", "nvfp4": "fp4"}
+SLIDING, FULL = 1, 2
+D, MLP, INNER, E = 2816, 2112, 704, WIDTHS["num_experts"]
+QUANTIZED = {
+    SLIDING: [(D, 8192), (4096, D), (D, 2 * MLP), (MLP, D), (E, D, 2 * INNER), (E, INNER, D)],
+    FULL: [(D, 9216), (8192, D), (D, 2 * MLP), (MLP, D), (E, D, 2 * INNER), (E, INNER, D)],
+}
+ROUTER = (D, E)
+SIZES = {"batch": 1, "length": 256, "past_sliding": 1023, "past_full": 1024, "capacity": 64}
+LIMITS = Path(__file__).with_name("limits.json")
+
+
+@pytest.fixture(params=TARGETS, ids="-".join)
+def built(request: pytest.FixtureRequest, released: Released) -> Bundle:
+    return released(*request.param)
+
+
+def programs(bundle: Bundle, segment: str = "body_0") -> dict[str, Sequence[Kernel]]:
+    entry = next(each for each in bundle.manifest.segments if each["name"] == segment)
+    return dict(store.read(bundle.file(entry["kernels"])).programs)
+
+
+def of_layer(kernels: Sequence[Kernel], layer: int) -> list[tuple[Kernel, group.Place]]:
+    places = group.places(kernels, "body_0", range(3))
+    pairs = zip(kernels, places, strict=True)
+    return [(kernel, place) for kernel, place in pairs if place.layer == layer]
+
+
+def all_programs(bundle: Bundle) -> Iterator[tuple[str, str, Sequence[Kernel]]]:
+    for segment in ("body_0", "head"):
+        for profile, kernels in programs(bundle, segment).items():
+            yield segment, profile, kernels
+
+
+def test_every_profile_has_its_kernels_and_every_size_a_name(built: Bundle) -> None:
+    for entry in built.manifest.segments:
+        found = programs(built, entry["name"])
+        assert set(found) == {profile["name"] for profile in entry["profiles"]}
+    for segment, profile, kernels in all_programs(built):
+        assert len(kernels) > 15
+        unknown = [each.name for k in kernels for each in k.tensors if UNKNOWN in each.dims]
+        assert not unknown, (segment, profile, unknown)
+
+
+def test_what_is_read_is_what_was_written_or_an_even_part_of_it(built: Bundle) -> None:
+    """Sizes that no model has, so that a name that was mistaken for another shows."""
+    odd = {"batch": 3, "length": 131, "past_sliding": 307, "past_full": 773, "capacity": 61}
+    for segment, profile, kernels in all_programs(built):
+        sizes = odd | ({} if profile == "encode" else {"length": 256})
+        sizes |= {"batch": 1} if profile == "denoise" else {}
+        written: dict[str, int] = {}
+        for kernel in kernels:
+            for each in kernel.inputs:
+                if each.name in written and each.read is None:
+                    count = volume(each.dims, sizes)
+                    assert written[each.name] % count == 0, (segment, profile, kernel.name, each)
+            for each in kernel.outputs:
+                written[each.name] = volume(each.dims, sizes)
+
+
+def test_every_weight_is_multiplied_once_in_its_recipe_s_format(built: Bundle) -> None:
+    wanted = FORMATS[built.manifest.options["precision"]]
+    for profile, kernels in programs(built).items():
+        for layer, matrices in QUANTIZED.items():
+            found: dict[tuple[int, ...], list[str]] = {}
+            for kernel, _ in of_layer(kernels, layer):
+                matrix = cost.weight(kernel)
+                if cost.is_product(kernel) and matrix is not None:
+                    shape = tuple(int(d) for d in matrix.dims if d != 1)
+                    found.setdefault(shape, []).append(cost.product_format(kernel))
+            assert found.pop(ROUTER) == ["bf16"]
+            assert found == {shape: [wanted] for shape in matrices}, (profile, layer)
+
+
+def test_no_kernel_writes_a_weight(built: Bundle) -> None:
+    """Neither wider nor in another order: nothing that is computed has as many elements as a quantized matrix."""
+    sizes = {prod(shape) for shapes in QUANTIZED.values() for shape in shapes}
+    for profile, kernels in programs(built).items():
+        for kernel in kernels:
+            for each in kernel.outputs:
+                static = all(isinstance(dim, int) for dim in each.dims)
+                assert not (static and volume(each.dims, {}) in sizes), (profile, kernel.name, each)
+
+
+def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
+    for profile, kernels in programs(built).items():
+        inside = [k for k, place in of_layer(kernels, SLIDING) if place.part == group.ATTENTION]
+        (fused,) = [each for each in inside if cost.is_attention(each)]
+        assert fused.inputs[2].dims[-1] == 256, profile
+        assert not [k.name for k in inside if cost.is_product(k) and cost.weight(k) is None]
+
+
+def measured(bundle: Bundle) -> dict[str, Any]:
+    """Kernels of a layer in each program, and the bytes of those that are no products when one canvas is denoised."""
+    found: dict[str, Any] = {}
+    for name, layer in (("sliding layer", SLIDING), ("full layer", FULL)):
+        found[name] = {p: len(of_layer(ks, layer)) for p, ks in programs(bundle).items()}
+        kernels = programs(bundle)["denoise"]
+        each = zip(kernels, cost.costs(kernels, SIZES), strict=True)
+        inside = {k.name for k, _ in of_layer(kernels, layer)}
+        moved = sum(c.moved for k, c in each if k.name in inside and not c.is_product)
+        found[name]["megabytes"] = round(moved / 1e6, 1)
+    found["segment"] = {p: len(ks) for p, ks in programs(bundle).items()}
+    found["head"] = {p: len(ks) for p, ks in programs(bundle, "head").items()}
+    return found
+
+
+def test_kernels_and_bytes_stay_within_their_limits(built: Bundle) -> None:
+    """`limits.json` has the figures as they are. Fewer is fine and is written there too, or it would grow back unseen."""
+    precision, target = built.manifest.options["precision"], built.manifest.target
+    assert target is not None
+    limits = json.loads(LIMITS.read_text())[f"{precision}, {target['compute_capability']}"]
+    found = measured(built)
+    for where, held in limits.items():
+        for what, limit in held.items():
+            value = found[where][what]
+            assert value <= limit, f"{where}, {what}: {value} is more than {limit}; now: {found}"
+            assert value >= 0.95 * limit - 1, f"{where}, {what}: lower {limit} to {value}"
