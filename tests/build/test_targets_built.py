@@ -61,6 +61,21 @@ def test_one_command_builds_each_target_at_its_first_precision(
         assert ("denoise_batch" in shown) == (target != "cpu")
 
 
+def test_the_kernels_of_every_gpu_s_engines_are_shown(demo: Path, command: Command) -> None:
+    for target in TARGETS:
+        done = command("inspect", demo / target, "--kernels", "--batch", "2")
+        if target == "cpu":
+            assert (done.returncode, done.stdout) == (1, "")
+            assert "holds no lists of kernels" in done.stderr
+            continue
+        assert "A prediction, not a measurement" in done.stdout, done.stderr
+        shown = json.loads(command("inspect", demo / target, "--kernels", "--json").stdout)
+        for made in shown["passes"].values():
+            assert made["ms"] == pytest.approx(sum(row["us"] for row in made["each"]) / 1e3)
+            assert made["ms"] > made["floor_ms"] > 0
+            assert {row["layer"] for row in made["each"]} == {None, 0, 1, 2, 3}
+
+
 def test_built_again_it_does_no_work_and_is_done_at_once(demo: Path, command: Command) -> None:
     def again() -> float:
         start = time.monotonic()

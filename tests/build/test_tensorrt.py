@@ -68,7 +68,10 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
     assert manifest.target["compute_capability"] == TARGETS[target]
     assert manifest.target["builder_version"] == manifest.made_by["tensorrt-rtx"]
     assert manifest.options["precision"] == "bf16"
-    assert set(manifest.files) == {"body_0.engine", "head.engine", "embedding.bin"}
+    engines = {"body_0.engine", "head.engine"}
+    lists = {"body_0.kernels.json.gz", "head.kernels.json.gz"}
+    assert set(manifest.files) == engines | lists | {"embedding.bin"}
+    assert {each["kernels"] for each in manifest.segments} == lists
     assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
     body, head = manifest.segments
     assert (body["file"], body["layers"]) == ("body_0.engine", [0, 1])
@@ -101,6 +104,7 @@ def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
     assert not any("building" in line for line in said)
     assert second.manifest == first.manifest
     assert second.file("head.engine").samefile(first.file("head.engine"))
+    assert second.file("head.kernels.json.gz").samefile(first.file("head.kernels.json.gz"))
     again, said = built("rtx-pro-6000", "second")
     assert again.manifest == second.manifest
     assert not any("reusing" in line for line in said)
@@ -134,10 +138,13 @@ def test_several_targets_share_an_export_a_precision(
     assert "denoise_batch  batch 2" in shown
 
 
-def test_a_damaged_engine_in_the_cache_is_built_again(built: Built, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["head.engine", "head.kernels.json.gz"])
+def test_a_damaged_file_in_the_cache_is_built_again(
+    name: str, built: Built, tmp_path: Path
+) -> None:
     own = tmp_path / "own"
     first, _ = built("rtx-4090", "first", own)
-    file = first.file("head.engine")
+    file = first.file(name)
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # one file with the cache's
     _, said = built("rtx-4090", "second", own)

@@ -1,0 +1,134 @@
+"""Predicted passes of real engines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.kernels.group import EXPERTS, HEAD
+from canvasrt.kernels.page import write_page
+from canvasrt.kernels.predict import Predictor, usual_capacity, weight_bytes
+from canvasrt.kernels.rates import GPUS, find_gpu, measured
+from canvasrt.kernels.report import report
+from canvasrt.targets import TARGETS
+from tests.canvasrt.kernels.conftest import Released
+
+GPU = find_gpu("rtx-5090")
+
+
+@pytest.fixture(scope="module")
+def engines(released: Released) -> Bundle:
+    return released("nvfp4", "rtx-5090")
+
+
+@pytest.fixture(scope="module")
+def predictor(engines: Bundle) -> Predictor:
+    return Predictor(engines)
+
+
+def test_a_pass_is_the_sum_of_its_kernels_and_above_its_floor(predictor: Predictor) -> None:
+    made = predictor.denoise(GPU, batch=1, context=1024)
+    assert made.seconds == pytest.approx(sum(made.segments().values()))
+    assert made.seconds == pytest.approx(sum(made.parts().values()))
+    assert set(made.segments()) == {"body_0", "head"}
+    assert made.seconds > made.floor_seconds > 0
+    assert len(made.rows) * GPU.launch < made.seconds
+
+
+def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle) -> None:
+    """As many bytes as the weights have by their shapes, the head's table among them; norms and scalars are small."""
+    d, mlp, inner, experts = 2816, 2112, 704, 8
+    packed, plain = 0.5 + 1 / 16, 2
+    layer = packed * 3 * d * (mlp + experts * inner) + plain * d * experts
+    sliding = layer + packed * d * (8192 + 4096)
+    full = layer + packed * d * (9216 + 8192)
+    head = plain * (engines.manifest.model.vocab_size * d + 3 * d * mlp)
+    rows = predictor.denoise(GPU, batch=1, context=0).rows
+    assert weight_bytes(rows) == pytest.approx(2 * sliding + full + head, rel=1e-3)
+
+
+def test_work_grows_with_what_it_depends_on(predictor: Predictor) -> None:
+    def parts(**sizes: int) -> dict[str, float]:
+        return predictor.denoise(
+            GPU, **({"batch": 1, "context": 1024, "capacity": 64} | sizes)
+        ).parts()
+
+    few, many = parts(capacity=32), parts(capacity=256)
+    assert many.pop(EXPERTS) > 1.5 * few.pop(EXPERTS)
+    few.pop("routing"), many.pop("routing")  # it clears the slots
+    assert many == pytest.approx(few)
+    assert parts(context=4000)["attention"] > 1.2 * parts(context=0)["attention"]
+    assert parts(context=4000)[HEAD] == parts(context=0)[HEAD]
+    one, four = (predictor.denoise(GPU, n, 1024, 64).seconds for n in (1, 4))
+    assert one < four < 4 * one
+
+
+def test_layers_that_are_repeated_count_as_often(engines: Bundle, predictor: Predictor) -> None:
+    once = predictor.denoise(GPU, 1, 1024)
+    more = Predictor(engines, {1: 5}).denoise(GPU, 1, 1024)
+    one_layer = sum(row.seconds for row in once.rows if row.place.layer == 1)
+    assert more.seconds == pytest.approx(once.seconds + 4 * one_layer)
+    assert weight_bytes(more.rows) > weight_bytes(once.rows)
+
+
+def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
+    with pytest.raises(UsageError, match="no profile of body_0 holds batch 9"):
+        predictor.denoise(GPU, batch=9, context=1024)
+    with pytest.raises(UsageError, match="past_full 5000"):
+        predictor.denoise(GPU, batch=1, context=5000)
+
+
+def test_the_usual_capacity_holds_the_fullest_expert_of_even_routing(predictor: Predictor) -> None:
+    model = replace(predictor.model, num_experts=128, top_k_experts=8)
+    assert [usual_capacity(model, batch * 256) for batch in (1, 4, 8)] == [64, 128, 256]
+    assert usual_capacity(model, 8) == 8
+
+
+def test_every_target_with_a_gpu_has_rates_with_a_source() -> None:
+    assert {target.name for target in TARGETS if target.capability} <= set(GPUS)
+    for gpu in GPUS.values():
+        assert gpu.source
+        assert 2e11 < gpu.bandwidth < 1e13
+        # The widest formats are the slowest.
+        assert gpu.rate("fp4") >= gpu.rate("fp8") >= gpu.rate("bf16") > gpu.rate("fp32")
+    with pytest.raises(UsageError, match="rtx-9999"):
+        find_gpu("rtx-9999")
+
+
+def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    rates = {
+        "device": "NVIDIA GeForce RTX 5090",
+        "copy_bytes_per_second": 1.6e12,
+        "matrix_operations_per_second": 150e12,
+        "matrix": "8192³ bf16",
+    }
+    file.write_text(json.dumps({"rates": rates}))
+    found = measured(GPU, file)
+    assert found.bytes_per_second() == 1.6e12
+    assert found.arithmetic == pytest.approx(150 / 209.5)
+    assert found.seconds(1.6e12, 0, "bf16") == pytest.approx(1 + GPU.launch)
+    file.write_text(json.dumps({"rates": rates | {"device": "cpu"}}))
+    with pytest.raises(CanvasError, match="measured on a CPU"):
+        measured(GPU, file)
+    file.write_text("{}")
+    with pytest.raises(CanvasError, match="holds no measured rates"):
+        measured(GPU, file)
+
+
+def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -> None:
+    data = report(predictor, GPU, batch=1, context=1024)
+    assert [each["batch"] for each in data["growth"]["batch"]] == [1, 2, 4]
+    assert [each["context"] for each in data["growth"]["context"]] == [1024, 4096]
+    write_page(data, "engines", tmp_path / "page")
+    text = (tmp_path / "page" / "kernels.html").read_text()
+    assert text.count("<svg") == 4
+    for words in ("A prediction, not a measurement", "shared MLP", "A denoising pass by context"):
+        assert words in text
+    saved = json.loads((tmp_path / "page" / "kernels.json").read_text())
+    assert saved["passes"]["denoise"]["kernels"] == len(predictor.denoise(GPU, 1, 1024).rows)
