@@ -24,7 +24,7 @@ from canvasrt.build.plan import Options
 from canvasrt.bundle import Bundle
 from canvasrt.errors import UsageError
 from canvasrt.kernels.predict import Predictor
-from canvasrt.kernels.rates import find_gpu
+from canvasrt.kernels.rates import Gpu, find_gpu
 from canvasrt.pipeline import build
 
 Json = dict[str, Any]
@@ -46,7 +46,7 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
 )
 MAX_CONTEXT, MAX_BATCH = 262_144, 8
-# The most slots that a row of 256 tokens can need: all go to one expert, as padding does.
+# Slots that a canvas half full of padding asks for: all of its padding goes to the same experts.
 PADDED = 256
 
 
@@ -115,14 +115,16 @@ def predictions(
                     "parts": {part: 1e3 * value for part, value in even.parts().items()},
                     "block_ms": 1e3 * predictor.block_seconds(gpu, batch, context),
                 }
-                try:
-                    padded = predictor.denoise(
-                        gpu, batch, context, max(PADDED, batch * PADDED // 2)
-                    )
-                    row["padded_ms"] = 1e3 * padded.seconds
-                except UsageError:
-                    row["padded_ms"] = None  # such a batch is run row by row
+                row["padded_ms"] = 1e3 * padded_seconds(predictor, gpu, batch, context)
                 yield row
+
+
+def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> float:
+    """Canvases half full of padding; where the engines have no room for so skewed a batch, its rows run one by one."""
+    try:
+        return predictor.denoise(gpu, batch, context, batch * PADDED).seconds
+    except UsageError:
+        return batch * predictor.denoise(gpu, 1, context, PADDED).seconds
 
 
 def markdown(rows: Sequence[Json]) -> str:
@@ -132,7 +134,6 @@ def markdown(rows: Sequence[Json]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        padded = row["padded_ms"]
         cells = [
             row["recipe"],
             row["gpu"],
@@ -142,8 +143,8 @@ def markdown(rows: Sequence[Json]) -> str:
             f"{row['ms']:.1f}",
             f"{row['floor_ms']:.1f}",
             f"{row['ms'] / row['floor_ms']:.2f}",
-            "–" if padded is None else f"{padded:.1f}",
-            "–" if padded is None else f"{padded / row['floor_ms']:.2f}",
+            f"{row['padded_ms']:.1f}",
+            f"{row['padded_ms'] / row['floor_ms']:.2f}",
             f"{row['block_ms']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -43,8 +43,8 @@ _ATTENTION = "mha"
 # Myelin's names are of four letters a step: `MulMeanAddSqrt`; `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
-# What launches nothing on the GPU.
-_HOST = ("shape_call",)
+# What launches nothing on the GPU: shapes computed, and memory taken from the program's own piece.
+_HOST = ("shape_call", "allocate", "deallocate")
 
 
 @dataclass(frozen=True)

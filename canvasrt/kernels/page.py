@@ -132,7 +132,7 @@ def _stacked(axes: Any, names: Sequence[str], times: Sequence[Json]) -> None:
         axes.bar_label(bars, labels, label_type="center", fontsize=8, color="white")
         left = [before + value for before, value in zip(left, values, strict=True)]
     axes.set_yticks(places, names)
-    axes.margins(x=0.02)
+    axes.set_xlim(0, 1.03 * whole)
     axes.grid(axis="x")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0.2)
 

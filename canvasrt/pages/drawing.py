@@ -10,17 +10,18 @@ from canvasrt.extras import require
 
 # Okabe and Ito's, which readers with any colour vision can tell apart.
 OURS, THEIRS, THIRD = "#0072B2", "#E69F00", "#56B4E9"
+# For more series, dark enough for white labels.
 COLOURS = (
     OURS,
-    THEIRS,
-    "#009E73",
-    THIRD,
-    "#CC79A7",
+    "#b36b00",
+    "#00795a",
+    "#3d8fc4",
+    "#a8527f",
     "#D55E00",
-    "#F0E442",
-    "#999999",
     "#5c4b8a",
-    "#b5a36a",
+    "#7a7a7a",
+    "#7d6a2e",
+    "#2f4858",
     "#333333",
 )
 INK, PALE = "#333333", "#e6e6e6"
