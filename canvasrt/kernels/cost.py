@@ -132,14 +132,17 @@ def _cost(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """The format that a product is computed in: that of its wider operand."""
+    """The format that a product is computed in: that of its wider operand, 16 bits where operands are cast first."""
     operands = [kernel.inputs[0]]
     if (constant := weight(kernel)) is not None:
         operands.append(constant)
     elif len(kernel.inputs) > 1:
         operands.append(kernel.inputs[1])
     widest = max(operands, key=lambda each: BITS[each.dtype])
-    return _FORMATS[widest.dtype]
+    # `CastMulCastFc`: numbers are dequantized on their way into the product.
+    before, product, _ = step_names(kernel).partition("Fc")
+    cast = bool(product) and "Cast" in before
+    return "bf16" if cast and BITS[widest.dtype] < 16 else _FORMATS[widest.dtype]
 
 
 def _moved(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> float:

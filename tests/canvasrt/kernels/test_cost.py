@@ -51,6 +51,19 @@ def test_weights_narrower_than_their_input_are_multiplied_in_its_format() -> Non
     assert cost.moved == 2 * 256 * 2816 + 2816 * 4224 / 2 + 2 * 256 * 4224
 
 
+def test_operands_that_are_cast_first_are_multiplied_in_16_bits() -> None:
+    tensors = {
+        "inputs": [Tensor("x", "FP8", (64, "capacity", 256))],
+        "constants": [Tensor("w", "FP8", (64, 256, 512))],
+        "outputs": [Tensor("y", "BFloat16", (64, "capacity", 512))],
+    }
+    assert costs([kernel("gemm", **tensors)], SIZES)[0].format == "fp8"
+    cast = kernel("runtime_fusion", "__myl_CastMulCastCastMulCastFc_myl0_2", **tensors)
+    assert costs([cast], SIZES)[0].format == "bf16"
+    after = kernel("runtime_fusion", "__myl_FcCastDiv_myl0_2", **tensors)
+    assert costs([after], SIZES)[0].format == "fp8"
+
+
 def test_fused_attention_counts_both_products() -> None:
     keys = (1, 8, "past_full+256", 256)
     made = kernel(

@@ -17,6 +17,8 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.formats import Form, Packed, quantize
 from canvasrt.graphs import lowbits
+from canvasrt.kernels import cost
+from canvasrt.kernels.parse import is_kernel_list, parse
 from tests.helpers.quantized import EXPERTS
 
 GATE_UP = "layers.1.experts.gate_up"
@@ -186,6 +188,7 @@ class Engine:
         config = builder.create_builder_config()
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         profile = builder.create_optimization_profile()
         for index in range(network.num_inputs):
             value = network.get_input(index)
@@ -202,6 +205,7 @@ class Engine:
         assert engine is not None, lines[-5:]
         said = dict(re.findall(r"Total (\w+) Memory: (\d+) bytes", "\n".join(lines)))
         self.weights, self.activations = int(said["Weights"]), int(said["Activation"])
+        (self.kernels,) = parse(next(line for line in lines if is_kernel_list(line)))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +287,32 @@ def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
     return experts * out * size * 2
 
 
-@pytest.mark.parametrize("spoil", [None, "input not quantized", "factor before the product"])
+SPOILT = [None, "input not quantized", "factor before the product"]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize(("format", "capability"), [("fp8", "SM89"), ("nvfp4", "SM120")])
+def test_experts_are_multiplied_in_their_format(
+    tmp_path: Path, format: str, capability: str, spoil: str | None
+) -> None:
+    """By the kernels: the product is one of packed numbers, and none writes the weight in a wider type."""
+    experts_graph(tmp_path / "experts.onnx", format, spoil)
+    kernels = Engine(tmp_path / "experts.onnx", capability).kernels
+    found = {cost.product_format(kernel) for kernel in kernels if cost.is_product(kernel)}
+    written = [
+        kernel.name
+        for kernel in kernels
+        if any(sorted(each.dims)[-3:] == [64, 256, 512] for each in kernel.outputs)
+    ]
+    if spoil is None:
+        assert found == {"fp4" if format == "nvfp4" else format}
+        assert not written
+    else:
+        assert found == {"bf16"}, "or the kernels say nothing"
+        assert written or format == "fp8"
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
 def test_experts_are_multiplied_in_nvfp4(tmp_path: Path, spoil: str | None) -> None:
     """An engine that dequantizes the weight on every call needs room for it: TensorRT says how much it needs."""
     wide = experts_graph(tmp_path / "experts.onnx", "nvfp4", spoil)
