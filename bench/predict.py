@@ -10,9 +10,11 @@ instead, which takes twice the memory. `DIR/predicted.json` and `DIR/predicted.m
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,16 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import shape
+from canvasrt.build import memory
 from canvasrt.build.plan import Options
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import Gpu, find_gpu
 from canvasrt.pipeline import build
+from canvasrt.recipes.recipe import load_recipe
+from canvasrt.targets import Target, find_target
 
 Json = dict[str, Any]
 
@@ -77,6 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def engines(recipe: str, layers: int, work: Path) -> Bundle:
     """The engines of a recipe, what is missing in `work` being made."""
+    out = work / f"engines-{recipe}"
+    if out.exists():
+        return load_bundle(out, kind="engines", check=False)
     work.mkdir(parents=True, exist_ok=True)
     made = shape.Shape("released", layers, 1, "bf16", (), (), 0, 0)
     prepared = shape.prepare(made, work)
@@ -85,7 +94,7 @@ def engines(recipe: str, layers: int, work: Path) -> Bundle:
     return build(
         prepared.graphs.path,
         BUILT_FOR,
-        work / f"engines-{recipe}",
+        out,
         Options(max_context=MAX_CONTEXT, max_batch=MAX_BATCH),
     )
 
@@ -98,25 +107,41 @@ def predictions(
     contexts: Sequence[int],
 ) -> Iterator[Json]:
     """Milliseconds of passes and the floor: routed nearly evenly, and with half a canvas of padding."""
-    for name in gpus:
+    model = whole(predictor.model)
+    for name, batch, context in itertools.product(gpus, batches, contexts):
         gpu = find_gpu(name)
-        for batch in batches:
-            for context in contexts:
-                even = predictor.denoise(gpu, batch, context)
-                row = {
-                    "recipe": recipe,
-                    "gpu": name,
-                    "batch": batch,
-                    "context": context,
-                    "capacity": even.sizes.capacity,
-                    "ms": 1e3 * even.seconds,
-                    "floor_ms": 1e3 * even.floor_seconds,
-                    "kernels": len(even.rows),
-                    "parts": {part: 1e3 * value for part, value in even.parts().items()},
-                    "block_ms": 1e3 * predictor.block_seconds(gpu, batch, context),
-                }
-                row["padded_ms"] = 1e3 * padded_seconds(predictor, gpu, batch, context)
-                yield row
+        even = predictor.denoise(gpu, batch, context)
+        yield {
+            "recipe": recipe,
+            "gpu": name,
+            "fits": fits(model, recipe, find_target(name), batch, context),
+            "batch": batch,
+            "context": context,
+            "capacity": even.sizes.capacity,
+            "ms": 1e3 * even.seconds,
+            "floor_ms": 1e3 * even.floor_seconds,
+            "padded_ms": 1e3 * padded_seconds(predictor, gpu, batch, context),
+            "kernels": len(even.rows),
+            "parts": {part: 1e3 * value for part, value in even.parts().items()},
+            "block_ms": 1e3 * predictor.block_seconds(gpu, batch, context),
+        }
+
+
+def whole(model: ModelConfig) -> ModelConfig:
+    """The released model, of whose layers `model` has the first and the last."""
+    sliding, full = model.layers[0], model.layers[-1]
+    return replace(model, layers=(*[sliding] * 5, full) * SEGMENTS)
+
+
+def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: int) -> bool:
+    """Whether weights and caches of such requests fit the target's memory."""
+    formats, precision = {}, recipe
+    if recipe != "bf16":
+        loaded = load_recipe(recipe)
+        precision = loaded.precision
+        formats = {name: choice.format for name, choice in loaded.formats(model).items()}
+    need = memory.estimate(model, precision, context + model.canvas_length, batch, formats=formats)
+    return target.memory is None or need.total <= target.memory
 
 
 def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> float:
@@ -128,27 +153,31 @@ def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> 
 
 
 def markdown(rows: Sequence[Json]) -> str:
-    """The table, a line a recipe, GPU, batch and context."""
-    lines = [
-        "| recipe | GPU | batch | context | slots | pass, ms | floor, ms | ratio | padded, ms | ratio | block of 16, ms |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        cells = [
-            row["recipe"],
-            row["gpu"],
-            str(row["batch"]),
-            f"{row['context']:,}",
-            str(row["capacity"]),
-            f"{row['ms']:.1f}",
-            f"{row['floor_ms']:.1f}",
-            f"{row['ms'] / row['floor_ms']:.2f}",
-            f"{row['padded_ms']:.1f}",
-            f"{row['padded_ms'] / row['floor_ms']:.2f}",
-            f"{row['block_ms']:.0f}",
+    """A table a batch: a line a recipe and GPU, by context the pass, the padded one and the floor."""
+    contexts = sorted({row["context"] for row in rows})
+    parts = []
+    for batch in sorted({row["batch"] for row in rows}):
+        heads = ["recipe", "GPU", *(f"context {each:,}" for each in contexts)]
+        lines = [
+            f"| {' | '.join(heads)} |",
+            f"| --- | --- |{' --- |' * len(contexts)}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        held = {
+            (row["recipe"], row["gpu"], row["context"]): row
+            for row in rows
+            if row["batch"] == batch
+        }
+        for recipe, gpu in dict.fromkeys((row["recipe"], row["gpu"]) for row in held.values()):
+            cells = (_cell(held[recipe, gpu, context]) for context in contexts)
+            lines.append(f"| {recipe} | {gpu} | {' | '.join(cells)} |")
+        parts.append(f"Batch {batch}:\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(row: Json) -> str:
+    ratio = row["ms"] / row["floor_ms"]
+    text = f"{row['ms']:.1f} ({ratio:.1f} ×), {row['padded_ms']:.1f}"
+    return text if row["fits"] else f"*{text}*"
 
 
 def _numbers(text: str) -> list[int]:
