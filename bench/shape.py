@@ -133,7 +133,7 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
     import onnx_ir as ir
 
     from canvasrt.export import onnx
-    from canvasrt.export.moe import Experts, Router
+    from canvasrt.export.moe import Experts, Router, Slots
     from canvasrt.graphs.external import Stored
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.precision]
@@ -149,7 +149,8 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
         def forward(self, x: Any, slots: Any) -> Any:
             index, weights = self.router(x)
             valid = torch.ones_like(x[:, 0], dtype=torch.bool)
-            return self.experts(x, index, weights, valid, slots)
+            queues = torch.arange(config.num_experts)
+            return self.experts(x, index, weights, valid, Slots(queues, slots, slots))
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.defaults import PREFILL_CHUNK, SOFT_TOKENS
+from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 
 # The most tokens of a prompt that the runtime encodes in one call.
 # The context that kernels are chosen for; everything up to --max-context works.
@@ -68,28 +68,49 @@ def _body(
 ) -> dict[str, Profile]:
     canvas = model.canvas_length
     longest = max(canvas, min(PREFILL_CHUNK, max_context))
-    cached = {"full": max_context, "sliding": min(model.sliding_window - 1, max_context)}
+    cached = {
+        "full": octets(max_context),
+        "sliding": octets(min(model.sliding_window - 1, max_context)),
+    }
     past = {
-        # 0: the first call of a request has no past.
-        f"past_{kind}": Range(0, min(TYPICAL_CONTEXT, cached[kind]), cached[kind])
+        # The first call of a request has an empty past of one octet.
+        f"octets_{kind}": Range(1, min(TYPICAL_CONTEXT // OCTET, cached[kind]), cached[kind])
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
+    slots = _capacity(model, longest, 1, max_batch)
     made = {
         ENCODE: {
             "batch": Range(1, 1, max_batch),
             "length": Range(1, longest, longest),
-            "capacity": _capacity(model, longest, 1, max_batch),
+            **_slots(model, slots),
             **past,
         }
     }
     for name, batch in _rows(max_batch).items():
-        made[name] = {
-            "batch": batch,
-            "length": _always(canvas),
-            "capacity": _capacity(model, canvas, batch.opt, batch.max),
-            **past,
-        }
+        slots = _capacity(model, canvas, batch.opt, batch.max)
+        tokens = canvas if batch.max == 1 and _feeds_all_tokens(segment) else None
+        size = {"batch": batch, "length": _always(canvas)}
+        made[name] = {**size, **_slots(model, slots, tokens), **past}
     return made
+
+
+def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
+    """Rows of the experts' products: `slots` of each expert's own queue, or first all `tokens` for every expert."""
+    if tokens is None:
+        return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
+    return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}
+
+
+def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
+    """Whether the first product of a lone canvas takes all of its tokens for every expert.
+
+    In NVFP4 that costs no time: the product waits for its weights either way, and tokens are quantized once, not once
+    per slot. Slower formats would wait for the arithmetic.
+    """
+    formats = segment.get("quantized") or {}
+    return any(
+        name.endswith("experts.gate_up") and form == "nvfp4" for name, form in formats.items()
+    )
 
 
 def _rows(max_batch: int) -> dict[str, Range]:

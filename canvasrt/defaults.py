@@ -6,11 +6,19 @@ LAYERS_PER_SEGMENT = 6
 
 # The most tokens of one row in an encoding pass, and of one image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
+# A past comes in groups of 8 tokens, some of them masked: products over other sizes would copy it first.
+OCTET = 8
+
 # The most tokens of an encoding pass that several requests share.
 ENCODE_TOKENS = 1024
 
 # Attention with larger heads has no fused kernel: its queries are folded, these heads of a group at a time.
-MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
+MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 4
 
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def octets(tokens: int) -> int:
+    """How many octets hold so many tokens; at least one, which may be empty."""
+    return max(1, -(-tokens // OCTET))

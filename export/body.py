@@ -15,7 +15,7 @@ from canvasrt.export.layers import (
     placeholder,
     rotation,
 )
-from canvasrt.export.moe import Experts, Router
+from canvasrt.export.moe import Experts, Router, Slots
 
 
 class BodyLayer(nn.Module):
@@ -47,7 +47,7 @@ class BodyLayer(nn.Module):
         past: tuple[Tensor, Tensor],
         causal: Tensor,
         valid: Tensor,
-        slots: Tensor,
+        slots: Slots,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`x` `[B, L, D]` → the same shape, this call's key and value, and the largest expert load."""
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
@@ -83,6 +83,8 @@ class BodySegment(nn.Module):
         groups: Tensor,
         causal: Tensor,
         slots: Tensor,
+        gate_slots: Tensor,
+        gate_queues: Tensor,
         past_positions: dict[str, Tensor],
         past: list[tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
@@ -93,22 +95,25 @@ class BodySegment(nn.Module):
             positions: `[B, L]` int64; −1 marks padding, whose outputs mean nothing.
             groups: `[B, L]` int64; tokens of one image share a number ≥ 0 and see each other, −1 elsewhere.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
-            slots: `[C]` int64; its length is the expert capacity of this call.
-            past_positions: by layer kind, `[B, P]` int64 positions of the cached tokens, −1 for none.
-            past: a layer, cached key and value `[B, kv_heads, P, head_dim]`.
+            slots, gate_slots, gate_queues: int64 `[C]`, `[S]`, `[Q]`; see `canvasrt.export.moe.Slots`.
+            past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.
+            past: a layer, cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
         Returns:
             hidden `[B, L, D]`, each layer's largest expert load `[layers]` int64, a layer this call's key and value.
         """
         masks, turns = {}, {}
-        for kind, known in past_positions.items():
+        for kind, octets in past_positions.items():
+            known = octets.flatten(1, 2)
             window = self.window if kind == "sliding" else None
             masks[kind] = attention_mask(positions, groups, causal, known, window, hidden.dtype)
             turns[kind] = rotation(positions, self.get_buffer(f"{kind}_frequencies"))
         valid = positions >= 0
+        filled = Slots(gate_queues, gate_slots, slots)
         loads, new = [], []
         for kind, layer, cached in zip(self.kinds, self.layers, past, strict=True):
+            joined = (cached[0].flatten(2, 3), cached[1].flatten(2, 3))
             hidden, key, value, load = layer(
-                hidden, turns[kind], masks[kind], cached, causal, valid, slots
+                hidden, turns[kind], masks[kind], joined, causal, valid, filled
             )
             loads.append(load)
             new.append((key, value))

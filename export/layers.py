@@ -7,6 +7,8 @@ A module is built with placeholders in place of its weights, so that a network o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -95,14 +97,14 @@ def inverse_frequencies(layer: Layer) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[B, L, 1, head_dim]` in float32 of the rotation at `positions` `[B, L]`."""
+    """Cosine and sine `[B, 1, L, head_dim]` in float32 of the rotation at `positions` `[B, L]`."""
     angles = positions[:, :, None].to(torch.float32) * frequencies
-    angles = torch.cat([angles, angles], dim=-1)[:, :, None, :]
+    angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[B, L, heads, head_dim]` turned by the rotation, halves paired as in GPT-NeoX."""
+    """`x` `[B, heads, L, head_dim]` turned by the rotation, halves paired as in GPT-NeoX."""
     first, second = halves(x)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -163,14 +165,19 @@ class Attention(nn.Module):
         """`x` `[B, L, D]` → attended `[B, L, D]` and this call's key and value `[B, kv_heads, L, head_dim]`."""
         batch, length, _ = x.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
-        states = self.qkv(x).view(batch, length, -1, size)
-        query = rotate(self.q_norm(states[:, :, : self.heads]), *turn).transpose(1, 2)
-        keys = states[:, :, self.heads : self.heads + kv_heads]
-        values = keys if self.shares_kv else states[:, :, self.heads + kv_heads :]
-        key = rotate(self.k_norm(keys), *turn).transpose(1, 2)
-        value = rms_norm(values, self.eps).transpose(1, 2)
-        attend = fused_attention if size <= MAX_FUSED_HEAD_DIM else folded_attention
-        out = attend(query, torch.cat([past_key, key], 2), torch.cat([past_value, value], 2), mask)
+        # One norm for queries, keys and values: it is over single heads, and only its weights differ.
+        states = rms_norm(self.qkv(x).view(batch, length, -1, size), self.eps).transpose(1, 2)
+        keys = states[:, self.heads : self.heads + kv_heads]
+        query = rotate(states[:, : self.heads] * self.q_norm.weight, *turn)
+        key = rotate(keys * self.k_norm.weight, *turn)
+        value = keys if self.shares_kv else states[:, self.heads + kv_heads :]
+        if size <= MAX_FUSED_HEAD_DIM:
+            keys, values = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+            out = fused_attention(query, keys, values, mask)
+        else:
+            past = past_key.shape[2]
+            masks = mask[..., :past].to(torch.float32), mask[..., past:].to(torch.float32)
+            out = folded_attention(query, (past_key, key), (past_value, value), masks)
         return self.o(out.transpose(1, 2).reshape(batch, length, -1)), key, value
 
 
@@ -180,13 +187,17 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
     return F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
 
 
-def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The same in primitives: queries of a group become rows, so that keys are never expanded to all heads.
+def folded_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor]
+) -> Tensor:
+    """The same in primitives, over cached and new keys apart: joining them would copy the whole cache.
 
-    A few heads of each group at a time: scores of all of them over a long context would be gigabytes at once.
+    Each side has a softmax of its own, in float32; both are put under one at the end. Queries of a group become rows,
+    so that keys are never expanded to all heads; a few heads of each group at a time, since the scores of all of them
+    over a long context would be gigabytes.
     """
     batch, heads, length, size = query.shape
-    kv_heads, keys = key.shape[1:3]
+    kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
@@ -197,8 +208,34 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
             part = part + parts[-1][:, :, :1, :1, :1] * 0
         # Every size is written out: of a −1 beside dynamic sizes TensorRT's bound is their product, in memory too.
         rows = part.reshape(batch, kv_heads, count * length, size)
-        scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, count, length, keys)
-        weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32)
-        folded = weights.to(query.dtype).view(batch, kv_heads, count * length, keys)
-        parts.append((folded @ value).view(batch, kv_heads, count, length, size))
+        sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
+        out = under_one_softmax(sides).to(query.dtype)
+        parts.append(out.view(batch, kv_heads, count, length, size))
     return torch.cat(parts, dim=2).view(batch, heads, length, size)
+
+
+def side(
+    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised attention of `rows` `[B, kv_heads, count·L, d]`: the largest score, the sum of exponentials, the values.
+
+    `mask` is `[B, 1, L, K]`; the first two results are float32 `[B, kv_heads, count·L, 1]`.
+    """
+    batch, kv_heads, total, _ = rows.shape
+    keys = key.shape[2]
+    scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, count, total // count, keys)
+    scores = scores.to(torch.float32) + mask[:, :, None]
+    largest = scores.amax(dim=-1, keepdim=True)
+    mass = (scores - largest).exp()
+    out = mass.to(rows.dtype).view(batch, kv_heads, total, keys) @ value
+    summed = mass.sum(dim=-1, keepdim=True)
+    return largest.view(batch, kv_heads, total, 1), summed.view(batch, kv_heads, total, 1), out
+
+
+def under_one_softmax(sides: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    """Both sides' values as one softmax over all of their keys would weigh them, in float32."""
+    (first, first_sum, first_out), (second, second_sum, second_out) = sides
+    largest = torch.maximum(first, second)
+    one, other = (first - largest).exp(), (second - largest).exp()
+    out = first_out.to(torch.float32) * one + second_out.to(torch.float32) * other
+    return out / (first_sum * one + second_sum * other)

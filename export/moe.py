@@ -6,6 +6,8 @@ are gathered back. The capacity is a dynamic dimension. A call that would need m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,10 +30,10 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`x` `[T, D]` → the chosen experts' indices and weights, both `[T, top_k]`."""
-        scores = self.proj(rms_norm(x, self.eps) * self.scale * self.root)
-        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
-        weights, index = torch.topk(probabilities, self.top_k, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        scores = self.proj(rms_norm(x, self.eps) * self.scale * self.root).to(torch.float32)
+        # Probabilities over all experts, renormalised over the best: the same as a softmax over the best alone.
+        best, index = torch.topk(scores, self.top_k, dim=-1)
+        weights = torch.softmax(best, dim=-1)
         scales = F.embedding(index, self.per_expert_scale[:, None]).squeeze(-1)
         return index, weights * scales
 
@@ -47,40 +49,67 @@ class Experts(nn.Module):
         self.down = placeholder(experts, size, inner)
 
     def forward(
-        self, x: Tensor, index: Tensor, weights: Tensor, valid: Tensor, slots: Tensor
+        self, x: Tensor, index: Tensor, weights: Tensor, valid: Tensor, slots: Slots
     ) -> tuple[Tensor, Tensor]:
         """Run each token through its experts.
 
         Args: `x` `[T, D]`; `index`, `weights` `[T, top_k]`; `valid` `[T]` false for padding, which takes no slot;
-        `slots` `[C]` whose length is the capacity.
+        `slots` how many rows the two products take, and of which queues.
         Returns: the weighted sum `[T, D]`, and the largest number of tokens that one expert was given, a 0-D int64.
-        With a load above C, tokens past the capacity were dropped and the sum is wrong.
+        With a load above a number of slots, tokens past them were dropped and the sum is wrong.
         """
-        tokens, size = x.shape
-        capacity = slots.shape[0]
-        place, load = expert_slots(index, valid, self.experts)
-        # One row behind the last slot takes what has no slot.
-        nowhere = self.experts * capacity
-        row = torch.where(place < capacity, index * capacity + place, nowhere)
-        source = torch.arange(tokens)[:, None].expand_as(row).reshape(-1)
-        taken = torch.zeros(nowhere + 1, dtype=torch.int64).scatter(0, row.reshape(-1), source)
-        batches = F.embedding(taken[:nowhere].view(self.experts, capacity), x)
-        inner = gelu_gate(batches @ self.gate_up.transpose(1, 2))
-        result = (inner @ self.down.transpose(1, 2)).view(nowhere, size)
-        chosen = F.embedding(row.clamp(max=nowhere - 1), result)
-        return (chosen * weights[:, :, None].to(x.dtype)).sum(dim=1), load
+        queue = queues(index, valid, self.experts)
+        # The first product: a row for each token in the queues that feed it.
+        both = F.embedding(waiting(queue[:, slots.gate_queues], slots.gate), x)
+        both = both @ self.gate_up.transpose(1, 2)
+        # Its result for the tokens in each expert's own queue.
+        token = waiting(queue[:, : self.experts], slots.down)
+        own = torch.arange(self.experts)[:, None]
+        place = queue[token, slots.gate_queues[:, None]].to(torch.int64) - 1
+        inner = gelu_gate(taken(both, own, place))
+        result = inner @ self.down.transpose(1, 2)
+        chosen = taken(result, index, torch.gather(queue, 1, index).to(torch.int64) - 1)
+        mixed = (chosen * weights[:, :, None].to(x.dtype)).sum(dim=1)
+        return mixed, queue[-1, : self.experts].amax(dim=0).to(torch.int64)
 
 
-def expert_slots(index: Tensor, valid: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The place `[T, top_k]` of each token in the queue of each of its experts, and the longest queue.
+@dataclass(frozen=True)
+class Slots:
+    """How the experts' products are filled.
 
-    Tokens queue in order, so the places are a running count of the routing mask. Padding gets a place that no
-    capacity reaches.
+    gate_queues: int64, the queue that feeds each expert's gate and up projections: `[E]` its own, or `[1]` the queue of
+        all tokens, number E, for every expert.
+    gate, down: int64 `[S]` and `[C]`, 0 … : their lengths are the rows that gate and up, and down, take of a queue.
+    """
+
+    gate_queues: Tensor
+    gate: Tensor
+    down: Tensor
+
+
+def taken(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
+    """Rows of `[E, S, n]` by expert and place; some row, which nothing reads, where there is no such place."""
+    experts, places, size = rows.shape
+    number = (expert * places + place).clamp(min=0, max=experts * places - 1)
+    return F.embedding(number, rows.view(experts * places, size))
+
+
+def waiting(queue: Tensor, slots: Tensor) -> Tensor:
+    """The token `[Q, C]` in each slot of queues `[T, Q]`; an empty slot holds the last token, which nothing reads.
+
+    It is the first token whose queue is longer than the slot's number: as many come before it as have no longer one.
+    """
+    before = (queue[:, :, None] <= slots.to(torch.int32)).sum(dim=0, dtype=torch.int32)
+    return before.clamp(max=queue.shape[0] - 1).to(torch.int64)
+
+
+def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
+    """How many tokens up to and with each one wait for each expert, int32 `[T, E + 1]`; padding waits for none.
+
+    A token's place in the queue of an expert that it chose is one less. The last queue is that of all tokens.
     """
     # A token's experts are distinct, so the sum over its choices is 0 or 1. (`any` has no form that TensorRT takes.)
-    chosen = (index[:, :, None] == torch.arange(experts)).to(torch.int32).sum(dim=1)
-    queue = torch.cumsum(chosen * valid[:, None].to(torch.int32), dim=0)
-    place = torch.gather(queue, 1, index).to(torch.int64) - 1
-    beyond = torch.iinfo(torch.int32).max
-    load = queue[-1].amax(dim=0).to(torch.int64)
-    return torch.where(valid[:, None], place, beyond), load
+    given = torch.where(valid[:, None], index, -1)
+    given = torch.cat([given, torch.full_like(index[:, :1], experts)], dim=1)
+    chosen = (given[:, :, None] == torch.arange(experts + 1)).sum(dim=1, dtype=torch.int32)
+    return torch.cumsum(chosen, dim=0, dtype=torch.int32)

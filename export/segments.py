@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
-from canvasrt.defaults import LAYERS_PER_SEGMENT
+from canvasrt.defaults import LAYERS_PER_SEGMENT, OCTET
 from canvasrt.export import onnx, weights
 from canvasrt.export.body import BodySegment
 from canvasrt.export.chain import chain
@@ -106,7 +106,7 @@ def trace_layer(
     """
     batch, length, slots, past = 2, 3, 4, 5
     # Two tensors: the tracer takes one given twice for one input.
-    cached = (batch, layer.num_kv_heads, past, layer.head_dim)
+    cached = (batch, layer.num_kv_heads, past, OCTET, layer.head_dim)
     key, value = (torch.zeros(cached, dtype=dtype) for _ in "kv")
     inputs: dict[str, Any] = {
         "hidden": torch.zeros(batch, length, config.hidden_size, dtype=dtype),
@@ -114,25 +114,45 @@ def trace_layer(
         "groups": torch.zeros(batch, length, dtype=torch.int64),
         "causal": torch.ones(batch, dtype=torch.bool),
         "slots": torch.arange(slots),
-        "past_positions": {layer.kind: torch.zeros(batch, past, dtype=torch.int64)},
+        "gate_slots": torch.arange(slots + 1),
+        "gate_queues": torch.arange(config.num_experts),
+        "past_positions": {layer.kind: torch.zeros(batch, past, OCTET, dtype=torch.int64)},
         "past": [(key, value)],
     }
     b, n = torch.export.Dim("batch"), torch.export.Dim("length")
-    p = torch.export.Dim(f"past_{layer.kind}")
+    p = torch.export.Dim(f"octets_{layer.kind}")
     dynamic: dict[str, Any] = {
         "hidden": {0: b, 1: n},
         "positions": {0: b, 1: n},
         "groups": {0: b, 1: n},
         "causal": {0: b},
         "slots": {0: torch.export.Dim("capacity")},
+        "gate_slots": {0: torch.export.Dim("gate_rows")},
+        "gate_queues": None,
         "past_positions": {layer.kind: {0: b, 1: p}},
         "past": [({0: b, 2: p}, {0: b, 2: p})],
     }
     names = [name for name in inputs if not name.startswith("past")]
     names += [f"past_positions_{layer.kind}", *_per_layer("past", [0])]
-    return onnx.trace(
+    model = onnx.trace(
         module, inputs, dynamic, names, ["hidden_out", "load", *_per_layer("new", [0])]
     )
+    _either_queue(model)
+    return model
+
+
+def _either_queue(model: ir.Model) -> None:
+    """Let `gate_queues` have one element too, which torch cannot trace: the products then share their left operand.
+
+    Sizes that were derived from it are dropped.
+    """
+    queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
+    queues.shape = ir.Shape(["gate_queues"])
+    kept = {id(value) for value in (*model.graph.inputs, *model.graph.outputs)}
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if id(value) not in kept:
+                value.shape = None
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.runtime.capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
+from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
@@ -162,14 +163,14 @@ class HostModel(Model):
     ) -> Arrays:
         """Runs a segment, and again with more room while an expert is given more than its capacity."""
         segment = body.segment
-        fed = {name: feeds[name] for name in segment.inputs if name != "slots"}
+        fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         wanted = None if phase == "encode" else ("hidden_out", "load")
         learned = [
             row.capacities.setdefault((segment.name, phase), Capacity(self.config)) for row in rows
         ]
         capacity = max(each.choose(tokens) for each in learned)
         while True:
-            fed["slots"] = np.arange(capacity, dtype=np.int64)
+            fed |= expert_slots(capacity, self.config.num_experts)
             out = segment.run(fed, wanted)
             over = out["load"][out["load"] > capacity]
             if not over.size:

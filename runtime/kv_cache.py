@@ -8,6 +8,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.engine import Arrays
+from canvasrt.runtime.inputs import past_in_octets
 
 
 class RequestCache:
@@ -37,7 +38,6 @@ class RequestCache:
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Adds one layer's new tokens, `[1, kv_heads, n, head_dim]`; `advance` follows the last layer."""
-        # Contiguous arrays of the exact size: a pass over a single request reads them uncopied.
         self.keys[layer] = self._joined(layer, self.keys[layer], keys)
         self.values[layer] = self._joined(layer, self.values[layer], values)
 
@@ -66,8 +66,8 @@ class PastBatch:
         self._feeds: Arrays = {}
 
     def feeds(self, caches: Sequence[RequestCache]) -> Arrays:
-        """`past_positions_sliding|full` int64 `[B, P]` (-1 is padding) and `past_key_i`,
-        `past_value_i` float32 `[B, kv_heads, P, head_dim]` for every layer i."""
+        """`past_positions_sliding|full` int64 `[B, O, 8]` (-1 is padding) and `past_key_i`,
+        `past_value_i` float32 `[B, kv_heads, O, 8, head_dim]` for every layer i."""
         key = tuple((id(cache), cache.length) for cache in caches)
         if key != self._key:
             # Holding the caches keeps their ids from being given to new ones.
@@ -83,10 +83,11 @@ def _assemble(caches: Sequence[RequestCache]) -> Arrays:
         positions = np.full((len(caches), width), -1, np.int64)
         for row, cache in enumerate(caches):
             positions[row, : cache.kept(kind)] = cache.positions(kind)
-        feeds[f"past_positions_{kind}"] = positions
+        feeds[f"past_positions_{kind}"] = past_in_octets(positions, 1, empty=-1)
     for layer in range(len(caches[0].keys)):
-        feeds[f"past_key_{layer}"] = _padded([cache.keys[layer] for cache in caches])
-        feeds[f"past_value_{layer}"] = _padded([cache.values[layer] for cache in caches])
+        keys, values = ([getattr(c, name)[layer] for c in caches] for name in ("keys", "values"))
+        feeds[f"past_key_{layer}"] = past_in_octets(_padded(keys), 2)
+        feeds[f"past_value_{layer}"] = past_in_octets(_padded(values), 2)
     return feeds
 
 

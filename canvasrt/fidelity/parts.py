@@ -14,6 +14,7 @@ from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.progress import Progress
 from canvasrt.runtime.engine import Arrays, Segment
+from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from canvasrt.runtime.kv_cache import RequestCache
 
 ENCODE, DENOISE = "encode", "denoise"
@@ -116,13 +117,13 @@ def _feeds(seen: Pass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
         "groups": np.full((1, count), -1, np.int64),
         "causal": np.array([seen.phase == ENCODE]),
         # Room for every token at one expert: nothing overflows.
-        "slots": np.arange(count, dtype=np.int64),
+        **expert_slots(count, config.num_experts),
     }
     for kind in ("sliding", "full"):
-        feeds[f"past_positions_{kind}"] = cache.positions(kind)[None]
+        feeds[f"past_positions_{kind}"] = past_in_octets(cache.positions(kind)[None], 1, empty=-1)
     for layer in layers:
-        feeds[f"past_key_{layer}"] = cache.keys[layer]
-        feeds[f"past_value_{layer}"] = cache.values[layer]
+        feeds[f"past_key_{layer}"] = past_in_octets(cache.keys[layer], 2)
+        feeds[f"past_value_{layer}"] = past_in_octets(cache.values[layer], 2)
     return feeds
 
 

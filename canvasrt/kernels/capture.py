@@ -33,12 +33,14 @@ class Capture:
         """
         if self.message is None:
             return False
-        shapes = shapes_of(trt, network)
+        shapes = shapes_of(trt, network, list(fixed.values()))
         programs = parse(self.message)
         store.write(
             {
-                name: resolve(kernels, shapes, sizes)
-                for (name, sizes), kernels in zip(fixed.items(), programs, strict=True)
+                name: resolve(kernels, each, sizes)
+                for (name, sizes), each, kernels in zip(
+                    fixed.items(), shapes, programs, strict=True
+                )
             },
             file,
         )

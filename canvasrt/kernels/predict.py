@@ -9,10 +9,11 @@ from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import octets
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
 from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
-from canvasrt.kernels.dims import volume
+from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import Gpu
@@ -35,14 +36,16 @@ class Sizes:
     context: int
     capacity: int
 
-    def dims(self, model: ModelConfig) -> dict[str, int]:
-        """By the names of the graphs' dimensions."""
+    def dims(self, model: ModelConfig, shared: bool = False) -> dict[str, int]:
+        """By the names of the graphs' dimensions; with `shared`, all tokens feed every expert's first product."""
         return {
             "batch": self.batch,
             "length": self.length,
             "capacity": self.capacity,
-            "past_full": self.context,
-            "past_sliding": min(self.context, model.sliding_window - 1),
+            "gate_rows": self.batch * self.length if shared else self.capacity,
+            "gate_queues": 1 if shared else model.num_experts,
+            "octets_full": octets(self.context),
+            "octets_sliding": octets(min(self.context, model.sliding_window - 1)),
         }
 
 
@@ -144,9 +147,8 @@ class Predictor:
 
     def _pass(self, kind: str, gpu: Gpu, sizes: Sizes, segments: Sequence[str]) -> Pass:
         made = Pass(kind, sizes)
-        dims = sizes.dims(self.model)
         for name in segments:
-            kernels = self._program(name, kind, dims)
+            kernels, dims = self._program(name, kind, sizes)
             found = places(kernels, name, self.entries[name].get("layers", ()))
             for kernel, place, cost in zip(kernels, found, costs(kernels, dims), strict=True):
                 if launches(kernel):
@@ -156,24 +158,28 @@ class Predictor:
         made.floor_seconds = self._floor(made, gpu)
         return made
 
-    def _program(self, segment: str, kind: str, dims: Mapping[str, int]) -> Sequence[Kernel]:
-        """The kernels of the profile that such a call takes: the runtime takes the narrowest that holds it."""
-        holding = [
-            profile
-            for profile in self.entries[segment]["profiles"]
-            if all(
-                profile[name]["min"] <= size <= profile[name]["max"]
-                for name, size in dims.items()
-                if name in profile
-            )
-        ]
-        if not holding:
-            raise UsageError(
-                f"no profile of {segment} holds " + ", ".join(f"{n} {s}" for n, s in dims.items()),
-                "`canvasrt inspect` shows the sizes that the engines take",
-            )
-        named = [each for each in holding if each["name"].startswith(kind)] or holding
-        return self.lists[segment].programs[named[0]["name"]]
+    def _program(
+        self, segment: str, kind: str, sizes: Sizes
+    ) -> tuple[Sequence[Kernel], dict[str, int]]:
+        """The kernels of the profile that such a call takes, and the call's dimensions, as the runtime chooses both."""
+        for shared in (True, False):
+            dims = sizes.dims(self.model, shared)
+            holding = [
+                profile
+                for profile in self.entries[segment]["profiles"]
+                if all(
+                    profile[name]["min"] <= size <= profile[name]["max"]
+                    for name, size in dims.items()
+                    if name in profile
+                )
+            ]
+            named = [each for each in holding if each["name"].startswith(kind)] or holding
+            if named:
+                return self.lists[segment].programs[named[0]["name"]], dims
+        raise UsageError(
+            f"no profile of {segment} holds " + ", ".join(f"{n} {s}" for n, s in dims.items()),
+            "`canvasrt inspect` shows the sizes that the engines take",
+        )
 
     def _floor(self, made: Pass, gpu: Gpu) -> float:
         """Weights and cached keys and values read once, and the products that are needed at their peak: the larger.
@@ -182,17 +188,22 @@ class Predictor:
         """
         sizes, model = made.sizes, self.model
         needed = sizes.batch * sizes.length * model.top_k_experts
-        used = needed / (model.num_experts * sizes.capacity)
+        dims = sizes.dims(model)
         computing = sum(
             row.cost.operations
-            * (used if row.place.part == EXPERTS else 1.0)
+            * (min(1.0, needed / _rows(row, dims)) if row.place.part == EXPERTS else 1.0)
             / gpu.rate(row.cost.format)
             for row in made.rows
             if row.cost.is_product
         )
-        dims = sizes.dims(model)
         read = weight_bytes(made.rows) + _cached(made.rows, dims)
         return max(read / gpu.bytes_per_second(), computing)
+
+
+def _rows(row: Row, dims: Mapping[str, int]) -> int:
+    """The rows that a product writes."""
+    written = row.kernel.outputs[0].dims
+    return volume(written, dims) // evaluate(written[-1], dims)
 
 
 def weight_bytes(rows: Sequence[Row]) -> float:

@@ -40,10 +40,10 @@ class Shapes:
     nodes: dict[str, Node]
 
 
-def shapes_of(trt: Any, network: Any) -> Shapes:
-    """Read the shapes off a network. Its inputs are given sizes, so nothing must be built from it afterwards.
+def shapes_of(trt: Any, network: Any, profiles: Sequence[Mapping[str, int]]) -> list[Shapes]:
+    """Read the shapes off a network, once per profile with the dimensions that the profile fixes at their size.
 
-    `trt` is the module that parsed it.
+    Its inputs are given sizes, so nothing must be built from it afterwards. `trt` is the module that parsed it.
     """
     layers = [network.get_layer(number) for number in range(network.num_layers)]
     hidden = _skip_block_quantization(trt, layers)
@@ -53,7 +53,19 @@ def shapes_of(trt: Any, network: Any) -> Shapes:
         for value in (*_inputs(layer), *_outputs(layer))
         if value.name not in hidden
     }
-    found = _sample(network, tensors)
+    inputs = [network.get_input(number) for number in range(network.num_inputs)]
+    named = [_named_shape(value) for value in inputs]
+    dynamic = {name: value for name, value in tensors.items() if -1 in tuple(value.shape)}
+    static = {name: tuple(value.shape) for name, value in tensors.items() if name not in dynamic}
+    return [
+        _shapes(trt, layers, hidden, static | _sample(inputs, named, dynamic, fixed))
+        for fixed in profiles
+    ]
+
+
+def _shapes(
+    trt: Any, layers: Sequence[Any], hidden: Mapping[str, str], found: dict[str, Dims]
+) -> Shapes:
     for name, source in hidden.items():
         found[name] = found[source]
     nodes: dict[str, Node] = {}
@@ -91,18 +103,21 @@ def _skip_block_quantization(trt: Any, layers: Sequence[Any]) -> dict[str, str]:
     return {name: value.name for name, value in source.items()}
 
 
-def _sample(network: Any, tensors: Mapping[str, Any]) -> dict[str, Dims]:
-    inputs = [network.get_input(number) for number in range(network.num_inputs)]
-    shapes = [_named_shape(value) for value in inputs]
-    names = sorted({name for shape in shapes for dim in shape for name in names_in(dim)})
-    dynamic = {name: value for name, value in tensors.items() if -1 in tuple(value.shape)}
-    found: dict[str, Dims] = {
-        name: tuple(value.shape) for name, value in tensors.items() if name not in dynamic
-    }
+def _sample(
+    inputs: Sequence[Any],
+    shapes: Sequence[Dims],
+    dynamic: Mapping[str, Any],
+    fixed: Mapping[str, int],
+) -> dict[str, Dims]:
+    """The shapes of dynamic tensors by name, with `fixed` dimensions as numbers."""
+    names = sorted(
+        {name for shape in shapes for dim in shape for name in names_in(dim)} - fixed.keys()
+    )
+    found: dict[str, Dims] = {}
     points = [*product((_LOW, _HIGH), repeat=len(names)), (_CHECK,) * len(names)]
     seen: dict[str, list[tuple[int, ...]]] = {name: [] for name in dynamic}
     for point in points:
-        sizes = dict(zip(names, point, strict=True))
+        sizes = dict(zip(names, point, strict=True)) | dict(fixed)
         for value, shape in zip(inputs, shapes, strict=True):
             value.shape = [evaluate(dim, sizes) for dim in shape]
         for name, value in dynamic.items():

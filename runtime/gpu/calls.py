@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import OCTET
 from canvasrt.runtime.engine import Call
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
@@ -28,29 +29,39 @@ class Pass:
 
 
 def body_call(
-    space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int
+    space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
 ) -> Call:
-    """A body segment's launch."""
+    """A body segment's launch; with `shared`, every expert's first product takes all tokens."""
     stage, cache = space.stages[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
     held = {kind: cache.past[kind].width for kind in cache.past}
     held = {k: w for k, w in held.items() if f"past_positions_{k}" in stage.engine.inputs}
+    gate_rows = this.batch * this.length if shared else capacity
+    queues = 1 if shared else config.num_experts
     tensors = {
         "hidden": (states, space.hidden[number]),
         "positions": (tokens, space.given.address("positions")),
         "groups": (tokens, space.groups),
         "causal": ((this.batch,), space.causal[this.phase]),
         "slots": ((capacity,), space.slots),
+        "gate_slots": ((gate_rows,), space.slots),
+        "gate_queues": ((queues,), space.queues + 8 * config.num_experts * shared),
         "hidden_out": (states, space.hidden[number + 1]),
         "load": ((len(stage.layers),), space.results.address(f"load_{number}")),
     }
     for kind, width in held.items():
-        places = ((this.batch, width), cache.past[kind].positions)
+        places = ((this.batch, width // OCTET, OCTET), cache.past[kind].positions)
         tensors[f"past_positions_{kind}"] = places
     for layer in stage.layers:
         each = config.layers[layer]
-        past = (this.batch, each.num_kv_heads, held[each.kind], each.head_dim)
+        past = (
+            this.batch,
+            each.num_kv_heads,
+            held[each.kind] // OCTET,
+            OCTET,
+            each.head_dim,
+        )
         new = (this.batch, each.num_kv_heads, this.length, each.head_dim)
         keys, values = space.new(this.phase, layer)
         tensors[f"past_key_{layer}"] = (past, cache.key(layer, this.first))
@@ -58,7 +69,8 @@ def body_call(
         tensors[f"new_key_{layer}"] = (new, keys)
         tensors[f"new_value_{layer}"] = (new, values)
     dims = {"batch": this.batch, "length": this.length, "capacity": capacity}
-    dims |= {f"past_{kind}": width for kind, width in held.items()}
+    dims |= {"gate_rows": gate_rows, "gate_queues": queues}
+    dims |= {f"octets_{kind}": width // OCTET for kind, width in held.items()}
     return _call(dims, tensors, this.phase == "denoise")
 
 

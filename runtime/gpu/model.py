@@ -14,7 +14,7 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
-from canvasrt.defaults import ENCODE_TOKENS, PREFILL_CHUNK
+from canvasrt.defaults import ENCODE_TOKENS, OCTET, PREFILL_CHUNK, octets
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
@@ -113,7 +113,10 @@ class DeviceModel(Model):
             one_row,
             encode_tokens,
             min(capacity, self._largest("capacity")),
-            {kind: min(limits[kind], self._largest(f"past_{kind}")) for kind in KINDS},
+            {
+                kind: OCTET * min(octets(limits[kind]), self._largest(f"octets_{kind}"))
+                for kind in KINDS
+            },
         )
 
     def new_row(self) -> DeviceRow:
@@ -322,9 +325,13 @@ class DeviceModel(Model):
     def _launch_body(self, number: int, this: Pass, capacity: int) -> None:
         widths = tuple(past.width for past in self._cache.past.values())
         key = (number, this.phase, this.first, this.batch, this.length, capacity, widths)
-        call = self._calls.get(key) or self._remember(
-            key, body_call(self.workspace, self.config, number, this, capacity)
-        )
+        call = self._calls.get(key)
+        if call is None:
+            engine = self.stages[number].engine
+            dims = {"batch": this.batch, "length": this.length}
+            shared = engine.profiles.smallest("gate_queues", dims) == 1
+            made = body_call(self.workspace, self.config, number, this, capacity, shared)
+            call = self._remember(key, made)
         self.stages[number].engine.launch(call)
 
     def _launch_head(self, this: Pass) -> None:

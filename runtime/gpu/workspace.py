@@ -82,7 +82,9 @@ class Workspace:
                 **{f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)},
             },
         )
-        self.slots = constant(device, np.arange(sizes.capacity, dtype=np.int64))
+        self.slots = constant(device, np.arange(max(sizes.capacity, tokens), dtype=np.int64))
+        # Each expert's own queue, and behind them that of all tokens.
+        self.queues = constant(device, np.arange(config.num_experts + 1, dtype=np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
         self.causal = {
             "encode": constant(device, np.ones(batch, np.bool_)),

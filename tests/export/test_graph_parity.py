@@ -13,6 +13,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
+from canvasrt.runtime.inputs import expert_slots
 from tests.helpers.graph_runs import (
     assert_cache,
     assert_close,
@@ -140,12 +141,12 @@ def test_padding_changes_nothing(exported: Any) -> None:
         "positions": positions,
         "groups": np.full((1, 39), -1),
         "causal": np.array([True]),
-        "slots": np.arange(30),
+        **expert_slots(30, config.num_experts),
     }
     for index in body["layers"]:
         layer = config.layers[index]
-        junk = random.standard_normal((1, layer.num_kv_heads, 4, layer.head_dim))
-        feeds[f"past_positions_{layer.kind}"] = np.full((1, 4), -1)
+        junk = random.standard_normal((1, layer.num_kv_heads, 2, 8, layer.head_dim))
+        feeds[f"past_positions_{layer.kind}"] = np.full((1, 2, 8), -1)
         feeds[f"past_key_{index}"] = feeds[f"past_value_{index}"] = junk.astype(np.float32)
     out = graphs.run(body["name"], feeds)
     for index in body["layers"]:
@@ -162,3 +163,28 @@ def test_empty_cache_of_zero_length(exported: Any) -> None:
     tokens = np.random.default_rng(4).integers(6, graphs.config.vocab_size, (1, 1))
     (key, _), *_ = encode(graphs, tokens, empty_cache(graphs, 1), 0)
     assert key.shape == (1, 3, 1, 24)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "odd", "one_expert"])
+def test_all_tokens_may_feed_every_expert(exported: Any, shape: str) -> None:
+    """A first product over all tokens gives what one over each expert's own tokens gives."""
+    _, graphs = exported(shape)
+    config = graphs.config
+    hidden = np.random.default_rng(5).standard_normal((2, 16, config.hidden_size))
+    hidden = hidden.astype(np.float32)
+    cache = empty_cache(graphs, 2)
+    own, new, loads = run_body(graphs, hidden, cache, 0, causal=False)
+    shared, new_shared, loads_shared = run_body(graphs, hidden, cache, 0, causal=False, shared=True)
+    assert loads == loads_shared
+    assert_close(shared, own)
+    assert_close(new_shared[-1][0], new[-1][0])
+    # Where the first product takes all tokens, the second still takes no more than its slots.
+    few = max(loads)
+    fitting, _, _ = run_body(graphs, hidden, cache, 0, causal=False, capacity=few, shared=True)
+    assert_close(fitting, own)
+    if few > 1:
+        short, _, over = run_body(
+            graphs, hidden, cache, 0, causal=False, capacity=few - 1, shared=True
+        )
+        assert max(over) >= few
+        assert np.abs(short - own).max() > 1e-3

@@ -171,7 +171,7 @@ class IExecutionContext:
         layers = [name for name in given if name.startswith("past_key_")]
         shapes["load"] = (len(layers),)
         for name in layers:
-            _, heads, _, size = given[name]
+            _, heads, _, _, size = given[name]
             for part in ("key", "value"):
                 number = name.rpartition("_")[2]
                 shapes[f"new_{part}_{number}"] = (batch, heads, length, size)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from tests.helpers.random_models import Graphs
 
 TOLERANCE = 1e-4
@@ -22,10 +23,11 @@ def past_feeds(graphs: Graphs, body: dict[str, Any], cache: list[tuple], positio
         kept = (
             min(position, graphs.config.sliding_window - 1) if layer.kind == "sliding" else position
         )
-        feeds[f"past_key_{index}"] = key[:, :, position - kept : position]
-        feeds[f"past_value_{index}"] = value[:, :, position - kept : position]
+        feeds[f"past_key_{index}"] = past_in_octets(key[:, :, position - kept : position], 2)
+        feeds[f"past_value_{index}"] = past_in_octets(value[:, :, position - kept : position], 2)
         positions = np.arange(position - kept, position)
-        feeds[f"past_positions_{layer.kind}"] = np.tile(positions, (key.shape[0], 1))
+        known = np.tile(positions, (key.shape[0], 1))
+        feeds[f"past_positions_{layer.kind}"] = past_in_octets(known, 1, empty=-1)
     return feeds
 
 
@@ -37,6 +39,7 @@ def run_body(
     causal: bool,
     groups: np.ndarray | None = None,
     capacity: int | None = None,
+    shared: bool = False,
 ) -> tuple[np.ndarray, list[tuple], list[int]]:
     """All body segments over one call; returns hidden, the new keys and values, and the loads."""
     batch, length, _ = hidden.shape
@@ -49,7 +52,8 @@ def run_body(
                 "positions": np.tile(np.arange(position, position + length), (batch, 1)),
                 "groups": np.full((batch, length), -1) if groups is None else groups,
                 "causal": np.full(batch, causal),
-                "slots": np.arange(capacity or batch * length),
+                **expert_slots(capacity or batch * length, graphs.config.num_experts),
+                **(shared_queue(graphs, batch * length) if shared else {}),
                 **past_feeds(graphs, body, cache, position),
             },
         )
@@ -57,6 +61,11 @@ def run_body(
         loads += out["load"].tolist()
         new += [(out[f"new_key_{i}"], out[f"new_value_{i}"]) for i in body["layers"]]
     return hidden, new, loads
+
+
+def shared_queue(graphs: Graphs, tokens: int) -> dict[str, np.ndarray]:
+    """The inputs with which every expert's first product takes all tokens."""
+    return {"gate_slots": np.arange(tokens), "gate_queues": np.array([graphs.config.num_experts])}
 
 
 def empty_cache(graphs: Graphs, batch: int) -> list[tuple]:

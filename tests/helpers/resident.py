@@ -25,8 +25,8 @@ def body_profiles(**sizes: tuple[int, int, int]) -> dict[str, Any]:
         "batch": (1, 2, 4),
         "length": (1, CANVAS, 512),
         "capacity": (1, 64, 2048),
-        "past_sliding": (0, 63, 63),
-        "past_full": (0, 256, 1024),
+        "octets_sliding": (1, 8, 8),
+        "octets_full": (1, 32, 128),
     }
     return {"body": profiles(**(known | sizes))}
 

@@ -39,35 +39,41 @@ def test_layers_keep_the_last_window_less_one_or_everything(counts: tuple[int, .
 
 def test_an_empty_cache_has_empty_pasts() -> None:
     feeds = PastBatch().feeds([RequestCache(CONFIG)])
-    assert feeds["past_positions_sliding"].shape == (1, 0)
-    assert feeds["past_key_0"].shape == (1, 3, 0, 2)
-    assert feeds["past_value_1"].shape == (1, 1, 0, 4)
+    assert feeds["past_positions_sliding"].shape == (1, 1, 8)
+    assert feeds["past_key_0"].shape == (1, 3, 1, 8, 2)
+    assert feeds["past_value_1"].shape == (1, 1, 1, 8, 4)
 
 
 def test_a_batch_is_padded_to_the_longest() -> None:
     feeds = PastBatch().feeds([filled(2), filled(7)])
-    assert feeds["past_positions_sliding"].tolist() == [[0, 1, -1, -1], [3, 4, 5, 6]]
-    assert feeds["past_positions_full"].tolist() == [[0, 1] + [-1] * 5, list(range(7))]
-    assert feeds["past_key_0"][0, 1, :, 1].tolist() == [0, 1, 0, 0]
-    assert feeds["past_key_1"][1, 0, :, 3].tolist() == list(range(7))
+    assert feeds["past_positions_sliding"].tolist() == [
+        [[0, 1, *[-1] * 6]],
+        [[3, 4, 5, 6, *[-1] * 4]],
+    ]
+    assert feeds["past_positions_full"].tolist() == [
+        [[0, 1, *[-1] * 6]],
+        [[*range(7), -1]],
+    ]
+    assert feeds["past_key_0"][0, 1, 0, :, 1].tolist() == [0, 1] + [0] * 6
+    assert feeds["past_key_1"][1, 0, 0, :, 3].tolist() == [*range(7), 0]
 
 
-def test_a_single_request_is_not_copied() -> None:
-    cache = filled(7)
+def test_a_single_request_of_whole_octets_is_not_copied() -> None:
+    cache = filled(8)
     feeds = PastBatch().feeds([cache])
-    assert feeds["past_key_1"] is cache.keys[1]
+    assert np.shares_memory(feeds["past_key_1"], cache.keys[1])
 
 
 def test_a_batch_is_put_together_again_only_when_it_changes() -> None:
     batch, first, second = PastBatch(), filled(2), filled(7)
     feeds = batch.feeds([first, second])
     assert batch.feeds([first, second])["past_key_0"] is feeds["past_key_0"]
-    assert batch.feeds([second, first])["past_positions_full"][0, 6] == 6
+    assert batch.feeds([second, first])["past_positions_full"][0, 0, 6] == 6
     for index, layer in enumerate(LAYERS):
         new = np.ones((1, layer.num_kv_heads, 1, layer.head_dim), np.float32)
         second.append(index, new, new)
     second.advance(1)
-    assert batch.feeds([second, first])["past_positions_full"].shape == (2, 8)
+    assert batch.feeds([second, first])["past_positions_full"][0, 0].tolist() == list(range(8))
 
 
 def test_capacity_starts_at_twice_the_mean_load_and_follows_the_loads() -> None:

@@ -12,6 +12,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.export.graphs import export
 from canvasrt.graphs.experts import split_experts
+from canvasrt.runtime.inputs import expert_slots, past_in_octets
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +44,14 @@ def feeds(graphs: Bundle, rows: int, length: int, past: int, padding: int = 0) -
         "positions": positions,
         "groups": np.full((rows, length), -1),
         "causal": np.ones(rows, bool),
-        "slots": np.arange(rows * length),
-        "past_positions_sliding": known,
-        "past_positions_full": known,
+        **expert_slots(rows * length, config.num_experts),
+        "past_positions_sliding": past_in_octets(known, 1, empty=-1),
+        "past_positions_full": past_in_octets(known, 1, empty=-1),
     }
     for i, layer in enumerate(config.layers):
         shape = (rows, layer.num_kv_heads, past, layer.head_dim)
-        values[f"past_key_{i}"] = rng.standard_normal(shape).astype(np.float32)
-        values[f"past_value_{i}"] = rng.standard_normal(shape).astype(np.float32)
+        values[f"past_key_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
+        values[f"past_value_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
     return values
 
 
@@ -74,11 +75,12 @@ def test_padding_does_not_matter(graphs: Bundle, sessions) -> None:
 
 def test_no_capacity_is_needed(graphs: Bundle, sessions) -> None:
     given = feeds(graphs, 1, 32, 0)
+    narrow_slots = expert_slots(1, graphs.manifest.model.num_experts)
     wide = sessions[1].run(["hidden_out", "load"], given)
-    narrow = sessions[1].run(["hidden_out", "load"], given | {"slots": np.arange(1)})
+    narrow = sessions[1].run(["hidden_out", "load"], given | narrow_slots)
     assert (wide[0] == narrow[0]).all()
     assert narrow[1].tolist() == [0] * len(graphs.manifest.model.layers)
-    exported = sessions[0].run(["load"], given | {"slots": np.arange(1)})[0]
+    exported = sessions[0].run(["load"], given | narrow_slots)[0]
     assert (exported > 1).all(), "or the comparison says nothing"
 
 

@@ -18,6 +18,7 @@ from canvasrt.graphs import lowbits
 from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph
 from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
+from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from tests.helpers import quantized as shared
 
 plain_graphs, quantized = shared.plain_graphs, shared.quantized
@@ -41,14 +42,14 @@ def feeds(graphs: Bundle, rows: int = 2, length: int = 7, past: int = 5) -> dict
         "positions": np.tile(np.arange(past, past + length), (rows, 1)),
         "groups": np.full((rows, length), -1),
         "causal": np.ones(rows, bool),
-        "slots": np.arange(rows * length),
-        "past_positions_sliding": known,
-        "past_positions_full": known,
+        **expert_slots(rows * length, config.num_experts),
+        "past_positions_sliding": past_in_octets(known, 1, empty=-1),
+        "past_positions_full": past_in_octets(known, 1, empty=-1),
     }
     for i, layer in enumerate(config.layers):
         shape = (rows, layer.num_kv_heads, past, layer.head_dim)
-        values[f"past_key_{i}"] = rng.standard_normal(shape).astype("f")
-        values[f"past_value_{i}"] = rng.standard_normal(shape).astype("f")
+        values[f"past_key_{i}"] = past_in_octets(rng.standard_normal(shape).astype("f"), 2)
+        values[f"past_value_{i}"] = past_in_octets(rng.standard_normal(shape).astype("f"), 2)
     return values
 
 

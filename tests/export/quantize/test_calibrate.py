@@ -27,6 +27,7 @@ from canvasrt.recipes.recipe import CalibrationSettings, Recipe, quantizable
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.capacity import Capacity
 from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.reference import Reference, tiny_model
 
@@ -227,7 +228,7 @@ def test_padding_does_not_count(tiny: Tiny) -> None:
     for layer in entry["layers"]:
         spec = tiny.graphs.manifest.model.layers[layer]
         for part in ("key", "value"):
-            shapes[f"past_{part}_{layer}"] = (spec.num_kv_heads, 0, spec.head_dim)
+            shapes[f"past_{part}_{layer}"] = (spec.num_kv_heads, 1, 8, spec.head_dim)
 
     def run(rows: slice, length: int) -> tuple[np.ndarray, np.ndarray]:
         x = hidden[rows, :length]
@@ -239,11 +240,11 @@ def test_padding_does_not_count(tiny: Tiny) -> None:
             "positions": positions,
             "groups": np.full_like(positions, -1),
             "causal": np.ones(len(x), bool),
-            "slots": np.arange(x.shape[0] * length),
+            **expert_slots(x.shape[0] * length, 8),
             **{name: np.zeros((len(x), *shape), np.float32) for name, shape in shapes.items()},
         }
         for name in segment.inputs - feeds.keys():
-            feeds[name] = np.zeros((len(x), 0), np.int64)
+            feeds[name] = np.full((len(x), 1, 8), -1, np.int64)
         out = segment.run(feeds, [AMAX, ROUTED])
         return out[AMAX], out[ROUTED]
 

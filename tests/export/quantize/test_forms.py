@@ -26,8 +26,10 @@ SIZES = {
     "batch": (1, 1, 2),
     "length": (1, 16, 32),
     "capacity": (1, 16, 32),
-    "past_full": (0, 16, 32),
-    "past_sliding": (0, 16, 31),
+    "gate_rows": (1, 16, 32),
+    "gate_queues": (4, 4, 4),
+    "octets_full": (1, 2, 4),
+    "octets_sliding": (1, 2, 4),
 }
 
 

@@ -79,7 +79,7 @@ def test_requests_that_come_and_go_keep_their_tokens(
     same(Generator(model, 4).run(wanted), Generator(tiny.model, 1).run(wanted))
     batches = {call.dims["batch"] for call in backend.engines["head"].calls[before:]}
     assert max(batches) >= 3
-    widths = {call.dims["past_full"] for call in backend.engines["body_1"].calls}
+    widths = {call.dims["octets_full"] for call in backend.engines["body_1"].calls}
     assert len(widths) >= 3
 
 

@@ -1,0 +1,24 @@
+"""Inputs of body graphs in the form that the graphs take: pasts in octets, and the slots of the experts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from canvasrt.defaults import OCTET, octets
+from canvasrt.runtime.engine import Arrays
+
+
+def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
+    """An array whose `axis` counts cached tokens, with that axis as `[octets, 8]`, padded with `empty`."""
+    tokens = array.shape[axis]
+    missing = octets(tokens) * OCTET - tokens
+    if missing:
+        padding = [(0, missing if each == axis else 0) for each in range(array.ndim)]
+        array = np.pad(array, padding, constant_values=empty)
+    return array.reshape(*array.shape[:axis], -1, OCTET, *array.shape[axis + 1 :])
+
+
+def expert_slots(capacity: int, experts: int) -> Arrays:
+    """The inputs that give every expert `capacity` slots in both of its products."""
+    slots = np.arange(capacity, dtype=np.int64)
+    return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
