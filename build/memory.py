@@ -11,8 +11,10 @@ from canvasrt.defaults import (
     FOLDED_HEADS,
     LAYERS_PER_SEGMENT,
     MAX_FUSED_HEAD_DIM,
+    OCTET,
     PREFILL_CHUNK,
     SOFT_TOKENS,
+    octets,
 )
 
 # Bytes a weight. NVFP4 is 4 bits and an 8-bit scale for each 16.
@@ -201,14 +203,15 @@ def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, elemen
 def _attention_workspace(
     model: ModelConfig, layer: Layer, max_context: int, length: int, element: int
 ) -> int:
-    """Of one row: keys and values joined, and where there is no fused kernel, their copies and two sets of scores."""
+    """For one row: keys and values joined, or without a fused kernel the keys turned and two sets of scores."""
     keys = _cached_tokens(model, layer, max_context) + length
-    joined = 2 * layer.num_kv_heads * keys * layer.head_dim
+    turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:
-        return (joined + length * keys) * element
+        return (2 * turned + length * keys) * element
     heads = min(FOLDED_HEADS, model.num_attention_heads // layer.num_kv_heads)
     scores = layer.num_kv_heads * heads * length * keys
-    return (joined * 3 // 2 + 2 * scores) * element
+    mask = 4 * length * keys  # in float32
+    return (turned + 2 * scores) * element + mask
 
 
 def _head_workspace(model: ModelConfig, max_batch: int) -> int:
@@ -226,4 +229,5 @@ def _vision_workspace(model: ModelConfig, max_batch: int) -> int:
 
 
 def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:
-    return min(max_context, model.sliding_window - 1) if layer.kind == "sliding" else max_context
+    kept = min(max_context, model.sliding_window - 1) if layer.kind == "sliding" else max_context
+    return OCTET * octets(kept)

@@ -163,9 +163,12 @@ class DeviceCache:
         cache = self._layers[layer]
         kept = count if cache.kind == "full" else min(count, self._ring)
         done = count - kept
+        # A ring ends before a width of whole octets does.
+        end = self.past[cache.kind].width
+        end = end if cache.kind == "full" else min(end, self._ring)
         while done < count:
             place = self._place(cache.kind, row.length + done)
-            piece = min(count - done, self.past[cache.kind].width - place)
+            piece = min(count - done, end - place)
             for base, new in ((cache.keys, keys), (cache.values, values)):
                 self._device.copy(
                     Pitched(

@@ -21,22 +21,28 @@ def test_profiles_of_the_released_model() -> None:
             "batch": (1, 1, 4),
             "length": (1, 512, 512),
             "capacity": (1, 64, 512),
-            "past_full": (0, 2048, 32_768),
-            "past_sliding": (0, 1023, 1023),
+            "gate_rows": (1, 64, 512),
+            "gate_queues": (128, 128, 128),
+            "octets_full": (1, 256, 4096),
+            "octets_sliding": (1, 128, 128),
         },
         "denoise": {
             "batch": (1, 1, 1),
             "length": (256, 256, 256),
             "capacity": (1, 32, 256),
-            "past_full": (0, 2048, 32_768),
-            "past_sliding": (0, 1023, 1023),
+            "gate_rows": (1, 32, 256),
+            "gate_queues": (128, 128, 128),
+            "octets_full": (1, 256, 4096),
+            "octets_sliding": (1, 128, 128),
         },
         "denoise_batch": {
             "batch": (2, 4, 4),
             "length": (256, 256, 256),
             "capacity": (1, 128, 256),
-            "past_full": (0, 2048, 32_768),
-            "past_sliding": (0, 1023, 1023),
+            "gate_rows": (1, 128, 256),
+            "gate_queues": (128, 128, 128),
+            "octets_full": (1, 256, 4096),
+            "octets_sliding": (1, 128, 128),
         },
     }
     head = profiles(HEAD, RELEASED, max_context=32_768, max_batch=4)
@@ -54,11 +60,20 @@ def test_one_request_at_a_time_has_no_profile_for_more() -> None:
 
 def test_a_segment_has_the_pasts_of_its_layers() -> None:
     for sizes in profiles({**BODY, "layers": [0, 1]}, RELEASED, 4096, 1).values():
-        assert "past_sliding" in sizes
-        assert "past_full" not in sizes
+        assert "octets_sliding" in sizes
+        assert "octets_full" not in sizes
 
 
 def test_one_row_never_overflows_and_few_experts_get_what_they_start_with() -> None:
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     assert profiles(BODY, small, 4096, 4)["encode"]["capacity"].max == 2048
     assert profiles(BODY, small, 300, 1)["encode"]["capacity"].max == 300
+
+
+def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
+    packed = {**BODY, "quantized": {"layers.0.experts.gate_up": "nvfp4"}}
+    made = profiles(packed, RELEASED, max_context=32_768, max_batch=4)
+    rows = {
+        name: (sizes["gate_rows"].max, sizes["gate_queues"].max) for name, sizes in made.items()
+    }
+    assert rows == {"encode": (512, 128), "denoise": (256, 1), "denoise_batch": (256, 128)}
