@@ -28,8 +28,7 @@ def plots(report: Json) -> dict[str, str]:
         ("experts", _experts, "experts"),
     ):
         if report[needs]:
-            # Plots on one page must not share the names of their parts.
-            drawn[name] = drawing(name, _DESCRIPTIONS[name], lambda draw=draw: draw(report))
+            drawn[name] = drawing(name, _DESCRIPTIONS[name], draw, report)
     return drawn
 
 

@@ -156,7 +156,7 @@ def _moved(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> float:
         if each.name not in read
     }
     in_place = {each.name for each in kernel.outputs} & set(read)
-    total = sum(count * bits for count, bits in written.values())
+    total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
             # A scatter writes as many elements as it is given, and leaves the others.

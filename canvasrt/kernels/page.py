@@ -48,9 +48,7 @@ def _blocks(data: Json) -> Iterator[Json]:
             f"{made['ms']:.3g} ms and {made['kernels']} kernels; the floor is {made['floor_ms']:.3g} ms, so the pass"
             f" takes {ratio:.2f} times that."
         )
-        plot = drawing(
-            f"parts-{kind}", f"Milliseconds by part of a {kind} pass", lambda m=made: _parts(m)
-        )
+        plot = drawing(f"parts-{kind}", f"Milliseconds by part of a {kind} pass", _parts, made)
         yield block(f"A pass: {kind}", note, plot, [(_HEADS, _rows(made))], last_is_total=True)
     for by, label in (("batch", "requests a pass"), ("context", "cached tokens of each request")):
         grown = data["growth"][by]
@@ -58,7 +56,10 @@ def _blocks(data: Json) -> Iterator[Json]:
             plot = drawing(
                 f"growth-{by}",
                 f"A denoising pass by {by}",
-                lambda g=grown, b=by, t=label: _growth(g, b, t),
+                _growth,
+                grown,
+                by,
+                label,
             )
             heads = [by, "slots an expert", "ms", "floor, ms", "times the floor"]
             rows = [

@@ -74,8 +74,8 @@ def _shapes(
         node.inputs += [(value.name, found[value.name]) for value in _inputs(layer)]
         node.outputs += [(value.name, found[value.name]) for value in _outputs(layer)]
         if layer.type in (trt.LayerType.GATHER, trt.LayerType.SLICE):
-            source = found[layer.get_input(0).name]
-            node.taken.append((source, found[layer.get_output(0).name]))
+            whole, part = layer.get_input(0).name, layer.get_output(0).name
+            node.taken.append((found[whole], found[part]))
     return Shapes(found, nodes)
 
 

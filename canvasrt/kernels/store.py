@@ -69,8 +69,18 @@ def _tensor_to_json(tensor: Tensor) -> list[Any]:
 
 
 def _from_json(data: Json) -> Kernel:
-    parts = (tuple(map(_tensor_from_json, data[key])) for key in ("in", "const", "out"))
-    return Kernel(data["name"], data["kind"], *parts, data["tactic"], tuple(data["nodes"]))
+    inputs, constants, outputs = (
+        tuple(map(_tensor_from_json, data[key])) for key in ("in", "const", "out")
+    )
+    return Kernel(
+        data["name"],
+        data["kind"],
+        inputs,
+        constants,
+        outputs,
+        data["tactic"],
+        tuple(data["nodes"]),
+    )
 
 
 def _tensor_from_json(fields: list[Any]) -> Tensor:

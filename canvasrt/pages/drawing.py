@@ -43,12 +43,12 @@ STYLE = {
 }
 
 
-def drawing(name: str, description: str, draw: Callable[[], Any]) -> str:
-    """The SVG of the figure that `draw` makes. Raises CanvasError where matplotlib is not installed."""
+def drawing(name: str, description: str, draw: Callable[..., Any], *data: Any) -> str:
+    """The SVG of the figure that `draw(*data)` makes. Raises CanvasError where matplotlib is not installed."""
     matplotlib = require("matplotlib", "report")
     # Plots on one page must not share the names of their parts.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"canvasrt-{name}"}):
-        return _svg(draw(), description)
+        return _svg(draw(*data), description)
 
 
 def figure_of(height: float, columns: int = 1) -> tuple[Any, Any]:
