@@ -42,7 +42,7 @@ class Transformers:
         )
 
         params = requests[0].params
-        if params.adaptive_stop:
+        if params.early_stop:
             raise ValueError(
                 "the sides take the same steps only when every block takes all of them"
             )

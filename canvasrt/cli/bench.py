@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses
+from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
 from canvasrt.errors import CanvasError
 
 if TYPE_CHECKING:
@@ -54,10 +54,6 @@ EarlyStop = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Requests that run together.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after one warm-up.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, show_default="every core", help="CPU threads."),
-]
 
 
 def bench(
@@ -147,7 +143,7 @@ def _requests(
         model.config,
         max_new_tokens=blocks * model.canvas_length,
         max_denoising_steps=steps,
-        adaptive_stop=early_stop,
+        early_stop=early_stop,
         eos_token_ids=(),
     )
     prompts = random_prompts(model.config, rounds * batch, prompt_tokens)

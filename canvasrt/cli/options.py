@@ -135,6 +135,10 @@ SharePasses = Annotated[
         help="On a GPU, run requests in shared passes: faster, and their last bits may depend on each other.",
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, show_default="every core", help="Number of CPU threads."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 

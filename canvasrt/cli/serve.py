@@ -1,4 +1,4 @@
-"""`canvasrt serve`: a package or engines behind Triton and an OpenAI front end on this machine."""
+"""`canvasrt serve`: serves a package or engines through Triton and an OpenAI front end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.generate import Threads
-from canvasrt.cli.options import AsJson
+from canvasrt.cli.options import AsJson, Threads
 from canvasrt.console import emit
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
     from canvasrt.containers.serve.settings import Settings
 
-# Most defaults are None, which is how it is known that an option was not given: the environment and
-# NIM_PASSTHROUGH_ARGS come after the command line.
+# A default of None marks an option that was not given, which NIM_PASSTHROUGH_ARGS or the environment may set.
 Bundle = Annotated[
     Path | None,
     typer.Argument(
         metavar="[BUNDLE]",
         show_default=False,
-        help="A folder that `canvasrt package` or `build` wrote; else NIM_MODEL_PATH.",
+        help="A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH.",
     ),
 ]
 Host = Annotated[
@@ -35,7 +33,7 @@ Host = Annotated[
         "--host",
         metavar="ADDRESS",
         show_default="127.0.0.1",
-        help="Where to listen; 0.0.0.0 for all.",
+        help="The address to listen on; 0.0.0.0 for all.",
     ),
 ]
 Profile = Annotated[
@@ -44,7 +42,7 @@ Profile = Annotated[
         "--profile",
         metavar="ID",
         show_default="by the GPU",
-        help="A profile's id or name, as `list-model-profiles` shows them; NIM_MODEL_PROFILE.",
+        help="The id or name of a serving profile; see `list-model-profiles`. NIM_MODEL_PROFILE.",
     ),
 ]
 Cache = Annotated[
@@ -53,7 +51,7 @@ Cache = Annotated[
         "--cache",
         metavar="DIR",
         show_default=False,
-        help="Where engines are kept that are built at the first start; NIM_CACHE_PATH.",
+        help="The folder for engines built at the first start; NIM_CACHE_PATH.",
     ),
 ]
 LogLevel = Annotated[
@@ -68,34 +66,36 @@ LogLevel = Annotated[
 
 
 def _port(name: str, default: str, what: str) -> Any:
-    return typer.Option(name, metavar="PORT", show_default=default, help=what)
+    return typer.Option(name, metavar="PORT", min=0, max=65535, show_default=default, help=what)
 
 
 def serve(
     bundle: Bundle = None,
     host: Host = None,
     port: Annotated[
-        int | None, _port("--port", "8000", "The OpenAI API; 0 takes a free one. NIM_SERVER_PORT.")
+        int | None,
+        _port("--port", "8000", "Port of the OpenAI API; 0 takes a free one. NIM_SERVER_PORT."),
     ] = None,
     health_port: Annotated[
-        int | None, _port("--health-port", "", "Health routes alone, too; NIM_HEALTH_PORT.")
+        int | None,
+        _port("--health-port", "", "A second port, with only health routes; NIM_HEALTH_PORT."),
     ] = None,
     http_port: Annotated[
-        int | None, _port("--http-port", "8080", "Triton's HTTP; 0 takes a free one.")
+        int | None, _port("--http-port", "8080", "Port of Triton's HTTP API; 0 takes a free one.")
     ] = None,
     grpc_port: Annotated[
-        int | None, _port("--grpc-port", "8001", "Triton's gRPC; 0 takes a free one.")
+        int | None, _port("--grpc-port", "8001", "Port of Triton's gRPC API; 0 takes a free one.")
     ] = None,
     metrics_port: Annotated[
-        int | None, _port("--metrics-port", "8002", "Triton's metrics; 0 takes a free one.")
+        int | None, _port("--metrics-port", "8002", "Port of Triton's metrics; 0 takes a free one.")
     ] = None,
-    served_model_name: Annotated[
+    names: Annotated[
         str | None,
         typer.Option(
             "--served-model-name",
             metavar="NAME[,NAME...]",
             show_default="canvasrt",
-            help="What the OpenAI API calls the model; NIM_SERVED_MODEL_NAME.",
+            help="The model's names in the OpenAI API; NIM_SERVED_MODEL_NAME.",
         ),
     ] = None,
     max_model_len: Annotated[
@@ -105,7 +105,7 @@ def serve(
             metavar="TOKENS",
             min=1,
             show_default="the engines'",
-            help="The longest prompt plus answer; NIM_MAX_MODEL_LEN.",
+            help="Most tokens of a prompt and its answer together; NIM_MAX_MODEL_LEN.",
         ),
     ] = None,
     profile: Profile = None,
@@ -131,7 +131,10 @@ def serve(
     ssl_key: Annotated[
         Path | None,
         typer.Option(
-            "--ssl-key", metavar="FILE", show_default=False, help="Its key; NIM_SSL_KEY_PATH."
+            "--ssl-key",
+            metavar="FILE",
+            show_default=False,
+            help="The certificate's key; NIM_SSL_KEY_PATH.",
         ),
     ] = None,
     ssl_ca: Annotated[
@@ -140,7 +143,7 @@ def serve(
             "--ssl-ca",
             metavar="FILE",
             show_default=False,
-            help="Who signs callers' certificates, for mtls; NIM_SSL_CA_CERTS_PATH.",
+            help="The authority that signs callers' certificates, for mtls; NIM_SSL_CA_CERTS_PATH.",
         ),
     ] = None,
     log: Annotated[
@@ -148,8 +151,8 @@ def serve(
         typer.Option(
             "--log",
             metavar="FILE",
-            show_default=False,
-            help="The servers' output; - for stderr. Without it, a file in the state folder.",
+            show_default="a file in the state folder",
+            help="The file for the servers' output; - for stderr.",
         ),
     ] = None,
     log_level: LogLevel = None,
@@ -158,14 +161,12 @@ def serve(
         typer.Option(
             "--json-logs/--text-logs",
             show_default=False,
-            help="A JSON object a log line, on stderr; NIM_JSONL_LOGGING.",
+            help="Log to stderr, one JSON object per line; NIM_JSONL_LOGGING.",
         ),
     ] = None,
     verbose: Annotated[
         bool | None,
-        typer.Option(
-            "--verbose", "-v", show_default=False, help="Show the log's lines on stderr too."
-        ),
+        typer.Option("--verbose", "-v", show_default=False, help="Copy the log to stderr."),
     ] = None,
     ready_timeout: Annotated[
         float | None,
@@ -173,7 +174,7 @@ def serve(
             "--ready-timeout",
             metavar="SECONDS",
             show_default="600",
-            help="For loading the engines.",
+            help="How long loading the engines may take.",
         ),
     ] = None,
     exit_timeout: Annotated[
@@ -183,7 +184,7 @@ def serve(
             metavar="SECONDS",
             min=0,
             show_default="10",
-            help="For requests in flight at the end.",
+            help="How long requests in flight may take at shutdown.",
         ),
     ] = None,
     threads: Threads = None,
@@ -192,30 +193,31 @@ def serve(
         typer.Option(
             "--share-passes",
             show_default=False,
-            help="On a GPU, run requests in shared passes: more throughput, but a seed no longer decides the"
-            " tokens alone.",
+            help="On a GPU, let requests share passes: higher throughput, but the tokens no longer depend on the"
+            " seed alone.",
         ),
     ] = None,
     dry_run: Annotated[
         bool | None,
         typer.Option(
-            "--dry-run", show_default=False, help="Print what would be served, and where, and stop."
+            "--dry-run",
+            show_default=False,
+            help="Print what would be served, and where; start nothing.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
+    """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    What the command line does not say comes from NIM_PASSTHROUGH_ARGS, then from NIM's environment
-    variables. Callers must show one of the API keys in CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE,
-    where one of them is set.
+    Options that are not given come from NIM_PASSTHROUGH_ARGS, else from the NIM variables named below. If
+    CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of its keys.
     """
     given = {name: value for name, value in locals().items() if name in _PARAMETERS}
 
     from canvasrt.containers.serve import serve as work
     from canvasrt.containers.serve.settings import resolve
 
-    settings = resolve(_renamed(given), _renamed(_passthrough()))
+    settings = resolve(_given(given), _given(_passthrough()))
     if settings.dry_run:
         _show_decisions(work.decisions(settings), settings.as_json)
         return
@@ -225,24 +227,13 @@ def serve(
 _PARAMETERS = frozenset(serve.__annotations__) - {"return"}
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """Options as settings by name."""
-    from canvasrt.containers.serve.settings import names_of
-
-    settings = dict(given)
-    names = settings.pop("served_model_name", None)
-    if names is not None:
-        try:
-            settings["names"] = names_of(names)
-        except ValueError as error:
-            raise UsageError(f"--served-model-name {error}", "give a name") from None
-    # False is what a flag says that was not given.
-    settings["as_json"] = settings.get("as_json") or None
-    return settings
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Mark `--json` as not given, unlike other flags, by None."""
+    return {**options, "as_json": options.get("as_json") or None}
 
 
 def _passthrough() -> dict[str, Any]:
-    """The options in NIM_PASSTHROUGH_ARGS, read as the command line's are."""
+    """Return the options in NIM_PASSTHROUGH_ARGS, parsed like the command line."""
     from canvasrt.cli.app import parsed_command
     from canvasrt.containers.serve.settings import PASSTHROUGH
 
@@ -252,17 +243,17 @@ def _passthrough() -> dict[str, Any]:
     try:
         context = parsed_command("serve").make_context(PASSTHROUGH, shlex.split(text))
     except Exception as error:
-        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        reason = error.format_message() if hasattr(error, "format_message") else str(error)
         raise UsageError(
-            f"{PASSTHROUGH} is {text!r}: {said}", "it takes the options of `canvasrt serve`"
+            f"{PASSTHROUGH} is {text!r}: {reason}", "set it to options of `canvasrt serve`"
         ) from None
     return dict(context.params)
 
 
 def _show_ready(data: dict[str, Any], settings: Settings) -> None:
-    if settings.json_logs and not settings.as_json:
-        where = data["openai"], data["http"], data["grpc"]
-        logging.getLogger(__name__).info("ready: openai %s http %s grpc %s", *where)
+    if settings.front.json_logs and not settings.as_json:
+        addresses = data["openai"], data["http"], data["grpc"]
+        logging.getLogger(__name__).info("ready: openai %s http %s grpc %s", *addresses)
         return
 
     def render(shown: Any) -> None:
@@ -288,7 +279,7 @@ def _show_decisions(data: dict[str, Any], as_json: bool) -> None:
 
 
 def _plain(value: Any) -> str:
-    """A setting as a person reads it."""
+    """Return a setting as text for a reader."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     if isinstance(value, list):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from canvasrt.containers.ports import API_PORT
+from canvasrt.containers.names import API_PORT
 from canvasrt.errors import CanvasError
 
 KEY_VARIABLE = "CANVASRT_API_KEY"
