@@ -1,10 +1,12 @@
-"""The ports of a server, checked before it starts."""
+"""Ports and addresses of servers, checked before they are used."""
 
 from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
 
 from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import CanvasError, UsageError
@@ -46,6 +48,20 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
         listener.close()
         raise _refusal(host, port, option, error) from error
     return listener
+
+
+def split_url(url: str, schemes: Sequence[str], hint: str) -> tuple[str, str, int | None]:
+    """Return scheme, host and port of `--url`; the first of `schemes` if it names none. UsageError for a bad one."""
+    try:
+        parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"--url {url} is not an address: {error}", hint) from None
+    if not parts.hostname:
+        raise UsageError(f"--url {url} has no host", hint)
+    if parts.scheme not in schemes:
+        raise UsageError(f"--url {url} has the unsupported scheme {parts.scheme}", hint)
+    return parts.scheme, parts.hostname, port
 
 
 def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:

@@ -1,4 +1,4 @@
-"""`canvasrt deploy`: a package as a container on this machine."""
+"""`canvasrt deploy`: runs a package as a container on this machine."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,44 +14,66 @@ def deploy(
         typer.Argument(
             metavar="PACKAGE",
             show_default=False,
-            help="What `canvasrt package` wrote, or the name of an image that docker has.",
+            help="A folder or file that `canvasrt package` wrote, or the name of an image.",
         ),
     ],
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What the container is called.")
+        str, typer.Option("--name", metavar="NAME", help="The container's name.")
     ] = "canvasrt",
     engine: Annotated[
         str | None,
         typer.Option(
             "--engine",
             metavar="docker|podman",
-            show_default=False,
-            help="What runs it; without it, docker, else podman.",
+            show_default="docker, else podman",
+            help="The container engine.",
         ),
     ] = None,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDRESS", help="Where to listen; 0.0.0.0 for all.")
+        str,
+        typer.Option(
+            "--listen", metavar="ADDRESS", help="The address to listen on; 0.0.0.0 for all."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", help="The OpenAI API, health and metrics.")
+        int,
+        typer.Option(
+            "--port",
+            metavar="PORT",
+            min=1,
+            max=65535,
+            help="Port of the OpenAI API, health and metrics.",
+        ),
     ] = 8000,
     grpc_port: Annotated[
-        int, typer.Option("--grpc-port", metavar="PORT", help="Triton's gRPC.")
+        int,
+        typer.Option(
+            "--grpc-port", metavar="PORT", min=1, max=65535, help="Port of Triton's gRPC API."
+        ),
     ] = 8001,
     http_port: Annotated[
         int | None,
         typer.Option(
-            "--http-port", metavar="PORT", show_default=False, help="Triton's HTTP, if wanted."
+            "--http-port",
+            metavar="PORT",
+            min=1,
+            max=65535,
+            show_default="closed",
+            help="Port of Triton's HTTP API.",
         ),
     ] = None,
     gpus: Annotated[
         str,
-        typer.Option("--gpus", metavar="all|N[,N...]", help="Which GPUs; for GPU targets alone."),
+        typer.Option(
+            "--gpus", metavar="all|N[,N...]", help="Which GPUs to use; only for GPU targets."
+        ),
     ] = "all",
     cache: Annotated[
         str,
         typer.Option(
-            "--cache", metavar="VOLUME|DIR", help="Keeps engines that are built at the first start."
+            "--cache",
+            metavar="VOLUME|DIR",
+            help="Where to keep engines that are built at the first start.",
         ),
     ] = "canvasrt-cache",
     engines: Annotated[
@@ -60,24 +82,30 @@ def deploy(
             "--engines",
             metavar="DIR",
             show_default=False,
-            help="Engines to mount, for an image without any.",
+            help="The engines to mount, for an image without any.",
         ),
     ] = None,
     shm_size: Annotated[
-        str, typer.Option("--shm-size", metavar="SIZE", help="Shared memory, for Triton's tensors.")
+        str,
+        typer.Option(
+            "--shm-size", metavar="SIZE", help="Size of the shared memory, for Triton's tensors."
+        ),
     ] = "1g",
     memory: Annotated[
         str | None,
-        typer.Option("--memory", metavar="SIZE", show_default=False, help="A limit of memory."),
+        typer.Option("--memory", metavar="SIZE", show_default=False, help="Memory limit."),
     ] = None,
     cpus: Annotated[
         float | None,
-        typer.Option("--cpus", metavar="N", show_default=False, help="A limit of CPUs."),
+        typer.Option("--cpus", metavar="N", show_default=False, help="CPU limit."),
     ] = None,
     network: Annotated[
         str | None,
         typer.Option(
-            "--network", metavar="NAME", show_default=False, help="A network of docker's, or host."
+            "--network",
+            metavar="NAME",
+            show_default=False,
+            help='Docker network to join, or "host".',
         ),
     ] = None,
     env: Annotated[
@@ -86,17 +114,21 @@ def deploy(
             "--env",
             metavar="NAME[=VALUE]",
             show_default=False,
-            help="A variable, such as NIM_SERVED_MODEL_NAME; without a value, this shell's.",
+            help="An environment variable; without a value, that of this shell. May be given several times.",
         ),
     ] = None,
     env_file: Annotated[
         Path | None,
         typer.Option(
-            "--env-file", metavar="FILE", show_default=False, help="A file of them; for API keys."
+            "--env-file",
+            metavar="FILE",
+            show_default=False,
+            help="A file of environment variables, for example with API keys.",
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="For it to become ready.")
+        float,
+        typer.Option("--timeout", metavar="SECONDS", help="How long it may take to become ready."),
     ] = 3600.0,
     show: Annotated[
         bool, typer.Option("--print", help="Print the commands instead of running them.")

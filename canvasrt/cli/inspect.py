@@ -1,4 +1,4 @@
-"""`canvasrt inspect`: a manifest, readable."""
+"""`canvasrt inspect`: prints a bundle's manifest."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from canvasrt.console import emit, size, table
 
 
 def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None:
-    """Show what a bundle holds and what it was made from; files are not hashed."""
+    """Show a bundle's content and origin, without checking its files."""
     from canvasrt.bundle import load_bundle
 
     manifest = load_bundle(bundle, check=False).manifest
@@ -42,13 +42,13 @@ def inspect(bundle: options.BundlePath, as_json: options.AsJson = False) -> None
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with a recipe as its name; `--json` shows all of it."""
+    """Return the options with a recipe's name instead of its content, which `--json` shows."""
     recipe = options.get("recipe")
     return {**options, "recipe": recipe["name"]} if isinstance(recipe, dict) else options
 
 
 def _quantized(segments: Sequence[dict[str, Any]]) -> str:
-    """How many weights are in which format."""
+    """Return how many weights are in which format."""
     formats = [each for segment in segments for each in segment.get("quantized", {}).values()]
     return ", ".join(f"{formats.count(each)} weights {each}" for each in sorted(set(formats)))
 
@@ -75,7 +75,7 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
 
 
 def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
-    """The sizes that each engine takes, a line a segment and profile."""
+    """Print the sizes each engine supports, one line per segment and profile."""
     rows = [
         (
             segment["name"],
@@ -86,7 +86,7 @@ def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
         for profile in segment.get("profiles", ())
     ]
     if rows:
-        console.print("\nprofiles (least..usual..most)")
+        console.print("\nprofiles (minimum..typical..maximum)")
     for segment, name, *sizes in rows:
         console.print(f"  {segment:<8}  {name:<13}  {', '.join(sizes)}", markup=False)
 
@@ -97,7 +97,7 @@ def _sizes(size: dict[str, int]) -> str:
 
 
 def _short(made_from: Any) -> dict[str, Any]:
-    """Nested values as one line each, hashes shortened."""
+    """Flatten nested values, and shorten hashes."""
     flat: dict[str, Any] = {}
     for name, value in made_from.items():
         if isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check(options: Options) -> None:
+    if options.python is not None and not re.fullmatch(r"3\.\d+", options.python):
+        raise UsageError(f"--python is {options.python!r}", "give a version such as 3.12")
     if options.format not in ("context", *FORMATS):
         raise UsageError(
             f"unknown format {options.format!r}", f"the formats are context, {', '.join(FORMATS)}"

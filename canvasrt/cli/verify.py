@@ -1,4 +1,4 @@
-"""`canvasrt verify`: is a bundle whole, and does it say what its checkpoint says."""
+"""`canvasrt verify`: checks that a bundle is intact, and that it computes what its checkpoint does."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ def verify(
             "--reference",
             metavar="CHECKPOINT",
             show_default=False,
-            help="Also compare what it computes with transformers on this checkpoint.",
+            help="Also compare the results with transformers on this checkpoint.",
         ),
     ] = None,
     report: Annotated[
@@ -26,7 +26,7 @@ def verify(
             "--report",
             metavar="DIR",
             show_default=False,
-            help="Write the comparison there, as report.json, report.md and report.html.",
+            help="Write the comparison to this folder, as report.json, report.md and report.html.",
         ),
     ] = None,
     questions: Annotated[
@@ -35,27 +35,27 @@ def verify(
             "--questions",
             metavar="N",
             min=0,
-            help="Ask N held-out questions of each of the demo's tasks; 0 generates nothing.",
+            help="Ask N held-out questions per task of the demo; 0 asks none.",
         ),
     ] = 25,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check every file of a bundle against its hash, and with --reference what it computes.
+    """Check every file of a bundle against its hash and, with --reference, its results.
 
-    Exits 1 when the limits of the bundle's recipe, or of its precision, are exceeded.
+    The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
     from canvasrt.bundle import load_bundle
     from canvasrt.checkpoints.locate import resolve
     from canvasrt.errors import CanvasError, UsageError
 
     if report is not None and reference is None:
-        raise UsageError("--report needs something to compare with", "add --reference CHECKPOINT")
+        raise UsageError("--report needs --reference", "add --reference CHECKPOINT")
     from canvasrt.containers.image.verify import check_package, is_image
 
     if is_image(bundle):
         if reference is not None:
             raise UsageError(
-                "--reference compares engines", "verify the bundle in the image's stead"
+                "--reference does not support images", "verify the bundle instead of the image"
             )
         _verify_image(bundle, as_json)
         return
@@ -91,10 +91,10 @@ def verify(
 
     def render(console: Any) -> None:
         console.print(
-            f"{bundle}: {len(manifest.files)} files, {size(manifest.total_bytes)}, all as the manifest says"
+            f"{bundle}: {len(manifest.files)} files, {size(manifest.total_bytes)}, all match the manifest"
         )
         if unlisted:
-            console.print(f"not in the manifest, and read by nothing: {', '.join(unlisted)}")
+            console.print(f"not in the manifest, and unused: {', '.join(unlisted)}")
         if found_quality is not None:
             _draw(console, found_quality, str(reference))
             if report is not None:
@@ -106,28 +106,28 @@ def verify(
 
         raise CanvasError(
             f"{bundle} does not compute what {reference} does: {failures(found_quality)}",
-            "give the checkpoint that it was made from; --report DIR shows where it loses most",
+            "check that it was made from this checkpoint; --report DIR shows where the differences are largest",
         )
 
 
 def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
-    """The verdict, the limits, and what loses most."""
+    """Print the verdict, the limits, and the largest differences."""
     from canvasrt.console import table
     from canvasrt.fidelity import markdown
 
     overall = quality["steps"]["all"]
     console.print(
         f"against {reference}: {overall['argmax_agreement']:.2%} of {overall['positions']:,} positions have the same"
-        f" best token; entropy off by {markdown.small(overall['entropy_error_mean'])} nats in the mean,"
-        f" {markdown.small(overall['entropy_error_max'])} at most"
+        f" best token; the entropy differs by {markdown.small(overall['entropy_error_mean'])} nats on average,"
+        f" at most by {markdown.small(overall['entropy_error_max'])}"
     )
     for title, heads, rows in (
         ("Limits", ("", "measured", "limit", ""), markdown.limit_rows(quality)),
         ("Denoising steps", markdown.STEP_HEADS, markdown.step_rows(quality)),
         ("Exact answers", markdown.ANSWER_HEADS, markdown.answer_rows(quality)),
         ("Pace", markdown.PACE_HEADS, markdown.pace_rows(quality)[-2:]),
-        ("Layers, the worst first", markdown.LAYER_HEADS, markdown.layer_rows(quality)),
-        ("Experts, the worst first", markdown.EXPERT_HEADS, markdown.expert_rows(quality)),
+        ("Layers, worst first", markdown.LAYER_HEADS, markdown.layer_rows(quality)),
+        ("Experts, worst first", markdown.EXPERT_HEADS, markdown.expert_rows(quality)),
     ):
         if rows:
             console.print(f"\n[bold]{title}[/bold]")
@@ -137,7 +137,7 @@ def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
 
 
 def _verify_image(path: Path, as_json: bool) -> None:
-    """An image that `canvasrt package` wrote: its layers, and the package in it."""
+    """Check an image that `canvasrt package` wrote: its layers, and the package inside."""
     from canvasrt.containers.image.verify import verify_image
 
     with progress() as show:
@@ -155,7 +155,7 @@ def _verify_image(path: Path, as_json: bool) -> None:
     def render(console: Any) -> None:
         console.print(
             f"{path}: {found.layers} layers, {size(found.bytes)}; {len(found.manifest.files)} files of"
-            f" the package, and {found.components} components in its bill of materials, all as they say",
+            f" the package and {found.components} components in its bill of materials, all intact",
             markup=False,
         )
 

@@ -24,7 +24,7 @@ MAX_ANSWERS = 128  # prompts times n
 MAX_STOPS = 4  # as in OpenAI's API
 # OpenAI has parameters of its own for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
-_SAMPLER = "this model's sampler has parameters of its own, such as t_max"
+_SAMPLER = f"this model's sampler has {', '.join(each.name for each in OWN)}"
 # Why a parameter is refused, when its name does not say it.
 _REASONS = {
     "temperature": _SAMPLER,

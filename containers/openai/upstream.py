@@ -147,7 +147,7 @@ def explained(code: str, details: str) -> ApiError:
 def _refused(message: str) -> ApiError:
     if "exceed the context" in message:
         return bad_request(_sentence(message), None, "context_length_exceeded")
-    # Messages about a value start with its name: `t_max 0.8 is below t_min 3.0`.
+    # A message about a value starts with its name, as in "seed is -1".
     named = re.match(r"(?:the )?(\w+)", message)
     return bad_request(_sentence(message), named[1] if named else None, "invalid_value")
 

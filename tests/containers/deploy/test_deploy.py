@@ -74,12 +74,12 @@ def test_limits_ports_and_variables_are_passed_on(tmp_path: Path):
 
 
 def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):
-    with pytest.raises(CanvasError, match="is not there") as refused:
+    with pytest.raises(CanvasError, match="there is no cache folder") as refused:
         words(CPU, cache=str(tmp_path / "none"))
     assert "mkdir" in refused.value.hint
     (folder := tmp_path / "root").mkdir(mode=0o700)
     if os.geteuid() == 0:
-        with pytest.raises(CanvasError, match="user 1000, who cannot write"):
+        with pytest.raises(CanvasError, match="user 1000, which cannot write"):
             words(CPU, cache=str(folder))
     folder.chmod(0o777 | stat.S_ISVTX)
     assert f"--volume {folder}:/opt/nim/.cache" in words(CPU, cache=str(folder))
@@ -87,7 +87,7 @@ def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):
 
 def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Engine, "architecture", "arm64")
-    with pytest.raises(CanvasError, match="is for amd64, and this machine is arm64"):
+    with pytest.raises(CanvasError, match="is for amd64, but this machine is arm64"):
         deploying.check_architecture(GPU, DOCKER)
 
 

@@ -344,7 +344,7 @@ def test_names_of_images(given: str, full: str):
 
 @pytest.mark.parametrize("given", ["", "Canvasrt", "a b", "canvasrt:", "a//b", "canvasrt:ü x"])
 def test_names_that_no_image_can_have(given: str):
-    with pytest.raises(UsageError, match="no name for an image"):
+    with pytest.raises(UsageError, match="not a name for an image"):
         check_tag(given)
 
 
@@ -352,7 +352,7 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
     with pytest.raises(CanvasError, match="there is no image at") as refused:
         read_base(tmp_path / "nowhere")
     assert "skopeo copy" in refused.value.hint
-    with pytest.raises(CanvasError, match="is for amd64, and the engines need arm64"):
+    with pytest.raises(CanvasError, match="is for amd64, but the engines need arm64"):
         read_base(base, "arm64")
     arm = write_base(tmp_path / "arm", architecture="arm64")
     assert read_base(arm, "arm64").architecture == "arm64"
@@ -368,7 +368,7 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
         (("--format", "docker", "--base", "/nowhere"), 1, "there is no image at /nowhere"),
         (("--format", "zip"), 2, "unknown format 'zip'"),
         (("--engines", "link"), 2, "--engines is 'link'"),
-        (("--tag", "Not A Name"), 2, "no name for an image"),
+        (("--tag", "Not A Name"), 2, "not a name for an image"),
         (("--base", "."), 2, "names an image"),
     ],
 )

@@ -29,7 +29,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
 # Fields of a chat → (the parameter that is named, the code, what the message says).
 CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
-    ({"temperature": 0}, "temperature", UNSUPPORTED, "such as t_max"),
+    (
+        {"temperature": 0},
+        "temperature",
+        UNSUPPORTED,
+        "sampler has max_denoising_steps, entropy_bound",
+    ),
     ({"temperature": True}, "temperature", UNSUPPORTED, "or send 1"),
     ({"top_p": 0.9}, "top_p", UNSUPPORTED, "top_p is not supported"),
     ({"presence_penalty": 0.5}, "presence_penalty", UNSUPPORTED, "or send 0"),
