@@ -38,7 +38,7 @@ class Call:
 
 
 def check_call(protocol: str, stream: bool, drafts: bool) -> None:
-    """UsageError for an unknown protocol, or one that cannot do what was requested."""
+    """Raise UsageError for an unknown protocol, or one that cannot stream or send drafts."""
     if protocol not in PROTOCOLS:
         raise UsageError(
             f"unknown protocol {protocol!r}", f"the protocols are {', '.join(PROTOCOLS)}"

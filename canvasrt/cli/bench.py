@@ -73,7 +73,7 @@ def bench(
     share_passes: SharePasses = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a bundle: time per forward pass, steps per block, tokens per second, time to the first tokens.
+    """Measure a bundle: time per pass, steps per block, tokens per second, first-token latency.
 
     Requests ignore the end of the sequence, so that every round does the same work.
     Example: canvasrt bench build/demo --against transformers --checkpoint demo

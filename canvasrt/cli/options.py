@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
+
 Checkpoint = Annotated[
     str,
     typer.Argument(
@@ -95,7 +97,7 @@ MaxContext = Annotated[
         "--max-context",
         metavar="TOKENS",
         min=1,
-        show_default="the model's limit, at most 32768",
+        show_default=f"the model's limit, at most {MAX_CONTEXT}",
         help="Most tokens of a prompt and its answer together.",
     ),
 ]
@@ -111,7 +113,7 @@ LayersPerSegment = Annotated[
         "--layers-per-segment",
         metavar="N",
         min=1,
-        show_default="6",
+        show_default=str(LAYERS_PER_SEGMENT),
         help="Layers per engine. Fewer need less memory to build.",
     ),
 ]

@@ -12,7 +12,7 @@ def package(
     bundles: Annotated[
         list[Path],
         typer.Argument(
-            metavar="BUNDLE...",
+            metavar="BUNDLE",
             show_default=False,
             help="Folders that `canvasrt build` wrote; one package can have several targets.",
         ),

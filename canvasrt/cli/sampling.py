@@ -37,7 +37,7 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _argument(parameter: Parameter) -> inspect.Parameter:
-    """The option of one parameter. Without it, the checkpoint's default holds, if there is one."""
+    """Return the option of one parameter. None stands for the checkpoint's default."""
     about = parameter.about.partition(";")[0]
     default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)
     option = typer.Option(

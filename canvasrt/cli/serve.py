@@ -13,6 +13,7 @@ import typer
 
 from canvasrt.cli.options import AsJson, Threads
 from canvasrt.console import emit
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Bundle = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[BUNDLE]",
+        metavar="BUNDLE",
         show_default=False,
         help="A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH.",
     ),
@@ -41,7 +42,7 @@ Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="ID",
-        show_default="by the GPU",
+        show_default="the GPU's",
         help="The id or name of a serving profile; see `list-model-profiles`. NIM_MODEL_PROFILE.",
     ),
 ]
@@ -65,8 +66,9 @@ LogLevel = Annotated[
 ]
 
 
-def _port(name: str, default: str, what: str) -> Any:
-    return typer.Option(name, metavar="PORT", min=0, max=65535, show_default=default, help=what)
+def _port(name: str, default: int | None, what: str) -> Any:
+    shown = str(default) if default else False
+    return typer.Option(name, metavar="PORT", min=0, max=65535, show_default=shown, help=what)
 
 
 def serve(
@@ -74,20 +76,23 @@ def serve(
     host: Host = None,
     port: Annotated[
         int | None,
-        _port("--port", "8000", "Port of the OpenAI API; 0 takes a free one. NIM_SERVER_PORT."),
+        _port("--port", API_PORT, "Port of the OpenAI API; 0 takes a free one. NIM_SERVER_PORT."),
     ] = None,
     health_port: Annotated[
         int | None,
-        _port("--health-port", "", "A second port, with only health routes; NIM_HEALTH_PORT."),
+        _port("--health-port", None, "A second port, with only health routes; NIM_HEALTH_PORT."),
     ] = None,
     http_port: Annotated[
-        int | None, _port("--http-port", "8080", "Port of Triton's HTTP API; 0 takes a free one.")
+        int | None,
+        _port("--http-port", HTTP_PORT, "Port of Triton's HTTP API; 0 takes a free one."),
     ] = None,
     grpc_port: Annotated[
-        int | None, _port("--grpc-port", "8001", "Port of Triton's gRPC API; 0 takes a free one.")
+        int | None,
+        _port("--grpc-port", GRPC_PORT, "Port of Triton's gRPC API; 0 takes a free one."),
     ] = None,
     metrics_port: Annotated[
-        int | None, _port("--metrics-port", "8002", "Port of Triton's metrics; 0 takes a free one.")
+        int | None,
+        _port("--metrics-port", METRICS_PORT, "Port of Triton's metrics; 0 takes a free one."),
     ] = None,
     names: Annotated[
         str | None,
@@ -209,8 +214,9 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    Options that are not given come from NIM_PASSTHROUGH_ARGS, else from the NIM variables named below. If
-    CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of its keys.
+    Options that are not given come from NIM_PASSTHROUGH_ARGS, else from the NIM variables named
+    below. If CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of
+    its keys.
     """
     given = {name: value for name, value in locals().items() if name in _PARAMETERS}
 
@@ -228,7 +234,7 @@ _PARAMETERS = frozenset(serve.__annotations__) - {"return"}
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Mark `--json` as not given, unlike other flags, by None."""
+    """Return options by name; None also marks a `--json` that was not given."""
     return {**options, "as_json": options.get("as_json") or None}
 
 

@@ -38,7 +38,7 @@ _REASONS = {
 
 def _fail(code: str, message: str) -> PydanticCustomError:
     # The message may contain braces, which a template may not.
-    return PydanticCustomError(code, "{said}", {"said": message})  # type: ignore[arg-type]
+    return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
 def _only(*allowed: Any) -> Any:
@@ -52,10 +52,10 @@ def _only(*allowed: Any) -> Any:
         if value is None or any(same):
             return value
         reason = _REASONS.get(info.field_name or "", "")
-        said = f"{info.field_name} is not supported" + (f": {reason}" if reason else "")
+        problem = f"{info.field_name} is not supported" + (f": {reason}" if reason else "")
         neutral = " or ".join(dict.fromkeys(json.dumps(each) for each in allowed))
         way_out = f"Leave it out{f', or send {neutral}' if neutral else ''}."
-        raise _fail("unsupported_parameter", f"{said}. {way_out}")
+        raise _fail("unsupported_parameter", f"{problem}. {way_out}")
 
     return Annotated[Any, AfterValidator(check)]
 

@@ -81,14 +81,14 @@ def packaged(engines: Bundle) -> Bundle:
 
 @pytest.fixture(scope="session")
 def server(packaged: Bundle) -> Iterator[Server]:
-    """A ready server, stopped and checked for leftovers at the end."""
+    """A ready server, stopped and checked for stale processes and memory at the end."""
     log = packaged.path.parent / "triton.log"
     with (
         repository_of(packaged) as repository,
         Server(repository, ports=Ports(0, 0, 0), log=log) as running,
     ):
         yield running
-    assert not leftovers(running)
+    assert not stale(running)
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +139,7 @@ def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
     return generate
 
 
-def leftovers(server: Server) -> list[Path]:
+def stale(server: Server) -> list[Path]:
     """What a stopped server has left: shared memory and processes with its name."""
     found = list(Path("/dev/shm").glob(f"{server.run_name}*"))
     for file in Path("/proc").glob("[0-9]*/cmdline"):

@@ -76,7 +76,7 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
         for thread in threads:
             thread.join(30)
         assert running.process.returncode == 0
-        assert not running.leftovers()
+        assert not running.stale()
         assert not running.scratch()
     counted = {outcome: outcomes.count(outcome) for outcome in set(outcomes)}
     answered = counted.pop("length", 0) + counted.pop("stop", 0)
@@ -130,7 +130,7 @@ def test_a_front_end_that_dies_is_replaced(packaged: Bundle, tmp_path: Path):
         stderr = running.stop(signal.SIGTERM)
         assert "the OpenAI front end stopped with signal 9; restarting it" in stderr
         assert running.process.returncode == 0
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def test_when_triton_dies_everything_ends_and_callers_are_told(packaged: Bundle, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_when_triton_dies_everything_ends_and_callers_are_told(packaged: Bundle,
         assert running.process.returncode == 1
         assert "error: tritonserver stopped with signal SIGKILL" in errors
         assert isinstance(failures[0], (sdk.InternalServerError, sdk.APIConnectionError))
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def requests(running: Serving) -> float:
