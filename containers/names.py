@@ -1,4 +1,5 @@
-"""Names and numbers that several parts of serving agree on: ports, folders of a package, environment variables."""
+"""Names and numbers that several parts of serving agree on: ports, folders of a package,
+environment variables."""
 
 # Ports. The defaults are those of the NIM containers that wrap Triton.
 API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002

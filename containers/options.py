@@ -1,4 +1,5 @@
-"""Options of `canvasrt serve` that another process gets whole: the models inside Triton, and the OpenAI front end."""
+"""Options of `canvasrt serve` that another process gets whole: the models inside Triton, and the
+OpenAI front end."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 def nim(variable: str, read: Callable[[str], Any] = str, flag: str = "") -> dict[str, Any]:
     """Return the metadata of a field that a NIM environment variable can set.
 
-    `read` parses its text, and that of the command line's `flag`; ValueError says what is wrong with it.
+    `read` parses its text, and that of the command line's `flag`; ValueError says what is wrong
+    with it.
     """
     return {"variable": variable, "read": read, "flag": flag}
 
@@ -98,7 +100,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """Where the OpenAI front end listens, and what it says about the model. Port 0 takes a free one."""
+    """Where the OpenAI front end listens, and what it says about the model. Port 0 takes a free
+    one."""
 
     host: str = "127.0.0.1"
     port: int = field(default=API_PORT, metadata=nim("NIM_SERVER_PORT", read_port))

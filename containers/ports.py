@@ -21,7 +21,8 @@ class Ports:
     metrics: int = METRICS_PORT
 
     def resolve(self, host: str) -> Ports:
-        """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot be used."""
+        """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot
+        be used."""
         held: dict[str, socket.socket] = {}
         try:
             # Hold each until all are known, so that no two get the same free port.
@@ -51,7 +52,8 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
 
 
 def split_url(url: str, schemes: Sequence[str], hint: str) -> tuple[str, str, int | None]:
-    """Return scheme, host and port of `--url`; the first of `schemes` if it names none. UsageError for a bad one."""
+    """Return scheme, host and port of `--url`; the first of `schemes` if it names none. UsageError
+    for a bad one."""
     try:
         parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
         port = parts.port

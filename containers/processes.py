@@ -70,7 +70,8 @@ def remove_stale() -> None:
 
 
 def _pid_namespace() -> str:
-    """Return an id of the namespace that process ids belong to, since containers may share /dev/shm."""
+    """Return an id of the namespace that process ids belong to, since containers may share
+    /dev/shm."""
     try:
         return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     except OSError:

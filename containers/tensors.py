@@ -1,4 +1,5 @@
-"""The tensors of the served models: one table for Triton's configuration and for checking requests."""
+"""The tensors of the served models: one table for Triton's configuration and for checking
+requests."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from canvasrt.runtime.sampling import PARAMETERS
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_STOPS = 16
-# With this request parameter, the stream model reports an error as an event of that name, whose text is JSON with
-# the code and the message. Triton's streams carry no codes, and its option to add them (triton_grpc_error) has
-# crashed it.
+# With this request parameter, the stream model reports an error as an event of that name, whose
+# text is JSON with the code and the message. Triton's streams carry no codes, and its option to add
+# them (triton_grpc_error) has crashed it.
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
 HINT = ". Hint: "  # in an error reply, between the message and the hint
 
@@ -38,14 +39,14 @@ class Tensor:
 
 
 PROMPTS = (
-    Tensor("prompt", "BYTES", (1,), "one user message, to which the chat template is applied"),
+    Tensor("prompt", "BYTES", (1,), "one user message, wrapped in the chat template"),
     Tensor("messages", "BYTES", (1,), "a chat: a JSON list of `{role, content}`, as one string"),
-    Tensor("prompt_ids", "INT32", (-1,), "token ids to continue as they are"),
+    Tensor("prompt_ids", "INT32", (-1,), "token ids, used as they are, without a template"),
 )
 OPTIONS = tuple(Tensor(each.name, each.datatype, (1,), each.about) for each in PARAMETERS)
-STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer; it is cut before them")
-RAW = Tensor("raw", "BOOL", (1,), "continue `prompt` as it is, without the chat template")
-DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after each denoising step")
+STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer, which is cut before them")
+RAW = Tensor("raw", "BOOL", (1,), "use `prompt` as it is, without the chat template")
+DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
 RESULT = (
     Tensor(
@@ -55,12 +56,12 @@ RESULT = (
     Tensor("prompt_token_ids", "INT32", (-1,), "the prompt's tokens; empty before `final`"),
     Tensor("finish_reason", "BYTES", (1,), "`stop` or `length`; empty before `final`"),
     Tensor("steps", "INT32", (-1,), "denoising steps of each finished block"),
-    Tensor("seed", "UINT64", (1,), "the seed used"),
+    Tensor("seed", "UINT64", (1,), "the seed that was used"),
 )
 PROGRESS = (
     Tensor("event", "BYTES", (1,), "`draft`, `block` or `final`"),
     Tensor("block", "INT32", (1,), "index of the event's block, from 0"),
-    Tensor("step", "INT32", (1,), "denoising steps done in that block so far"),
+    Tensor("step", "INT32", (1,), "denoising steps done in that block"),
 )
 
 
@@ -89,8 +90,8 @@ _TRITON_PARAMETERS = (
 def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
     """Raise CanvasError for a parameter that nothing reads.
 
-    The `generate` endpoints turn unknown JSON fields into parameters, so a misspelled option would be
-    silently ignored.
+    The `generate` endpoints turn unknown JSON fields into parameters, so a misspelled option would
+    be silently ignored.
     """
     for name in parameters:
         if name != ERRORS and not name.startswith(_TRITON_PARAMETERS):
@@ -99,7 +100,8 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
 
 
 def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return tensors as Python values: text as str, dimensions of -1 as lists, everything else as a number.
+    """Return tensors as Python values: text as str, dimensions of -1 as lists, everything else as a
+    number.
 
     CanvasError names a tensor with a wrong shape, or text that is not UTF-8.
     """
@@ -152,7 +154,8 @@ def _text(name: str, item: Any) -> str:
 
 
 def chosen_prompt(values: Mapping[str, Any]) -> str:
-    """Return which of prompt, messages and prompt_ids a request has. CanvasError unless it is exactly one."""
+    """Return which of prompt, messages and prompt_ids a request has. CanvasError unless it is
+    exactly one."""
     given = [tensor.name for tensor in PROMPTS if tensor.name in values]
     names = ", ".join(tensor.name for tensor in PROMPTS)
     if not given:

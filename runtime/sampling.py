@@ -1,4 +1,5 @@
-"""A request's sampling parameters. Triton's inputs, the OpenAI API and the command line are derived from this table.
+"""A request's sampling parameters. Triton's inputs, the OpenAI API and the command line are derived
+from this table.
 
 Free of numpy at import: the command line reads it for its help.
 """
@@ -22,7 +23,8 @@ MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 @dataclass(frozen=True)
 class Parameter:
-    """One sampling parameter as callers know it. A whole number has a `most`; a real one only needs to be finite."""
+    """One sampling parameter as callers know it. A whole number has a `most`; a real one only needs
+    to be finite."""
 
     name: str
     datatype: str  # as Triton names it: BOOL, FP32, INT32 or UINT64
@@ -78,10 +80,15 @@ def _parameter(default: Any, datatype: str, about: str, **limits: Any) -> Any:
 class SamplingParams:
     """How one request is generated. Entropies are in nats. CanvasError for a value out of range."""
 
-    max_new_tokens: int = _parameter(256, "INT32", "most tokens to generate", least=1)
+    max_new_tokens: int = _parameter(256, "INT32", "maximum number of tokens to generate", least=1)
     seed: int = _parameter(0, "UINT64", "seed of the noise; 0 when absent", most=MAX_UINT64)
     max_denoising_steps: int = _parameter(
-        48, "INT32", "most denoising steps per block", least=1, most=10_000, flag="--steps"
+        48,
+        "INT32",
+        "maximum number of denoising steps per block",
+        least=1,
+        most=10_000,
+        flag="--steps",
     )
     entropy_bound: float = _parameter(
         0.1, "FP32", "entropy accepted per step, in nats", above_least=True
@@ -89,7 +96,7 @@ class SamplingParams:
     t_min: float = _parameter(0.4, "FP32", "temperature of the last step")
     t_max: float = _parameter(0.8, "FP32", "temperature of the first step", above_least=True)
     stability_threshold: int = _parameter(
-        1, "INT32", "steps a canvas must stay the same to stop early", most=10_000
+        1, "INT32", "steps a canvas must stay unchanged to stop early", most=10_000
     )
     confidence_threshold: float = _parameter(
         0.005, "FP32", "mean entropy below which a canvas may stop early", above_least=True

@@ -16,8 +16,8 @@ from canvasrt.console import print_error
 from canvasrt.errors import CanvasError, UsageError
 
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
-# Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with underscores for
-# hyphens.
+# Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with
+# underscores for hyphens.
 _COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
@@ -114,7 +114,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Remove `--debug` anywhere before a `--`; return the other arguments, and whether it was there."""
+    """Remove `--debug` anywhere before a `--`; return the other arguments, and whether it was
+    there."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end
@@ -151,7 +152,8 @@ def _interrupted() -> int:
 
 
 def _show_log() -> None:
-    """Print canvasrt's log, such as the builders' warnings. Other loggers would slow down torch's exporter."""
+    """Print canvasrt's log, such as the builders' warnings. Other loggers would slow down torch's
+    exporter."""
     import logging
 
     logger = logging.getLogger("canvasrt")

@@ -113,7 +113,8 @@ def _answer(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _without_end(ids: list[int], finish: str | None) -> list[int]:
-    """Return the ids of the answer's text, without the token that ended it, which may have a spelling."""
+    """Return the ids of the answer's text, without the token that ended it, which may have a
+    spelling."""
     return ids[:-1] if finish == "stop" else ids
 
 

@@ -1,4 +1,5 @@
-"""`make image-demo`: builds the demo's image without a daemon, runs it hardened, calls it over three protocols."""
+"""`make image-demo`: builds the demo's image without a daemon, runs it hardened, calls it over
+three protocols."""
 
 from __future__ import annotations
 

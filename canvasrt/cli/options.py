@@ -156,7 +156,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 
 def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
-    """Return folders and weights of `--adapter DIR[=WEIGHT]`. UsageError for a weight that is not a number."""
+    """Return folders and weights of `--adapter DIR[=WEIGHT]`. UsageError for a weight that is not a
+    number."""
     from canvasrt.errors import UsageError
 
     found = []

@@ -16,7 +16,8 @@ from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, che
 def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option per sampling parameter, in place of its argument `sampling`.
 
-    The command gets the values that have one, by parameter name. UsageError for a value out of range.
+    The command gets the values that have one, by parameter name. UsageError for a value out of
+    range.
     """
     signature = inspect.signature(command, eval_str=True)
     arguments: list[inspect.Parameter] = []

@@ -19,7 +19,8 @@ from canvasrt.errors import UsageError
 if TYPE_CHECKING:
     from canvasrt.containers.serve.settings import Settings
 
-# A default of None marks an option that was not given, which NIM_PASSTHROUGH_ARGS or the environment may set.
+# A default of None marks an option that was not given, which NIM_PASSTHROUGH_ARGS or the
+# environment may set.
 Bundle = Annotated[
     Path | None,
     typer.Argument(
@@ -71,145 +72,165 @@ def _port(name: str, default: int | None, what: str) -> Any:
     return typer.Option(name, metavar="PORT", min=0, max=65535, show_default=shown, help=what)
 
 
+Port = Annotated[
+    int | None,
+    _port("--port", API_PORT, "Port of the OpenAI API; 0 takes a free one. NIM_SERVER_PORT."),
+]
+HealthPort = Annotated[
+    int | None,
+    _port("--health-port", None, "A second port, with only health routes; NIM_HEALTH_PORT."),
+]
+HttpPort = Annotated[
+    int | None,
+    _port("--http-port", HTTP_PORT, "Port of Triton's HTTP API; 0 takes a free one."),
+]
+GrpcPort = Annotated[
+    int | None,
+    _port("--grpc-port", GRPC_PORT, "Port of Triton's gRPC API; 0 takes a free one."),
+]
+MetricsPort = Annotated[
+    int | None,
+    _port("--metrics-port", METRICS_PORT, "Port of Triton's metrics; 0 takes a free one."),
+]
+Names = Annotated[
+    str | None,
+    typer.Option(
+        "--served-model-name",
+        metavar="NAME[,NAME...]",
+        show_default="canvasrt",
+        help="The model's names in the OpenAI API; NIM_SERVED_MODEL_NAME.",
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="TOKENS",
+        min=1,
+        show_default="the engines'",
+        help="Most tokens of a prompt and its answer together; NIM_MAX_MODEL_LEN.",
+    ),
+]
+SslMode = Annotated[
+    str | None,
+    typer.Option(
+        "--ssl-mode",
+        metavar="MODE",
+        show_default="disabled",
+        help="TLS for the OpenAI API: disabled, tls or mtls; NIM_SSL_MODE.",
+    ),
+]
+SslCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-cert",
+        metavar="FILE",
+        show_default=False,
+        help="The server's certificate; NIM_SSL_CERTS_PATH.",
+    ),
+]
+SslKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-key",
+        metavar="FILE",
+        show_default=False,
+        help="The certificate's key; NIM_SSL_KEY_PATH.",
+    ),
+]
+SslCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-ca",
+        metavar="FILE",
+        show_default=False,
+        help="The authority that signs callers' certificates, for mtls; NIM_SSL_CA_CERTS_PATH.",
+    ),
+]
+Log = Annotated[
+    str | None,
+    typer.Option(
+        "--log",
+        metavar="FILE",
+        show_default="a file in the state folder",
+        help="The file for the servers' output; - for stderr.",
+    ),
+]
+JsonLogs = Annotated[
+    bool | None,
+    typer.Option(
+        "--json-logs/--text-logs",
+        show_default=False,
+        help="Log to stderr, one JSON object per line; NIM_JSONL_LOGGING.",
+    ),
+]
+Verbose = Annotated[
+    bool | None,
+    typer.Option("--verbose", "-v", show_default=False, help="Copy the log to stderr."),
+]
+ReadyTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--ready-timeout",
+        metavar="SECONDS",
+        show_default="600",
+        help="How long loading the engines may take.",
+    ),
+]
+ExitTimeout = Annotated[
+    int | None,
+    typer.Option(
+        "--exit-timeout",
+        metavar="SECONDS",
+        min=0,
+        show_default="10",
+        help="How long requests in flight may take at shutdown.",
+    ),
+]
+SharePasses = Annotated[
+    bool | None,
+    typer.Option(
+        "--share-passes",
+        show_default=False,
+        help="On a GPU, let requests share passes: higher throughput, but the tokens no longer depend on the"
+        " seed alone.",
+    ),
+]
+DryRun = Annotated[
+    bool | None,
+    typer.Option(
+        "--dry-run",
+        show_default=False,
+        help="Print what would be served, and where; start nothing.",
+    ),
+]
+
+
 def serve(
     bundle: Bundle = None,
     host: Host = None,
-    port: Annotated[
-        int | None,
-        _port("--port", API_PORT, "Port of the OpenAI API; 0 takes a free one. NIM_SERVER_PORT."),
-    ] = None,
-    health_port: Annotated[
-        int | None,
-        _port("--health-port", None, "A second port, with only health routes; NIM_HEALTH_PORT."),
-    ] = None,
-    http_port: Annotated[
-        int | None,
-        _port("--http-port", HTTP_PORT, "Port of Triton's HTTP API; 0 takes a free one."),
-    ] = None,
-    grpc_port: Annotated[
-        int | None,
-        _port("--grpc-port", GRPC_PORT, "Port of Triton's gRPC API; 0 takes a free one."),
-    ] = None,
-    metrics_port: Annotated[
-        int | None,
-        _port("--metrics-port", METRICS_PORT, "Port of Triton's metrics; 0 takes a free one."),
-    ] = None,
-    names: Annotated[
-        str | None,
-        typer.Option(
-            "--served-model-name",
-            metavar="NAME[,NAME...]",
-            show_default="canvasrt",
-            help="The model's names in the OpenAI API; NIM_SERVED_MODEL_NAME.",
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            "--max-model-len",
-            metavar="TOKENS",
-            min=1,
-            show_default="the engines'",
-            help="Most tokens of a prompt and its answer together; NIM_MAX_MODEL_LEN.",
-        ),
-    ] = None,
+    port: Port = None,
+    health_port: HealthPort = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    metrics_port: MetricsPort = None,
+    names: Names = None,
+    max_model_len: MaxModelLen = None,
     profile: Profile = None,
     cache: Cache = None,
-    ssl_mode: Annotated[
-        str | None,
-        typer.Option(
-            "--ssl-mode",
-            metavar="MODE",
-            show_default="disabled",
-            help="TLS for the OpenAI API: disabled, tls or mtls; NIM_SSL_MODE.",
-        ),
-    ] = None,
-    ssl_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-cert",
-            metavar="FILE",
-            show_default=False,
-            help="The server's certificate; NIM_SSL_CERTS_PATH.",
-        ),
-    ] = None,
-    ssl_key: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-key",
-            metavar="FILE",
-            show_default=False,
-            help="The certificate's key; NIM_SSL_KEY_PATH.",
-        ),
-    ] = None,
-    ssl_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-ca",
-            metavar="FILE",
-            show_default=False,
-            help="The authority that signs callers' certificates, for mtls; NIM_SSL_CA_CERTS_PATH.",
-        ),
-    ] = None,
-    log: Annotated[
-        str | None,
-        typer.Option(
-            "--log",
-            metavar="FILE",
-            show_default="a file in the state folder",
-            help="The file for the servers' output; - for stderr.",
-        ),
-    ] = None,
+    ssl_mode: SslMode = None,
+    ssl_cert: SslCert = None,
+    ssl_key: SslKey = None,
+    ssl_ca: SslCa = None,
+    log: Log = None,
     log_level: LogLevel = None,
-    json_logs: Annotated[
-        bool | None,
-        typer.Option(
-            "--json-logs/--text-logs",
-            show_default=False,
-            help="Log to stderr, one JSON object per line; NIM_JSONL_LOGGING.",
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool | None,
-        typer.Option("--verbose", "-v", show_default=False, help="Copy the log to stderr."),
-    ] = None,
-    ready_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--ready-timeout",
-            metavar="SECONDS",
-            show_default="600",
-            help="How long loading the engines may take.",
-        ),
-    ] = None,
-    exit_timeout: Annotated[
-        int | None,
-        typer.Option(
-            "--exit-timeout",
-            metavar="SECONDS",
-            min=0,
-            show_default="10",
-            help="How long requests in flight may take at shutdown.",
-        ),
-    ] = None,
+    json_logs: JsonLogs = None,
+    verbose: Verbose = None,
+    ready_timeout: ReadyTimeout = None,
+    exit_timeout: ExitTimeout = None,
     threads: Threads = None,
-    share_passes: Annotated[
-        bool | None,
-        typer.Option(
-            "--share-passes",
-            show_default=False,
-            help="On a GPU, let requests share passes: higher throughput, but the tokens no longer depend on the"
-            " seed alone.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool | None,
-        typer.Option(
-            "--dry-run",
-            show_default=False,
-            help="Print what would be served, and where; start nothing.",
-        ),
-    ] = None,
+    share_passes: SharePasses = None,
+    dry_run: DryRun = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.

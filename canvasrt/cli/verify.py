@@ -1,57 +1,65 @@
-"""`canvasrt verify`: checks that a bundle is intact, and that it computes what its checkpoint does."""
+"""`canvasrt verify`: checks that a bundle is intact, and that it computes what its checkpoint
+does."""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
 
+if TYPE_CHECKING:
+    from canvasrt.bundle import Bundle
+
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        "--reference",
+        metavar="CHECKPOINT",
+        show_default=False,
+        help="Also compare the results with transformers on this checkpoint.",
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="DIR",
+        show_default=False,
+        help="Write the comparison to this folder, as report.json, report.md and report.html.",
+    ),
+]
+Questions = Annotated[
+    int,
+    typer.Option(
+        "--questions",
+        metavar="N",
+        min=0,
+        help="Ask N held-out questions per task of the demo; 0 asks none.",
+    ),
+]
+
 
 def verify(
     bundle: options.BundlePath,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            "--reference",
-            metavar="CHECKPOINT",
-            show_default=False,
-            help="Also compare the results with transformers on this checkpoint.",
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="DIR",
-            show_default=False,
-            help="Write the comparison to this folder, as report.json, report.md and report.html.",
-        ),
-    ] = None,
-    questions: Annotated[
-        int,
-        typer.Option(
-            "--questions",
-            metavar="N",
-            min=0,
-            help="Ask N held-out questions per task of the demo; 0 asks none.",
-        ),
-    ] = 25,
+    reference: Reference = None,
+    report: Report = None,
+    questions: Questions = 25,
     as_json: options.AsJson = False,
 ) -> None:
     """Check every file of a bundle against its hash and, with --reference, its results.
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
-    from canvasrt.bundle import load_bundle
     from canvasrt.checkpoints.locate import resolve
+    from canvasrt.containers.image.verify import is_image
     from canvasrt.errors import CanvasError, UsageError
 
     if report is not None and reference is None:
         raise UsageError("--report needs --reference", "add --reference CHECKPOINT")
-    from canvasrt.containers.image.verify import check_package, is_image
-
     if is_image(bundle):
         if reference is not None:
             raise UsageError(
@@ -60,54 +68,77 @@ def verify(
         _verify_image(bundle, as_json)
         return
     checkpoint = None if reference is None else resolve(reference)
-    found_quality: dict[str, Any] | None = None
-    with progress() as show:
-        found = load_bundle(
-            bundle, progress=lambda done, total: show("checking files", done, total)
-        )
-        check_package(found)
-        if checkpoint is not None:
-            from canvasrt.fidelity import check_report_folder, measure, write_report
+    found, quality = _check(bundle, checkpoint, reference, questions, report)
+    _show(found, quality, reference, report, as_json)
+    if quality is not None and not quality["ok"]:
+        from canvasrt.fidelity import failures
 
-            if report is not None:
-                check_report_folder(report)
-            found_quality = measure(found, checkpoint, questions, show)
-            if report is not None:
-                write_report(found_quality, f"{bundle.name} against {reference}", report)
-    manifest, unlisted = found.manifest, found.unlisted()
+        raise CanvasError(
+            f"{bundle} does not compute what {reference} does: {failures(quality)}",
+            "check that it was made from this checkpoint; --report DIR shows the largest differences",
+        )
+
+
+def _check(
+    path: Path,
+    checkpoint: Path | None,
+    reference: str | None,
+    questions: int,
+    report: Path | None,
+) -> tuple[Bundle, dict[str, Any] | None]:
+    """Check the files, and compare with the checkpoint if there is one."""
+    from canvasrt.bundle import load_bundle
+    from canvasrt.containers.image.verify import check_package
+
+    with progress() as show:
+        found = load_bundle(path, progress=lambda done, total: show("checking files", done, total))
+        check_package(found)
+        if checkpoint is None:
+            return found, None
+        from canvasrt.fidelity import check_report_folder, measure, write_report
+
+        if report is not None:
+            check_report_folder(report)
+        quality = measure(found, checkpoint, questions, show)
+        if report is not None:
+            write_report(quality, f"{path.name} against {reference}", report)
+    return found, quality
+
+
+def _show(
+    bundle: Bundle,
+    quality: dict[str, Any] | None,
+    reference: str | None,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    manifest, unlisted = bundle.manifest, bundle.unlisted()
     data: dict[str, Any] = {
-        "bundle": str(bundle),
-        "ok": found_quality is None or found_quality["ok"],
+        "bundle": str(bundle.path),
+        "ok": quality is None or quality["ok"],
         "kind": manifest.kind,
         "digest": manifest.digest,
         "files": len(manifest.files),
         "bytes": manifest.total_bytes,
         "unlisted": unlisted,
     }
-    if found_quality is not None:
+    if quality is not None:
         from canvasrt.fidelity import finite
 
-        data["quality"] = finite(found_quality)
+        data["quality"] = finite(quality)
 
     def render(console: Any) -> None:
         console.print(
-            f"{bundle}: {len(manifest.files)} files, {size(manifest.total_bytes)}, all match the manifest"
+            f"{bundle.path}: {len(manifest.files)} files, {size(manifest.total_bytes)}, all match the manifest"
         )
         if unlisted:
             console.print(f"not in the manifest, and unused: {', '.join(unlisted)}")
-        if found_quality is not None:
-            _draw(console, found_quality, str(reference))
+        if quality is not None:
+            _draw(console, quality, str(reference))
             if report is not None:
                 console.print(f"report: {report / 'report.html'}")
 
     emit(data, as_json, render)
-    if found_quality is not None and not found_quality["ok"]:
-        from canvasrt.fidelity import failures
-
-        raise CanvasError(
-            f"{bundle} does not compute what {reference} does: {failures(found_quality)}",
-            "check that it was made from this checkpoint; --report DIR shows where the differences are largest",
-        )
 
 
 def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:

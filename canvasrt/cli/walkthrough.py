@@ -1,4 +1,5 @@
-"""The demo: builds the demo checkpoint for the CPU, packages and serves it, and checks its answers."""
+"""The demo: builds the demo checkpoint for the CPU, packages and serves it, and checks its
+answers."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ class OpenAIClient:
         self.url = f"{scheme}://{host}:{self._port}/v1"
 
     def ask(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one answer: text, finish_reason, usage and seed. `inputs` are values by tensor name."""
+        """Return one answer: text, finish_reason, usage and seed. `inputs` are values by tensor
+        name."""
         path, body = _request(inputs, self.model)
         with self._reply("POST", path, body) as reply:
             answer = json.loads(reply.read())

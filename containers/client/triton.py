@@ -52,8 +52,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class StreamEvent(Answer):
-    """One event of a stream. `text` and `token_ids` are those of the draft, the block or, in the last event,
-    the whole answer."""
+    """One event of a stream. `text` and `token_ids` are those of the draft, the block or, in the
+    last event, the whole answer."""
 
     event: str
     block: int
@@ -63,8 +63,8 @@ class StreamEvent(Answer):
 class Client:
     """A connection to one server, as a context manager.
 
-    url: host:port, with or without http://; None stands for the protocol's default port on this machine.
-    UsageError for a bad one. timeout: seconds that one call may take.
+    url: host:port, with or without http://; None stands for the protocol's default port on this
+    machine. UsageError for a bad one. timeout: seconds that one call may take.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Client:
         return Answer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
-        """Yield the events of one request, over gRPC. Leaving the iteration early cancels the request."""
+        """Yield the events of one request, over gRPC. Leaving the iteration early cancels the
+        request."""
         if self.protocol != "grpc":
             raise UsageError(
                 f"Triton does not stream over {self.protocol}", "use grpc, or do not stream"

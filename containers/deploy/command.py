@@ -106,7 +106,8 @@ def _network(options: Options) -> list[str]:
 
 
 def _cache(cache: str) -> str:
-    """Return a volume's name, or a folder's full path. CanvasError for a folder that cannot be used."""
+    """Return a volume's name, or a folder's full path. CanvasError for a folder that cannot be
+    used."""
     if "/" not in cache and not cache.startswith("."):
         return cache
     folder = Path(cache).expanduser().resolve()

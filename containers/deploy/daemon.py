@@ -1,4 +1,5 @@
-"""A temporary docker daemon, for machines with docker installed but not running, such as build servers."""
+"""A temporary docker daemon, for machines with docker installed but not running, such as build
+servers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _PATIENCE = 30.0
 def docker(scratch: Path | None = None) -> Iterator[Engine]:
     """Provide docker; if no daemon answers, start one until the block ends.
 
-    `scratch` is the folder for its images. CanvasError when that is not possible: it needs root and `dockerd`.
+    `scratch` is the folder for its images. CanvasError when that is not possible: it needs root and
+    `dockerd`.
     """
     found = None
     try:

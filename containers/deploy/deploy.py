@@ -60,8 +60,8 @@ def deploy(
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
-    CanvasError when it cannot start, ends by itself, or is not ready after `timeout` seconds. The error then
-    has the container's last lines, and the container is removed.
+    CanvasError when it cannot start, ends by itself, or is not ready after `timeout` seconds. The
+    error then has the container's last lines, and the container is removed.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)
@@ -90,7 +90,8 @@ def deploy(
 
 
 def shown(package: str, options: Options, engine: str | None = None) -> list[str]:
-    """Return the commands that `deploy` would run, for a shell. Only what needs no engine is checked."""
+    """Return the commands that `deploy` would run, for a shell. Only what needs no engine is
+    checked."""
     check_engine(engine)
     chosen = Engine(engine or "docker")
     try:

@@ -1,4 +1,5 @@
-"""What can be deployed: a package's folder, an OCI layout, a docker archive, or an image by name."""
+"""What can be deployed: a package's folder, an OCI layout, a docker archive, or an image by
+name."""
 
 from __future__ import annotations
 

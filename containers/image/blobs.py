@@ -93,7 +93,8 @@ class Blobs:
     ) -> Layer:
         """Write a layer. Do not `compress` weights: that saves little, and makes loading slower.
 
-        The entries' parent folders are added from `above` downwards; those higher up belong to the base image.
+        The entries' parent folders are added from `above` downwards; those higher up belong to the
+        base image.
         """
         return self._write(
             lambda file: _write_tar(file, with_parents(entries, above), count), created_by, compress

@@ -63,7 +63,8 @@ def write_image(
 ) -> Made:
     """Write the image of bundles to `out`: an OCI layout (a folder) or a docker archive (a file).
 
-    CanvasError for what `package` and `read_base` refuse, and for missing wheels; then nothing is written.
+    CanvasError for what `package` and `read_base` refuse, and for missing wheels; then nothing is
+    written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)

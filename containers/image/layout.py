@@ -47,7 +47,8 @@ def write_layout(
 ) -> Image:
     """Complete an OCI layout in `folder`, whose layers are in `blobs` already.
 
-    `settings` are merged into the base's configuration. They are in Docker's format, with `Env` as a mapping.
+    `settings` are merged into the base's configuration. They are in Docker's format, with `Env` as
+    a mapping.
     """
     described = base.copy_into(blobs)
     config = image_config(base, layers, settings)

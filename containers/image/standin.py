@@ -1,4 +1,5 @@
-"""A base image for machines that cannot pull NVIDIA's: a minimal Debian with nvidia-pytriton's tritonserver.
+"""A base image for machines that cannot pull NVIDIA's: a minimal Debian with nvidia-pytriton's
+tritonserver.
 
 It runs everything that needs no GPU. `make image-demo` and the tests build on it.
 """
@@ -26,7 +27,8 @@ SUITE = "bookworm"
 # `docker build` needs pip; the stub of Triton's Python backend loads libpython.
 _PACKAGES = ("python3", "python3-pip", "libpython3.11")
 _LEFT_OUT = ("doc", "man", "locale", "info", "lintian")
-# The wheel's files, in the layout they expect; /opt/tritonserver leads to them, as in NVIDIA's image.
+# The wheel's files, in the layout they expect; /opt/tritonserver leads to them, as in NVIDIA's
+# image.
 _TRITON = "opt/triton"
 _PYTHON = "3.11"
 _STUB = "triton_python_backend_stub"
@@ -34,7 +36,8 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def standin() -> Path:
-    """Return an OCI layout of the stand-in. The first call makes it from Debian's mirror, in about half a minute.
+    """Return an OCI layout of the stand-in. The first call makes it from Debian's mirror, in about
+    half a minute.
 
     CanvasError when mmdebstrap or nvidia-pytriton is missing.
     """

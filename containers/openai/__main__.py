@@ -1,7 +1,7 @@
 """The front end's process, which its supervisor controls through lines on standard input.
 
-The first line is the settings; each later one is `{"phase": ..., "detail": ...}`. When the input ends,
-the supervisor has ended, and so does this process.
+The first line is the settings; each later one is `{"phase": ..., "detail": ...}`. When the input
+ends, the supervisor has ended, and so does this process.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ async def _drained(state: State) -> None:
 
 
 def _listen(loop: asyncio.AbstractEventLoop, state: State, commands: io.FileIO) -> None:
-    """Read the supervisor's reports; on a thread, since asyncio cannot watch every kind of standard input."""
+    """Read the supervisor's reports; on a thread, since asyncio cannot watch every kind of standard
+    input."""
     for line in commands:
         loop.call_soon_threadsafe(_apply, state, json.loads(line))
     os._exit(1)  # the supervisor has ended

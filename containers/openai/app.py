@@ -53,7 +53,8 @@ class Front:
         await self._upstream.close()
 
     async def refusal(self) -> ApiError | None:
-        """Return why no request can be accepted now, by this process or by Triton; None when one can."""
+        """Return why no request can be accepted now, by this process or by Triton; None when one
+        can."""
         refusal = self.state.refusal()
         if refusal is None and not (self._upstream and await self._upstream.is_ready()):
             return unavailable("The model is not ready.", "model_not_ready")

@@ -1,4 +1,5 @@
-"""Wraps every request: its id, the limit on its body, the log, the metrics, and unexpected errors."""
+"""Wraps every request: its id, the limit on its body, the log, the metrics, and unexpected
+errors."""
 
 from __future__ import annotations
 

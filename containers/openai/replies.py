@@ -37,7 +37,8 @@ class Usage:
 
 @dataclass
 class Shape:
-    """Builds the objects of one request, a chat or a completion. `seed` is that of its first answer."""
+    """Builds the objects of one request, a chat or a completion. `seed` is that of its first
+    answer."""
 
     chat: bool
     model: str

@@ -1,4 +1,5 @@
-"""The bodies of requests. Parameters that would change the answer and are not supported are refused by name."""
+"""The bodies of requests. Parameters that would change the answer and are not supported are refused
+by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TensorRT's Python module for an image that already has TensorRT's libraries.
 
-NVIDIA's `tensorrt` on PyPI would download those libraries again, from NVIDIA's own index. The bindings alone are
-on PyPI under another name; this writes a module `tensorrt` that imports them.
+NVIDIA's `tensorrt` on PyPI would download those libraries again, from NVIDIA's own index. The
+bindings alone are on PyPI under another name; this writes a module `tensorrt` that imports them.
 """
 
 from __future__ import annotations

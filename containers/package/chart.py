@@ -20,9 +20,9 @@ _REPORTED = 0.9
 def write_chart(out: Path, image: str, target: Target, max_batch: int | None = None) -> None:
     """Write the chart to the new folder `out`.
 
-    `image` is `[REGISTRY/]NAME[:TAG]`. Engines built on their GPU get a StatefulSet, whose volumes keep them
-    over restarts; others are in the image. The autoscaler's limit depends on `max_batch`, how many canvases
-    are denoised together; None keeps the template's value.
+    `image` is `[REGISTRY/]NAME[:TAG]`. Engines built on their GPU get a StatefulSet, whose volumes
+    keep them over restarts; others are in the image. The autoscaler's limit depends on `max_batch`,
+    how many canvases are denoised together; None keeps the template's value.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")

@@ -34,7 +34,8 @@ _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
 
 @dataclass(frozen=True)
 class PackageOptions:
-    """How to make a package. `base` names an image; `python` and `tensorrt` are its versions of them."""
+    """How to make a package. `base` names an image; `python` and `tensorrt` are its versions of
+    them."""
 
     max_batch: int | None = None
     engines: str = "copy"
@@ -50,7 +51,8 @@ class PackageOptions:
             raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
 
     def on(self, base: str, python: str | None = None) -> PackageOptions:
-        """Return the options for another base image, by its name; without `python`, look its version up."""
+        """Return the options for another base image, by its name; without `python`, look its
+        version up."""
         known = releases.python_of_name(base)
         tensorrt = releases.tensorrt_of_name(base)
         return replace(self, base=base, python=python or known or self.python, tensorrt=tensorrt)
@@ -66,10 +68,10 @@ def package(
 ) -> Bundle:
     """Write the package of one bundle, or of several for different targets, to `out`.
 
-    A bundle holds engines, or graphs that the container builds engines from. Up to `max_batch` canvases are
-    denoised together; None stands for the engines' limit. CanvasError for a damaged bundle, bundles that do
-    not fit together, engines that the base image cannot load, or an `out` that is not empty; then nothing is
-    written.
+    A bundle holds engines, or graphs that the container builds engines from. Up to `max_batch`
+    canvases are denoised together; None stands for the engines' limit. CanvasError for a damaged
+    bundle, bundles that do not fit together, engines that the base image cannot load, or an `out`
+    that is not empty; then nothing is written.
     """
     options = options or PackageOptions(max_batch=max_batch).on(releases.DEFAULT_BASE)
     bundles = _load(source, progress)
@@ -93,7 +95,8 @@ def package(
 
 
 def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str, str | None]:
-    """Return the backends that run these bundles, with their required versions; `tensorrt` is the base image's.
+    """Return the backends that run these bundles, with their required versions; `tensorrt` is the
+    base image's.
 
     Graphs in fp32 run on ONNX Runtime; TensorRT builds others on their GPU.
     """
@@ -117,8 +120,9 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
     """Provide the model repository that serves a bundle while the block runs.
 
-    `engines` are the engines to serve, unless they are the only ones in the bundle. The Python backend writes
-    compiled files next to the models, and no setting prevents that: a writable repository is therefore copied.
+    `engines` are the engines to serve, unless they are the only ones in the bundle. The Python
+    backend writes compiled files next to the models, and no setting prevents that: a writable
+    repository is therefore copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"
@@ -277,8 +281,8 @@ def _write_manifest(
 ) -> Manifest:
     """Write the package's manifest: that of its engines, with the files' new paths.
 
-    With several bundles, the details are in each one's own manifest. `described` are the package's bundles,
-    if they are not inside (mounted engines).
+    With several bundles, the details are in each one's own manifest. `described` are the package's
+    bundles, if they are not inside (mounted engines).
     """
     described = described or placed
     first = next(iter(described.values())).manifest

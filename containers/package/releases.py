@@ -71,8 +71,8 @@ def python_of(environment: Mapping[str, str]) -> str | None:
 def check_engine(target: Mapping[str, Any] | None, tensorrt: str | None, image: str) -> None:
     """Raise CanvasError when an image cannot load the engines of a bundle's `target`.
 
-    TensorRT only loads engines of exactly its own version, all four numbers. TensorRT-RTX and ONNX Runtime
-    are installed into the image in the version that the engines need.
+    TensorRT only loads engines of exactly its own version, all four numbers. TensorRT-RTX and ONNX
+    Runtime are installed into the image in the version that the engines need.
     """
     if target is None or target["backend"] != "tensorrt":
         return

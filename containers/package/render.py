@@ -20,7 +20,8 @@ _FILES = {
 
 
 def render(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each file, by path. `facts` are the templates' variables, such as `base` and `settings`."""
+    """Return the text of each file, by path. `facts` are the templates' variables, such as `base`
+    and `settings`."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -1,4 +1,5 @@
-"""Writes the Triton model repository: a decoupled model that holds the engines, and one for single answers."""
+"""Writes the Triton model repository: a decoupled model that holds the engines, and one for single
+answers."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from canvasrt.containers.triton.backend import {name} as TritonPythonModel  # no
 def write_repository(folder: Path, engines: str, *, max_batch: int | None = None) -> None:
     """Write both models into `folder`.
 
-    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised together;
-    None stands for the engines' limit.
+    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised
+    together; None stands for the engines' limit.
     """
     options = {"engines": engines, "max_batch": max_batch}
     parameters = {name: str(value) for name, value in options.items() if value is not None}

@@ -1,4 +1,5 @@
-"""The distributions that an image needs from PyPI, with versions; nothing that only building needs."""
+"""The distributions that an image needs from PyPI, with versions; nothing that only building
+needs."""
 
 from __future__ import annotations
 
@@ -61,8 +62,8 @@ def requirements(
 ) -> list[Pin]:
     """Return the distributions that an image needs for these backends, with their dependencies.
 
-    `backends` has the version of each one's builder. TensorRT without a version is left out: the base image
-    provides it. All other distributions get the version installed here.
+    `backends` has the version of each one's builder. TensorRT without a version is left out: the
+    base image provides it. All other distributions get the version installed here.
     """
     roots: dict[str, str] = dict.fromkeys(_SERVING, "")
     fixed: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""The software bill of materials of a package, in CycloneDX; the same content gives the same bytes."""
+"""The software bill of materials of a package, in CycloneDX; the same content gives the same
+bytes."""
 
 from __future__ import annotations
 

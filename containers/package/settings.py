@@ -22,8 +22,8 @@ PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
 # Seconds that requests in flight may take at shutdown, and that `docker stop` must wait.
 EXIT_TIMEOUT = 30
 STOP_GRACE = 45
-# The arguments of `docker run` unless others are given. `serve` finds the package's folder by itself, so that
-# NIM_MODEL_PATH can name another.
+# The arguments of `docker run` unless others are given. `serve` finds the package's folder by
+# itself, so that NIM_MODEL_PATH can name another.
 COMMAND = ("serve", "--host", "0.0.0.0", "--log", "-", "--exit-timeout", str(EXIT_TIMEOUT))
 _LICENSE = "Apache-2.0"
 _SECOND = 10**9  # in nanoseconds, the unit of an image's configuration
@@ -37,7 +37,8 @@ def created() -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """The health check, in seconds. The start period covers loading, and building engines at the first start."""
+    """The health check, in seconds. The start period covers loading, and building engines at the
+    first start."""
 
     interval: int = 10
     timeout: int = 5
@@ -135,7 +136,8 @@ def target_name(manifest: Manifest) -> str:
 
 
 def checkpoint_hash(manifest: Manifest) -> str:
-    """Return an identifier of the checkpoint: the hash of its files' hashes, or the digest of its graphs."""
+    """Return an identifier of the checkpoint: the hash of its files' hashes, or the digest of its
+    graphs."""
     source = manifest.made_from.get("source", manifest.made_from)
     if set(source) == {"kind", "digest"}:
         return f"sha256:{source['digest']}"

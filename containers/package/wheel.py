@@ -23,7 +23,8 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: canvasrt\nRoot-Is-Purelib: true\nTag: p
 def write_wheel(folder: Path) -> Path:
     """Write `canvasrt-<version>-py3-none-any.whl` into `folder`.
 
-    It leaves out the demo checkpoint, and dependencies, which are in the package's requirements.txt.
+    It leaves out the demo checkpoint, and dependencies, which are in the package's
+    requirements.txt.
     """
     stem = f"canvasrt-{canvasrt.__version__}"
     info = f"{stem}.dist-info"

@@ -33,14 +33,16 @@ _END = 5.0  # for a process without work left
 class FrontEnd:
     """One front end over one Triton.
 
-    This process owns the sockets, so while a dead front end is replaced callers wait instead of being
-    refused. As a context manager, the front end serves inside the block and drains at its end.
+    This process owns the sockets, so while a dead front end is replaced callers wait instead of
+    being refused. As a context manager, the front end serves inside the block and drains at its
+    end.
     """
 
     def __init__(self, options: FrontOptions, grpc: str, metrics: str, log: Path | None) -> None:
         """Open the sockets. CanvasError for a port in use.
 
-        grpc: Triton's host:port. metrics: the URL of its metrics. log: a file to append to; None for stderr.
+        grpc: Triton's host:port. metrics: the URL of its metrics. log: a file to append to; None
+        for stderr.
         """
         self.options = options
         self.log = log
@@ -80,7 +82,8 @@ class FrontEnd:
 
     @property
     def health_url(self) -> str:
-        """The base URL of the health routes, on their own port if they have one. That port has no TLS."""
+        """The base URL of the health routes, on their own port if they have one. That port has no
+        TLS."""
         return self._url(self.health_port, False) if self.health_port else self.url
 
     def _url(self, port: int, secure: bool) -> str:

@@ -43,7 +43,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment, changed so that models run in this interpreter's environment."""
+        """Return this process's environment, changed so that models run in this interpreter's
+        environment."""
         env = dict(os.environ)
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -60,7 +61,8 @@ class Installation:
 
 
 def find_installation() -> Installation:
-    """Return the tritonserver that CANVASRT_TRITONSERVER names, else that on PATH, else nvidia-pytriton's.
+    """Return the tritonserver that CANVASRT_TRITONSERVER names, else that on PATH, else
+    nvidia-pytriton's.
 
     CanvasError when there is none, or it cannot run here.
     """
@@ -85,7 +87,8 @@ def find_installation() -> Installation:
 
 
 def _installation(binary: Path) -> Installation:
-    """Return the installation of a binary. If the stubs' folder is next to it, it is nvidia-pytriton's."""
+    """Return the installation of a binary. If the stubs' folder is next to it, it is
+    nvidia-pytriton's."""
     folder = binary.resolve().parent.parent
     bundled = folder if (folder / "python_backend_stubs").is_dir() else None
     if bundled is not None and not _libpython_folders() and not _loads_libpython():
@@ -115,13 +118,15 @@ def _libpython_name() -> str:
 
 
 def _libpython_folders() -> list[Path]:
-    """Return the folders with this interpreter's shared library; empty if only the system can have it."""
+    """Return the folders with this interpreter's shared library; empty if only the system can have
+    it."""
     folders = [Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")]
     folders.append(Path(sys.base_prefix) / "lib")  # relocated interpreters have a wrong LIBDIR
     return [folder for folder in dict.fromkeys(folders) if (folder / _libpython_name()).exists()]
 
 
 def _loads_libpython() -> bool:
-    """Return whether the dynamic linker finds it; tried in another process, so as not to load it here."""
+    """Return whether the dynamic linker finds it; tried in another process, so as not to load it
+    here."""
     code = f"import ctypes; ctypes.CDLL({_libpython_name()!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -19,8 +19,8 @@ _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 class Output:
-    """The output of one run, as a context manager. `log` is its file; without one, servers write to `descriptor`,
-    which leads to `stream`."""
+    """The output of one run, as a context manager. `log` is its file; without one, servers write to
+    `descriptor`, which leads to `stream`."""
 
     def __init__(self, settings: Settings, stream: TextIO) -> None:
         self._stream = stream
@@ -72,7 +72,8 @@ class Output:
             self._done.wait(_LOOK_EVERY)
 
     def _pass_on(self, reader: int) -> None:
-        """Pass tritonserver's lines on to the stream, and keep the last ones; JSON leaves out its tables."""
+        """Pass tritonserver's lines on to the stream, and keep the last ones; JSON leaves out its
+        tables."""
         with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 text = line.rstrip()

@@ -37,9 +37,11 @@ def prepare(
     notify: Notify,
     stop: threading.Event,
 ) -> Path | None:
-    """Return the folder of a profile's engines, and build them first if needed; None when `stop` was set.
+    """Return the folder of a profile's engines, and build them first if needed; None when `stop`
+    was set.
 
-    `cache` is the folder to keep them in; None stands for canvasrt's own. `notify` gets the progress.
+    `cache` is the folder to keep them in; None stands for canvasrt's own. `notify` gets the
+    progress.
     """
     if not profile.builds:
         return profile.path
@@ -61,7 +63,8 @@ def prepare(
 
 
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
-    """Return the folder in the cache for a profile's engines; its name covers all that determines them."""
+    """Return the folder in the cache for a profile's engines; its name covers all that determines
+    them."""
     from canvasrt.cache import cache_folder
 
     builder = profile.target.builder

@@ -1,4 +1,5 @@
-"""Serving profiles: the engines that a package contains or can build, and which of them this machine can run."""
+"""Serving profiles: the engines that a package contains or can build, and which of them this
+machine can run."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class ServingProfile:
 
     @property
     def name(self) -> str:
-        """For example `tensorrt-fp8-tp1-pp1`; a recipe's name replaces the precision. Targets can share a name."""
+        """For example `tensorrt-fp8-tp1-pp1`; a recipe's name replaces the precision. Targets can
+        share a name."""
         tags = self.tags
         weights = "-".join((self.recipe or self.precision).split())
         return f"{tags['backend']}-{weights}-tp{tags['tp']}-pp{tags['pp']}"
@@ -131,7 +133,8 @@ def profiles_of(source: Bundle) -> list[ServingProfile]:
 def choose(
     source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
 ) -> ServingProfile:
-    """Return the serving profile for this machine; `wanted` is an id or a name. CanvasError when none fits."""
+    """Return the serving profile for this machine; `wanted` is an id or a name. CanvasError when
+    none fits."""
     found = profiles_of(source)
     gpus = machine.gpus() if gpus is None else gpus
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]

@@ -1,4 +1,5 @@
-"""Runs tritonserver as a child process: starts it, waits until it is ready, stops it and cleans up."""
+"""Runs tritonserver as a child process: starts it, waits until it is ready, stops it and cleans
+up."""
 
 from __future__ import annotations
 
@@ -53,9 +54,9 @@ _CAUSES = (
 class Server:
     """One tritonserver over one model repository.
 
-    As a context manager, it starts the server and waits until it is ready, and at the end stops it and
-    removes its processes, shared memory and scratch folder. Start it on a thread that outlives it: the
-    server stops when that thread ends.
+    As a context manager, it starts the server and waits until it is ready, and at the end stops it
+    and removes its processes, shared memory and scratch folder. Start it on a thread that outlives
+    it: the server stops when that thread ends.
     """
 
     def __init__(
@@ -158,7 +159,8 @@ class Server:
         interrupted: threading.Event | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Wait until every model is ready, or `interrupted` is set; `meanwhile` is called repeatedly.
+        """Wait until every model is ready, or `interrupted` is set; `meanwhile` is called
+        repeatedly.
 
         CanvasError when the server ends, or `timeout` seconds pass.
         """
@@ -183,7 +185,8 @@ class Server:
         return bool(self._get("http", "/v2/health/ready"))
 
     def check_alive(self) -> None:
-        """Raise CanvasError, with the cause from the log, when the server or a model's process has ended.
+        """Raise CanvasError, with the cause from the log, when the server or a model's process has
+        ended.
 
         Without a decoupled model's process Triton stays ready, but every request fails.
         """
@@ -240,8 +243,8 @@ class Server:
     def _drain(self, force: threading.Event | None) -> bool:
         """Wait until no request is in flight; return whether that happened in time.
 
-        Triton's own wait also counts idle connections. Most clients keep one open, which would hold it up
-        until its timeout.
+        Triton's own wait also counts idle connections. Most clients keep one open, which would hold
+        it up until its timeout.
         """
         deadline = time.monotonic() + self.exit_timeout
         self.refuse()
@@ -290,7 +293,8 @@ class Server:
             str(installation.binary),
             f"--model-repository={self.repository}",
             *backend,
-            # The configurations are complete; auto-completion would start each model's process twice.
+            # The configurations are complete; auto-completion would start each model's process
+            # twice.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.run_name}",

@@ -1,4 +1,5 @@
-"""How `canvasrt serve` is set up: its options, NIM's environment variables, and which of them wins."""
+"""How `canvasrt serve` is set up: its options, NIM's environment variables, and which of them
+wins."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def _read_path(text: str) -> Path:
 
 @dataclass(frozen=True)
 class Settings:
-    """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default file."""
+    """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default
+    file."""
 
     bundle: Path | None = field(default=None, metadata=nim("NIM_MODEL_PATH", _read_path))
     profile: str | None = field(default=None, metadata=nim("NIM_MODEL_PROFILE"))
@@ -103,9 +105,11 @@ def resolve(
     passthrough: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Return the settings: the command line wins over passthrough arguments, those over the environment.
+    """Return the settings: the command line wins over passthrough arguments, those over the
+    environment.
 
-    The mappings are options by name; None stands for one that was not given. UsageError names what is wrong.
+    The mappings are options by name; None stands for one that was not given. UsageError names what
+    is wrong.
     """
     environment = os.environ if environment is None else environment
     given = from_environment(environment)
@@ -129,7 +133,8 @@ def resolve(
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return what NIM's variables set, by option name.
 
-    UsageError for a value that cannot be used, and for a NIM variable without a counterpart here: none is ignored.
+    UsageError for a value that cannot be used, and for a NIM variable without a counterpart here:
+    none is ignored.
     """
     found: dict[str, Any] = {}
     for name, text in sorted(environment.items()):

@@ -1,4 +1,5 @@
-"""Turns Ctrl-C and SIGTERM into a request to stop, rather than an exception anywhere in the code."""
+"""Turns Ctrl-C and SIGTERM into a request to stop, rather than an exception anywhere in the
+code."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def stop_request() -> Iterator[StopRequest]:
     def note(number: int, frame: FrameType | None) -> None:
         (request.forced if request.requested.is_set() else request.requested).set()
 
-    # Keep ignoring SIGHUP under nohup. Scripts start background jobs with SIGINT ignored, but still stop them
-    # with it.
+    # Keep ignoring SIGHUP under nohup. Scripts start background jobs with SIGINT ignored, but still
+    # stop them with it.
     taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in taken}
     try:

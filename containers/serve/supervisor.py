@@ -1,4 +1,5 @@
-"""Runs Triton and the front end together: both run or neither does, and no request is lost at the end."""
+"""Runs Triton and the front end together: both run or neither does, and no request is lost at the
+end."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _LOOK_EVERY = 0.2
 class Supervisor:
     """Supervises one Triton and its front end.
 
-    A front end that dies is replaced, since it holds no state. When Triton or a model's process dies,
-    everything ends with an error; restarting is up to what runs the container.
+    A front end that dies is replaced, since it holds no state. When Triton or a model's process
+    dies, everything ends with an error; restarting is up to what runs the container.
     """
 
     def __init__(self, server: Server, front: FrontEnd, stop: StopRequest) -> None:
@@ -25,7 +26,8 @@ class Supervisor:
         self._stop = stop
 
     def start(self, ready_timeout: float) -> None:
-        """Start Triton and accept requests once it is ready. CanvasError when it does not become ready."""
+        """Start Triton and accept requests once it is ready. CanvasError when it does not become
+        ready."""
         self._front.notify("loading")
         self._server.start()
         self._server.wait_ready(ready_timeout, self._stop.requested, self._front.check_alive)
@@ -33,13 +35,15 @@ class Supervisor:
             self._front.notify("serving")
 
     def watch(self) -> None:
-        """Wait for a request to stop. CanvasError when Triton ends, or the front end cannot be kept running."""
+        """Wait for a request to stop. CanvasError when Triton ends, or the front end cannot be kept
+        running."""
         while not self._stop.requested.wait(_LOOK_EVERY):
             self._server.check_alive()
             self._front.check_alive()
 
     def stop(self, grace: float) -> bool:
-        """Refuse new requests, let those in flight finish within `grace` seconds, and end both processes.
+        """Refuse new requests, let those in flight finish within `grace` seconds, and end both
+        processes.
 
         Return whether all finished.
         """

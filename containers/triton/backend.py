@@ -37,8 +37,8 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.tokenizer import Tokenizer
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# The answer model adds these parameters to its calls to the stream model. A failed call between models loses
-# its error code, so the error comes back as an event.
+# The answer model adds these parameters to its calls to the stream model. A failed call between
+# models loses its error code, so the error comes back as an event.
 CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
 
 
@@ -177,7 +177,8 @@ class AnswerModel:
         self._outputs = [tensor.name for tensor in outputs_of(self._name)]
         self._open: dict[str, Any] = {}  # call → response sender
         self._lock = threading.Lock()
-        # Triton 24.10's stub for Python 3.12 reads a response after handing it over, and crashes if it was freed.
+        # Triton 24.10's stub for Python 3.12 reads a response after handing it over, and crashes if
+        # it was freed.
         self._recent: deque[Any] = deque(maxlen=1024)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="canvasrt-watch", daemon=True)

@@ -43,8 +43,8 @@ class Metrics:
         self._shown = dict.fromkeys(GAUGES, 0)
 
     def update(self, generator: Generator, in_flight: int) -> None:
-        """Report gauges at once, since stopping waits for requests in flight, and counters at intervals and when
-        idle."""
+        """Report gauges at once, since stopping waits for requests in flight, and counters at
+        intervals and when idle."""
         values = {
             "requests_in_flight": in_flight,
             "requests_waiting": max(0, in_flight - generator.max_batch),

@@ -16,8 +16,9 @@ from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 class ReplyBuilder:
     """Builds the replies to one request, and keeps what later ones repeat: each has all outputs.
 
-    Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step; `only_final` sends
-    only the result. The text ends before the first of `stops`; `prompt` is the prompt's tokens.
+    Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
+    `only_final` sends only the result. The text ends before the first of `stops`; `prompt` is the
+    prompt's tokens.
     """
 
     def __init__(

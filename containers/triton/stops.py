@@ -8,8 +8,9 @@ from collections.abc import Sequence
 class StopCutter:
     """Takes a text in pieces and returns what certainly belongs to the answer.
 
-    The stop string that is complete first ends the text; of several, the longest. A possible beginning of
-    one is held back until more text decides, so the result does not depend on how the text was split.
+    The stop string that is complete first ends the text; of several, the longest. A possible
+    beginning of one is held back until more text decides, so the result does not depend on how the
+    text was split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -18,7 +19,8 @@ class StopCutter:
         self.found: str | None = None
 
     def put(self, piece: str, final: bool = False) -> str:
-        """Return what can be shown now. After `found`, the stop string that ended the text, nothing is."""
+        """Return what can be shown now. After `found`, the stop string that ended the text, nothing
+        is."""
         if self.found is not None:
             return ""
         text = self._kept + piece

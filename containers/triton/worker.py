@@ -38,8 +38,9 @@ class Overloaded(CanvasError):
 class Worker:
     """Runs a generator in a thread of its own.
 
-    `make` returns the generator. It is called again after a failed pass, whose requests all get the error.
-    `observe` is called around each step, with the generator and the number of requests in flight.
+    `make` returns the generator. It is called again after a failed pass, whose requests all get the
+    error. `observe` is called around each step, with the generator and the number of requests in
+    flight.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot run."""
+        """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot
+        run."""
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} requests are already waiting", "try again later")
         if self._closing:

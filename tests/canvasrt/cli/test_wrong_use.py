@@ -1,4 +1,5 @@
-"""Every wrong use of every command: exit code 2, one `error:` line, one `hint:` line, and nothing else."""
+"""Every wrong use of every command: exit code 2, one `error:` line, one `hint:` line, and nothing
+else."""
 
 from __future__ import annotations
 
