@@ -268,7 +268,7 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
             if "Started HTTPService" in message:
                 break
         messages = [line["message"] for line in lines]
-        assert any(each.startswith("building engines of onnxruntime-fp32") for each in messages)
+        assert any(each.startswith("building the engines of onnxruntime-fp32") for each in messages)
         assert any(each.startswith("built: ") for each in messages)
         assert {line["source"] for line in lines} >= {
             "tritonserver",
