@@ -364,12 +364,12 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (("--format", "oci"), 1, "--format oci needs --base"),
+        (("--format", "oci"), 2, "--format oci needs --base"),
         (("--format", "docker", "--base", "/nowhere"), 1, "there is no image at /nowhere"),
         (("--format", "zip"), 2, "unknown format 'zip'"),
         (("--engines", "link"), 2, "--engines is 'link'"),
         (("--tag", "Not A Name"), 2, "not a name for an image"),
-        (("--base", "."), 2, "names an image"),
+        (("--base", "."), 2, "needs an image's name"),
     ],
 )
 def test_what_cannot_be_packaged_is_refused(
