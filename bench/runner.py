@@ -110,7 +110,7 @@ class OurRunner(ABC):
             config,
             max_new_tokens=blocks * config.canvas_length,
             max_denoising_steps=steps,
-            adaptive_stop=False,
+            early_stop=False,
             eos_token_ids=(),
         )
         prompts = random_prompts(config, batch, prompt)

@@ -1,4 +1,4 @@
-"""The log's form: lines for a reader, or a JSON object a line."""
+"""The format of the log: plain lines, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a record."""
+    """Formats each record as a JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
-        said = record.getMessage()
+        """Return the line."""
+        message = record.getMessage()
         if record.exc_info:
-            said += "\n" + self.formatException(record.exc_info)
-        return json_line(record.levelname, record.name, said, record.created)
+            message += "\n" + self.formatException(record.exc_info)
+        return json_line(record.levelname, record.name, message, record.created)
 
 
 def json_line(level: str, source: str, message: str, when: float | None = None) -> str:
-    """A log line as JSON."""
+    """Return a log line as JSON; `when` is in seconds since the epoch, None for now."""
     moment = time.time() if when is None else when
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{moment % 1:.3f}"[2:] + "Z"
     data = {"time": stamp, "level": level, "source": source, "message": message}
@@ -28,7 +28,8 @@ def json_line(level: str, source: str, message: str, when: float | None = None) 
 
 
 def configure(level: str, json_logs: bool) -> None:
-    """Sends what this process logs to stderr."""
+    """Send this process's log to stderr."""
+    level = "DEBUG" if level == "TRACE" else level  # Python has no TRACE
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if json_logs else plain)

@@ -1,16 +1,17 @@
-"""Names that several sides of serving agree on: folders of a package, and variables that Triton's models read."""
+"""Names and numbers that several parts of serving agree on: ports, folders of a package,
+environment variables."""
+
+# Ports. The defaults are those of the NIM containers that wrap Triton.
+API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 
 # Folders of a package.
 ENGINES = "engines"
 REPOSITORY = "models"
-IMAGE = "image"  # what an image gets has a manifest of its own, here
+IMAGE = "image"  # the manifest of what goes into an image
 
 # Where an image keeps its package.
 ROOT = "/opt/canvasrt"
 PACKAGE = f"{ROOT}/package"
 
-# Environment variables from `serve` to the models inside Triton.
-THREADS_VARIABLE = "CANVASRT_THREADS"
-MAX_MODEL_LEN_VARIABLE = "CANVASRT_MAX_MODEL_LEN"
-SHARE_PASSES_VARIABLE = "CANVASRT_SHARE_PASSES"  # 1: yes
-STOPPING_VARIABLE = "CANVASRT_STOPPING"  # a file: once it exists, requests are refused
+# Tells the models inside Triton the path of a file: once it exists, they refuse requests.
+STOPPING_VARIABLE = "CANVASRT_STOPPING"

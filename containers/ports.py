@@ -1,29 +1,31 @@
-"""The ports of a server, checked before it starts."""
+"""Ports and addresses of servers, checked before they are used."""
 
 from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
 
-from canvasrt.errors import CanvasError
-
-API_PORT = 8000  # of the OpenAI front end, as in NIM
+from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
+from canvasrt.errors import CanvasError, UsageError
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Where Triton listens. The defaults are those of the NIM containers that wrap Triton."""
+    """Triton's ports. 0 stands for a free one."""
 
-    http: int = 8080
-    grpc: int = 8001
-    metrics: int = 8002
+    http: int = HTTP_PORT
+    grpc: int = GRPC_PORT
+    metrics: int = METRICS_PORT
 
     def resolve(self, host: str) -> Ports:
-        """The same ports, with a free one for every 0. CanvasError for one that cannot be used."""
+        """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot
+        be used."""
         held: dict[str, socket.socket] = {}
         try:
-            # Held until all are known, so that no two get the same free port.
+            # Hold each until all are known, so that no two get the same free port.
             for field in fields(self):
                 option = f"--{field.name}-port"
                 held[field.name] = listen(host, getattr(self, field.name), option)
@@ -34,9 +36,9 @@ class Ports:
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
-    """A listening socket; port 0 takes a free one. CanvasError names the option that is to blame."""
+    """Return a listening socket; port 0 takes a free one. CanvasError names the option to change."""
     if not 0 <= port <= 65535:
-        raise CanvasError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
+        raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,15 +51,31 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
     return listener
 
 
+def split_url(url: str, schemes: Sequence[str], hint: str) -> tuple[str, str, int | None]:
+    """Return scheme, host and port of `--url`; the first of `schemes` if it names none. UsageError
+    for a bad one."""
+    try:
+        parts = urlsplit(url if "://" in url else f"{schemes[0]}://{url}")
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"--url {url} is not an address: {error}", hint) from None
+    if not parts.hostname:
+        raise UsageError(f"--url {url} has no host", hint)
+    if parts.scheme not in schemes:
+        raise UsageError(f"--url {url} has the unsupported scheme {parts.scheme}", hint)
+    return parts.scheme, parts.hostname, port
+
+
 def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:
     if error.errno == errno.EADDRINUSE:
         return CanvasError(
             f"port {port} on {host} is in use",
-            f"stop what listens there, or give another port with {option} (0 takes a free one)",
+            f"stop the program that uses it, or give another port with {option} (0 takes a free one)",
         )
     if error.errno in (errno.EADDRNOTAVAIL, None) or isinstance(error, socket.gaierror):
         return CanvasError(
-            f"{host} is not an address of this machine", "give --host 127.0.0.1, or 0.0.0.0 for all"
+            f"{host} is not an address of this machine",
+            "give 127.0.0.1, or 0.0.0.0 for all of its addresses",
         )
     return CanvasError(
         f"port {port} on {host} cannot be used: {error.strerror}",

@@ -1,4 +1,4 @@
-"""Ends and removes what a tritonserver can leave behind: stub processes, shared memory, scratch folders."""
+"""Cleans up after tritonserver: stub processes, shared memory, scratch folders."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_name() -> str:
-    """A prefix for one server's shared memory and scratch folder. It says which process they
-    belong to, so that another one can tell when they are left over."""
+    """Return a prefix for one server's shared memory and scratch folder.
+
+    It names the owning process, so that others can tell when they are stale.
+    """
     return f"canvasrt-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}-"
 
 
 def die_with_parent() -> Callable[[], None]:
-    """For a child before it runs its program: a SIGTERM when the parent dies, however it dies."""
+    """Return a function for Popen's preexec_fn: the child gets a SIGTERM when its parent dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
 
     def arrange() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before that
+        if os.getppid() != parent:  # it died in the meantime
             os._exit(1)
 
     return arrange
 
 
 def end_group(group: int, grace: float) -> None:
-    """Waits `grace` seconds for a process group to be empty, then kills what is left of it."""
+    """Wait `grace` seconds for a process group to end, then kill what is left of it."""
     deadline = time.monotonic() + grace
     while group_members(group):
         if time.monotonic() > deadline:
@@ -49,18 +51,18 @@ def end_group(group: int, grace: float) -> None:
 
 
 def remove_shm(prefix: str) -> None:
-    """Removes the shared memory files whose names begin with `prefix`."""
+    """Remove the shared memory files whose names start with `prefix`."""
     for file in SHARED_MEMORY.glob(f"{prefix}*"):
         file.unlink(missing_ok=True)
 
 
 def remove_stale() -> None:
-    """Removes what servers left whose parents were killed, and whose processes are gone."""
+    """Remove shared memory and folders of servers that have ended, and whose parents were killed."""
     pattern = re.compile(rf"canvasrt-{_pid_namespace()}-(\d+)-[0-9a-f]{{8}}-")
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
-            # A server outlives its parent for as long as its last requests take.
+            # A server outlives its parent until its last requests finish.
             if match is None or is_running(int(match[1])) or processes_of(match[0]):
                 continue
             with contextlib.suppress(OSError):  # another user's
@@ -68,7 +70,8 @@ def remove_stale() -> None:
 
 
 def _pid_namespace() -> str:
-    """Process ids mean something within one namespace only, and containers may share /dev/shm."""
+    """Return an id of the namespace that process ids belong to, since containers may share
+    /dev/shm."""
     try:
         return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
     except OSError:
@@ -76,7 +79,7 @@ def _pid_namespace() -> str:
 
 
 def processes_of(name: str) -> set[int]:
-    """The processes that were started with a run's name, this one apart."""
+    """Return the processes with a run's name in their command line, except this one."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -86,8 +89,8 @@ def processes_of(name: str) -> set[int]:
 
 
 def group_members(group: int) -> set[int]:
-    """The processes of a process group that are not zombies."""
-    # Orphans are ours to reap when we are a container's first process.
+    """Return the processes of a group that are not zombies."""
+    # As a container's first process, this one must reap orphans.
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
@@ -99,14 +102,14 @@ def group_members(group: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and is not a zombie."""
+    """Return whether a process exists and is not a zombie."""
     return _state_and_group(Path("/proc") / str(pid))[0]
 
 
 def _state_and_group(folder: Path) -> tuple[bool, int]:
-    """Whether a process of /proc runs, and its group."""
+    """Return whether a process in /proc is running, and its group."""
     try:
-        # The name in parentheses may hold spaces; state, parent and group follow it.
+        # The name in parentheses may contain spaces; state, parent and group follow it.
         state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
     except (OSError, ValueError):
         return False, 0

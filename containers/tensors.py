@@ -1,4 +1,5 @@
-"""The tensors of the served models: one table for Triton's configuration and for the checks."""
+"""The tensors of the served models: one table for Triton's configuration and for checking
+requests."""
 
 from __future__ import annotations
 
@@ -10,20 +11,21 @@ from typing import Any
 import numpy as np
 
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.sampling import PARAMETERS
 
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_STOPS = 16
-# A parameter of a request to the stream model: its error comes as an event of this name, with the code
-# and the message as JSON. Streams of Triton's have no codes, and its option that gives them one
-# (triton_grpc_error) has crashed it.
+# With this request parameter, the stream model reports an error as an event of that name, whose
+# text is JSON with the code and the message. Triton's streams carry no codes, and its option to add
+# them (triton_grpc_error) has crashed it.
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
-HINT = ". Hint: "  # between what was wrong and the way out, in an error reply
+HINT = ". Hint: "  # in an error reply, between the message and the hint
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One input or output. `shape` holds -1 where any length is allowed."""
+    """One input or output. A dimension of -1 may have any length."""
 
     name: str
     datatype: str
@@ -32,61 +34,49 @@ class Tensor:
 
     @property
     def config_type(self) -> str:
-        """The name of the type in a model configuration, which differs for text alone."""
+        """The type's name in a model configuration; only that of text differs."""
         return "TYPE_STRING" if self.datatype == "BYTES" else f"TYPE_{self.datatype}"
 
 
 PROMPTS = (
-    Tensor("prompt", "BYTES", (1,), "one user message; the chat template is put around it"),
+    Tensor("prompt", "BYTES", (1,), "one user message, wrapped in the chat template"),
     Tensor("messages", "BYTES", (1,), "a chat: a JSON list of `{role, content}`, as one string"),
-    Tensor("prompt_ids", "INT32", (-1,), "token ids, taken as they are, without a template"),
+    Tensor("prompt_ids", "INT32", (-1,), "token ids, used as they are, without a template"),
 )
-OPTIONS = (
-    Tensor("max_new_tokens", "INT32", (1,), "most tokens to generate"),
-    Tensor("seed", "UINT64", (1,), "what the noise is made from; 0 when absent"),
-    Tensor("max_denoising_steps", "INT32", (1,), "most denoising steps a block"),
-    Tensor("entropy_bound", "FP32", (1,), "entropy accepted a step, in nats"),
-    Tensor("t_min", "FP32", (1,), "temperature of the last step"),
-    Tensor("t_max", "FP32", (1,), "temperature of the first step"),
-    Tensor("stability_threshold", "INT32", (1,), "steps a canvas must stay the same to stop early"),
-    Tensor(
-        "confidence_threshold", "FP32", (1,), "mean entropy below which a canvas may stop early"
-    ),
-)
-EARLY_STOP = Tensor(
-    "early_stop", "BOOL", (1,), "false takes every denoising step; true when absent"
-)
+OPTIONS = tuple(Tensor(each.name, each.datatype, (1,), each.about) for each in PARAMETERS)
 STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer, which is cut before them")
-RAW = Tensor("raw", "BOOL", (1,), "take `prompt` as it is, without the chat template")
+RAW = Tensor("raw", "BOOL", (1,), "use `prompt` as it is, without the chat template")
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
 RESULT = (
-    Tensor("text", "BYTES", (1,), "the answer; in a `draft` or `block`, that canvas or block"),
-    Tensor("token_ids", "INT32", (-1,), "its tokens, with the one that ends the sequence"),
+    Tensor(
+        "text", "BYTES", (1,), "the answer; in a `draft` or `block` event, that canvas or block"
+    ),
+    Tensor("token_ids", "INT32", (-1,), "its tokens, including the one that ends the sequence"),
     Tensor("prompt_token_ids", "INT32", (-1,), "the prompt's tokens; empty before `final`"),
     Tensor("finish_reason", "BYTES", (1,), "`stop` or `length`; empty before `final`"),
-    Tensor("steps", "INT32", (-1,), "denoising steps of every finished block"),
+    Tensor("steps", "INT32", (-1,), "denoising steps of each finished block"),
     Tensor("seed", "UINT64", (1,), "the seed that was used"),
 )
 PROGRESS = (
     Tensor("event", "BYTES", (1,), "`draft`, `block` or `final`"),
-    Tensor("block", "INT32", (1,), "the block that the event is about, from 0"),
+    Tensor("block", "INT32", (1,), "index of the event's block, from 0"),
     Tensor("step", "INT32", (1,), "denoising steps done in that block"),
 )
 
 
 def inputs_of(model: str) -> tuple[Tensor, ...]:
-    """Every input of the answer model or the stream model; all of them are optional to Triton."""
+    """Return the inputs of the answer model or the stream model; Triton treats all as optional."""
     drafts = (DRAFTS,) if model == STREAM_MODEL else ()
-    return (*PROMPTS, RAW, *OPTIONS, EARLY_STOP, STOP, *drafts)
+    return (*PROMPTS, RAW, *OPTIONS, STOP, *drafts)
 
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:
-    """Every output of the answer model or the stream model."""
+    """Return the outputs of the answer model or the stream model."""
     return (*PROGRESS, *RESULT) if model == STREAM_MODEL else RESULT
 
 
-# What Triton's own front ends put among a request's parameters; everything else is a caller's.
+# Triton's own front ends add these to a request's parameters; all others come from the caller.
 _TRITON_PARAMETERS = (
     "binary_data_output",
     "headers",
@@ -98,10 +88,10 @@ _TRITON_PARAMETERS = (
 
 
 def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
-    """Refuses parameters that nothing reads.
+    """Raise CanvasError for a parameter that nothing reads.
 
-    The `generate` endpoints turn a JSON field that is not an input into a parameter, so that a
-    misspelled option would be ignored without a word.
+    The `generate` endpoints turn unknown JSON fields into parameters, so a misspelled option would
+    be silently ignored.
     """
     for name in parameters:
         if name != ERRORS and not name.startswith(_TRITON_PARAMETERS):
@@ -110,10 +100,10 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
 
 
 def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Tensors as Python values: str for text, a list of int for `prompt_ids`, else a number.
+    """Return tensors as Python values: text as str, dimensions of -1 as lists, everything else as a
+    number.
 
-    `arrays` holds only the tensors of a request. CanvasError names the tensor that has the wrong
-    shape or is not UTF-8.
+    CanvasError names a tensor with a wrong shape, or text that is not UTF-8.
     """
     values: dict[str, Any] = {}
     for tensor in inputs_of(STREAM_MODEL):
@@ -141,13 +131,13 @@ def _scalar(tensor: Tensor, array: np.ndarray) -> Any:
     if array.shape != (1,):
         raise CanvasError(
             f"{tensor.name} has the shape {list(array.shape)}, not [1]",
-            f"send one value; several {tensor.name} values take a request each",
+            f"send one value of {tensor.name} per request",
         )
     item = array[0]
     if tensor.datatype == "BYTES":
         return _text(tensor.name, item)
     if tensor.datatype == "FP32":
-        return float(str(item))  # the decimal that the caller wrote: 0.1, not 0.10000000149
+        return float(str(item))  # the decimal the caller wrote: 0.1, not 0.10000000149
     return bool(item) if tensor.datatype == "BOOL" else int(item)
 
 
@@ -164,7 +154,8 @@ def _text(name: str, item: Any) -> str:
 
 
 def chosen_prompt(values: Mapping[str, Any]) -> str:
-    """Which of prompt, messages and prompt_ids a request gives; CanvasError unless exactly one."""
+    """Return which of prompt, messages and prompt_ids a request has. CanvasError unless it is
+    exactly one."""
     given = [tensor.name for tensor in PROMPTS if tensor.name in values]
     names = ", ".join(tensor.name for tensor in PROMPTS)
     if not given:
@@ -175,16 +166,16 @@ def chosen_prompt(values: Mapping[str, Any]) -> str:
 
 
 def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
-    """The strings of a `stop` tensor; CanvasError for an empty one, or too many."""
+    """Return the strings of a `stop` tensor. CanvasError for an empty string, or too many."""
     if "" in stops:
-        raise CanvasError("stop holds an empty string", "leave it out")
+        raise CanvasError("stop contains an empty string", "leave it out")
     if len(stops) > MAX_STOPS:
-        raise CanvasError(f"stop holds {len(stops)} strings", f"send at most {MAX_STOPS}")
+        raise CanvasError(f"stop contains {len(stops)} strings", f"send at most {MAX_STOPS}")
     return tuple(stops)
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:
-    """The chat in a `messages` tensor; CanvasError says which message is wrong."""
+    """Return the chat in a `messages` tensor. CanvasError names the message that is wrong."""
     example = '[{"role": "user", "content": "Hello"}]'
     try:
         messages = json.loads(text)

@@ -93,7 +93,7 @@ class ActiveRequest:
     def _stops(self, output: DenoiseOutput) -> bool:
         """Stable and confident (`StableAndConfidentStoppingCriteria`): the argmax equals each of the
         last `stability_threshold` ones, and the mean entropy is below the threshold."""
-        if not self._params.adaptive_stop:
+        if not self._params.early_stop:
             return False
         wanted = self._params.stability_threshold
         stable = len(self._history) == wanted and all(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-MAX_SEED = 2**64 - 1
-
 
 def step_noise(
     seed: int, block: int, step: int, length: int, vocab_size: int

@@ -24,7 +24,7 @@ class Request:
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raises CanvasError for an empty or foreign prompt, or one that does not fit the context."""
-        self.params.validate(config)
+        self.params.check_fits(config)
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")

@@ -1,39 +1,124 @@
-"""A request's sampling parameters, with their limits, and the temperature schedule."""
+"""A request's sampling parameters. Triton's inputs, the OpenAI API and the command line are derived
+from this table.
+
+Free of numpy at import: the command line reads it for its help.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
 
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.noise import MAX_SEED
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One sampling parameter as callers know it. A whole number has a `most`; a real one only needs
+    to be finite."""
+
+    name: str
+    datatype: str  # as Triton names it: BOOL, FP32, INT32 or UINT64
+    about: str
+    least: int = 0
+    most: int = MAX_INT32
+    above_least: bool = False  # `least` itself is out of range
+    flag: str = ""  # on the command line, unless it is the name
+
+    @property
+    def kind(self) -> type:
+        """The Python type: bool, float or int."""
+        kinds: dict[str, type] = {"BOOL": bool, "FP32": float}
+        return kinds.get(self.datatype, int)
+
+    @property
+    def option(self) -> str:
+        """The option of the command line."""
+        return self.flag or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether the checkpoint has a default for it."""
+        return self.name in {each.name for each in fields(SamplerDefaults)}
+
+    def check(self, value: Any, label: str = "") -> None:
+        """Raise CanvasError, which calls the parameter `label`, for a value out of range."""
+        label = label or self.name
+        if self.kind is bool:
+            valid, wanted = isinstance(value, bool), "true or false"
+        elif self.kind is int:
+            valid = isinstance(value, Integral) and self.least <= int(value) <= self.most
+            wanted = f"a whole number from {self.least} to {self.most}"
+        else:
+            valid = isinstance(value, Real) and self._is_in_range(float(value))
+            wanted = (
+                f"a finite number {'above' if self.above_least else 'of at least'} {self.least}"
+            )
+        if not valid or (self.kind is not bool and isinstance(value, bool)):
+            raise CanvasError(f"{label} is {value!r}", f"give {wanted} for {label}")
+
+    def _is_in_range(self, value: float) -> bool:
+        low = value > self.least if self.above_least else value >= self.least
+        return low and math.isfinite(value)
+
+
+def _parameter(default: Any, datatype: str, about: str, **limits: Any) -> Any:
+    """Declare a field of SamplingParams that callers may set; see Parameter."""
+    return field(default=default, metadata={"datatype": datatype, "about": about, **limits})
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is generated. Entropies are in nats."""
+    """How one request is generated. Entropies are in nats. CanvasError for a value out of range."""
 
-    seed: int = 0
-    max_new_tokens: int = 256
-    max_denoising_steps: int = 48
-    entropy_bound: float = 0.1
-    t_min: float = 0.4
-    t_max: float = 0.8
-    stability_threshold: int = 1
-    confidence_threshold: float = 0.005
+    max_new_tokens: int = _parameter(256, "INT32", "maximum number of tokens to generate", least=1)
+    seed: int = _parameter(0, "UINT64", "seed of the noise; 0 when absent", most=MAX_UINT64)
+    max_denoising_steps: int = _parameter(
+        48,
+        "INT32",
+        "maximum number of denoising steps per block",
+        least=1,
+        most=10_000,
+        flag="--steps",
+    )
+    entropy_bound: float = _parameter(
+        0.1, "FP32", "entropy accepted per step, in nats", above_least=True
+    )
+    t_min: float = _parameter(0.4, "FP32", "temperature of the last step")
+    t_max: float = _parameter(0.8, "FP32", "temperature of the first step", above_least=True)
+    stability_threshold: int = _parameter(
+        1, "INT32", "steps a canvas must stay unchanged to stop early", most=10_000
+    )
+    confidence_threshold: float = _parameter(
+        0.005, "FP32", "mean entropy below which a canvas may stop early", above_least=True
+    )
+    early_stop: bool = _parameter(
+        True,
+        "BOOL",
+        "finish a block once it is stable and confident; true when absent",
+        flag="--early-stop/--all-steps",
+    )
     eos_token_ids: tuple[int, ...] = ()
-    adaptive_stop: bool = True
+
+    def __post_init__(self) -> None:
+        check(vars(self))
+        for token in self.eos_token_ids:
+            _EOS.check(token)
 
     @classmethod
     def from_defaults(
         cls, defaults: SamplerDefaults, config: ModelConfig, **overrides: Any
     ) -> SamplingParams:
-        """The checkpoint's defaults with `overrides` over them (None leaves the default), validated."""
+        """Return the checkpoint's defaults with `overrides` over them; None leaves the default."""
         names = {field.name for field in fields(cls)}
         values = {name: getattr(defaults, name) for name in names if hasattr(defaults, name)}
         values["eos_token_ids"] = config.eos_token_ids
@@ -46,54 +131,54 @@ class SamplingParams:
             if value is not None:
                 values[name] = value
         values["eos_token_ids"] = tuple(_ids(values["eos_token_ids"]))
-        params = cls(**values)
-        params.validate(config)
-        return params
+        return cls(**values)
 
     def blocks(self, canvas_length: int) -> int:
-        """The most blocks that this request may take."""
+        """Return the most blocks that this request may take."""
         return -(-self.max_new_tokens // canvas_length)
 
     def temperature(self, step: int) -> np.float32:
-        """The temperature of denoising step `step`, counted from 1 (t_max's end) to
+        """Return the temperature of denoising step `step`, counted from 1 (t_max's end) to
         `max_denoising_steps`; in the reference's float32 order of operations."""
+        import numpy as np
+
         remaining = self.max_denoising_steps - step + 1
         fraction = np.float32(remaining) / np.float32(self.max_denoising_steps)
         return np.float32(self.t_max - self.t_min) * fraction + np.float32(self.t_min)
 
-    def validate(self, config: ModelConfig) -> None:
-        """Raises CanvasError, naming the parameter and its value, where one is out of range."""
-        _integer("seed", self.seed, 0, MAX_SEED)
-        _integer("max_new_tokens", self.max_new_tokens, 1, config.max_position_embeddings)
-        _integer("max_denoising_steps", self.max_denoising_steps, 1, 10_000)
-        _integer("stability_threshold", self.stability_threshold, 0, 10_000)
-        _real("entropy_bound", self.entropy_bound)
-        _real("confidence_threshold", self.confidence_threshold)
-        _real("t_min", self.t_min, zero=True)
-        _real("t_max", self.t_max)
-        if self.t_max < self.t_min:
+    def check_fits(self, config: ModelConfig) -> None:
+        """Raise CanvasError when the model has fewer positions than `max_new_tokens`."""
+        most = config.max_position_embeddings
+        if self.max_new_tokens > most:
             raise CanvasError(
-                f"t_max {self.t_max} is below t_min {self.t_min}",
-                "the temperature falls from t_max to t_min: give t_max >= t_min",
+                f"max_new_tokens is {self.max_new_tokens}",
+                f"give a whole number from 1 to {most} for max_new_tokens",
             )
-        for token in self.eos_token_ids:
-            _integer("an end-of-sequence token", token, 0, 2**31 - 1)
+
+
+PARAMETERS = tuple(
+    Parameter(each.name, **each.metadata) for each in fields(SamplingParams) if each.metadata
+)
+_EOS = Parameter("an end-of-sequence token", "INT32", "")
+
+
+def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
+    """Raise CanvasError for the first of `values`, by parameter name, that is out of range.
+
+    `labels` are what to call the parameters instead of their names.
+    """
+    labels = labels or {}
+    for parameter in PARAMETERS:
+        if parameter.name in values:
+            label = labels.get(parameter.name, "")
+            parameter.check(values[parameter.name], label)
+    low, high = values.get("t_min"), values.get("t_max")
+    if low is not None and high is not None and high < low:
+        raise CanvasError(
+            f"t_max {high} is below t_min {low}",
+            "the temperature falls from t_max to t_min: give t_max >= t_min",
+        )
 
 
 def _ids(value: int | Iterable[int]) -> Iterable[int]:
     return (value,) if isinstance(value, int) else value
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> None:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:
-        raise CanvasError(
-            f"{name} is {value!r}", f"give a whole number from {low} to {high} for {name}"
-        )
-
-
-def _real(name: str, value: Any, zero: bool = False) -> None:
-    real = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-    if not real or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        sign = "of 0 or more" if zero else "above 0"
-        raise CanvasError(f"{name} is {value!r}", f"give a finite number {sign} for {name}")

@@ -98,10 +98,6 @@ class Tokenizer:
         """The text of token ids."""
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
 
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling, or None."""
-        return self._core.token_to_id(token)
-
 
 class StreamDecoder:
     """Turns blocks of token ids into pieces of text that add up to the text of them all."""

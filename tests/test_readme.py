@@ -29,4 +29,4 @@ def test_the_readme_has_no_other():
 def test_the_readme_calls_the_model_as_it_is_served():
     models = re.findall(r'"model": "([^"]+)"', README.read_text("utf-8"))
     assert models
-    assert set(models) <= set(Settings().names)
+    assert set(models) <= set(Settings().front.names)

@@ -1,4 +1,4 @@
-"""The other side of `canvasrt bench --against transformers`: the reference on the same work."""
+"""The reference of `canvasrt bench --against transformers`, on the same work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_TOKEN = -1
 
 
 class Transformers:
-    """transformers' own model in fp32, on the CPU."""
+    """transformers' model in fp32, on the CPU."""
 
     def __init__(self, checkpoint: Path, threads: int) -> None:
         try:
@@ -35,24 +35,22 @@ class Transformers:
         ).eval()
 
     def measure(self, requests: Sequence[Request]) -> Sample:
-        """Runs `requests`, which share one length and all settings but the seed, as one batch."""
+        """Run `requests` as one batch. They share their length, and all settings except the seed."""
         from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
             DiffusionGemmaGenerationConfig,
             EntropyBoundSamplerConfig,
         )
 
         params = requests[0].params
-        if params.adaptive_stop:
-            raise ValueError(
-                "the sides take the same steps only when every block takes all of them"
-            )
+        if params.early_stop:
+            raise ValueError("both sides take the same steps only without early stop")
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=params.max_new_tokens,
             max_denoising_steps=params.max_denoising_steps,
             sampler_config=EntropyBoundSamplerConfig(entropy_bound=params.entropy_bound),
             t_min=params.t_min,
             t_max=params.t_max,
-            # An empty list would fall back to the checkpoint's.
+            # An empty list would mean the checkpoint's.
             eos_token_id=list(params.eos_token_ids) or [NO_TOKEN],
         )
         prompts = self._torch.tensor([list(request.prompt_token_ids) for request in requests])
@@ -74,7 +72,7 @@ class Transformers:
 
 
 class _Clock:
-    """Times the denoising steps of a model, and as a streamer its blocks; turns early stop off."""
+    """Times a model's denoising steps and, as a streamer, its blocks; turns off early stop."""
 
     def __init__(self, model: Any) -> None:
         self.steps: list[float] = []
@@ -90,7 +88,7 @@ class _Clock:
             self.steps.append(time.perf_counter() - start)
             return result
 
-        # On the instance: the class stays as it is.
+        # On the instance only; the class stays unchanged.
         self._model._denoising_step = timed
         self._model._prepare_diffusion_stopping_criteria = lambda *_: None
 
@@ -98,8 +96,8 @@ class _Clock:
         del self._model._denoising_step, self._model._prepare_diffusion_stopping_criteria
 
     def put(self, value: Any) -> None:
-        """Called with the prompt, then with each block."""
+        """Take the prompt, then each block."""
         self.blocks.append(time.perf_counter())
 
     def end(self) -> None:
-        """Called after the last block."""
+        """Do nothing after the last block."""

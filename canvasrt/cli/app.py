@@ -1,4 +1,4 @@
-"""The `canvasrt` command: its subcommands, its exit codes, and how failures are shown."""
+"""The `canvasrt` command: its subcommands, exit codes, and error messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from canvasrt import __version__
 from canvasrt.console import print_error
 from canvasrt.errors import CanvasError, UsageError
 
-_MAKE, _USE, _LOOK, _INSIDE = "Make", "Use", "Look", "Inside a container, as in NIM"
-# Command → the panel of the help page that it is on. Its function is in canvasrt/cli/<command>.py, with
+_MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
+# Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with
 # underscores for hyphens.
 _COMMANDS = {
     "demo": _MAKE,
@@ -37,7 +37,7 @@ _COMMANDS = {
     "download-to-cache": _INSIDE,
     "create-model-store": _INSIDE,
 }
-_BUG_HINT = "this is a bug in canvasrt: run it again with --debug, and report what that prints"
+_BUG_HINT = "this is a bug in canvasrt: run it again with --debug, and report the output"
 
 
 def _show_version(value: bool) -> None:
@@ -49,7 +49,7 @@ def _show_version(value: bool) -> None:
 def _root(
     debug: Annotated[
         bool,
-        typer.Option("--debug", help="Show the traceback of a failure and builders' warnings."),
+        typer.Option("--debug", help="Show tracebacks and the builders' warnings."),
     ] = False,
     version: Annotated[
         bool,
@@ -58,12 +58,12 @@ def _root(
 ) -> None:
     """Export DiffusionGemma to ONNX and TensorRT, and serve it through Triton.
 
-    The whole way, on the bundled demo checkpoint: canvasrt demo
+    To try every step on the bundled demo checkpoint: canvasrt demo
     """
 
 
 def make_app() -> typer.Typer:
-    """The application, with every command registered."""
+    """Return the application with all commands."""
     app = typer.Typer(
         name="canvasrt",
         rich_markup_mode="rich",
@@ -79,18 +79,18 @@ def make_app() -> typer.Typer:
 
 
 def command_names() -> list[str]:
-    """The names of all commands."""
+    """Return the names of all commands."""
     return [command.name or "" for command in make_app().registered_commands]
 
 
 def parsed_command(name: str) -> Any:
-    """A command as Typer understands it: `help`, and `params` with `opts` and `help` each."""
+    """Return a command as Typer parses it, with `help`, and `params` with their `opts` and `help`."""
     group: Any = typer.main.get_command(make_app())
     return group.commands[name]
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return the exit code: 0, 1 for a failure, 2 for wrong usage."""
+    """Run one command and return the exit code: 0, 1 for a failure, or 2 for wrong use."""
     arguments, debug = _take_debug(arguments)
     if debug:
         _show_log()
@@ -114,7 +114,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """Take `--debug` out, wherever it stands before a `--`."""
+    """Remove `--debug` anywhere before a `--`; return the other arguments, and whether it was
+    there."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     kept = [argument for argument in arguments[:end] if argument != "--debug"]
     return kept + arguments[end:], len(kept) < end
@@ -125,17 +126,19 @@ def _failed(error: Exception, debug: bool) -> int:
     if getattr(error, "exit_code", None) == 2 and hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "canvasrt"
-        print_error(error.format_message(), f"`{command} --help` shows the usage")
+        print_error(error.format_message(), f"see `{command} --help`")
         return 2
     _show_traceback(debug)
     from canvasrt.staging import is_disk_full
 
     if is_disk_full(error, None):
-        print_error("no space left on the disk", "free some space, or write elsewhere with -o")
+        print_error(
+            "no space left on the disk", "free some space, or write to another disk with -o"
+        )
     elif isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
         print_error(f"{error.filename}: {error.strerror}", "check the path and its permissions")
     elif isinstance(error, FileNotFoundError) and error.filename:
-        print_error(f"there is no {error.filename}", "check the path")
+        print_error(f"{error.filename} does not exist", "check the path")
     elif isinstance(error, MemoryError):
         print_error("out of memory", "close other programs, or use a machine with more memory")
     else:
@@ -149,7 +152,8 @@ def _interrupted() -> int:
 
 
 def _show_log() -> None:
-    """Print what canvasrt logs, such as the builders' warnings. (Other loggers slow torch's exporter.)"""
+    """Print canvasrt's log, such as the builders' warnings. Other loggers would slow down torch's
+    exporter."""
     import logging
 
     logger = logging.getLogger("canvasrt")

@@ -1,4 +1,4 @@
-"""`canvasrt bench`: how fast a bundle generates, and beside the reference if asked for."""
+"""`canvasrt bench`: measures how fast a bundle generates, optionally against the reference."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses
-from canvasrt.errors import CanvasError
+from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
+from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ Against = Annotated[
         "--against",
         metavar="transformers",
         show_default=False,
-        help="Run the reference too, in turns, and print the ratio. Needs --checkpoint.",
+        help="Also run the reference, in turns, and print the ratio; needs --checkpoint.",
     ),
 ]
 CheckpointOption = Annotated[
@@ -32,31 +32,29 @@ CheckpointOption = Annotated[
         "--checkpoint",
         metavar="CHECKPOINT",
         show_default=False,
-        help="What the bundle was made from: a folder, a hub name, or demo.",
+        help="The bundle's checkpoint: a folder, a hub name, or demo.",
     ),
 ]
 PromptTokens = Annotated[
-    int, typer.Option("--prompt-tokens", min=1, help="The length of the random prompts.")
+    int, typer.Option("--prompt-tokens", min=1, help="Length of the random prompts.")
 ]
-Blocks = Annotated[int, typer.Option("--blocks", min=1, help="Blocks of answer a request.")]
+Blocks = Annotated[int, typer.Option("--blocks", min=1, help="Blocks to generate per request.")]
 Steps = Annotated[
     int | None,
     typer.Option(
-        "--steps", min=1, show_default="the checkpoint's", help="Denoising steps a block."
+        "--steps", min=1, show_default="the checkpoint's", help="Denoising steps per block."
     ),
 ]
 EarlyStop = Annotated[
     bool,
     typer.Option(
         "--early-stop/--all-steps",
-        help="Let blocks finish early; --against always takes all steps.",
+        help="Whether blocks may finish early; --against always takes all steps.",
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Requests that run together.")]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Measured rounds, after one warm-up.")]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, show_default="every core", help="CPU threads."),
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of requests that run together.")]
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=1, help="Number of measured rounds, after one to warm up.")
 ]
 
 
@@ -75,9 +73,9 @@ def bench(
     share_passes: SharePasses = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a bundle: time a forward pass, steps a block, tokens a second, first-token latency.
+    """Measure a bundle: time per pass, steps per block, tokens per second, first-token latency.
 
-    Requests ignore the end of sequence, so that every round does the same work.
+    Requests ignore the end of the sequence, so that every round does the same work.
     Example: canvasrt bench build/demo --against transformers --checkpoint demo
     """
     _check(against, checkpoint, early_stop)
@@ -116,14 +114,14 @@ def bench(
 
 def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> None:
     if against not in (None, "transformers"):
-        raise CanvasError(f"--against {against!r} is not known", "give --against transformers")
+        raise UsageError(f"unknown --against {against!r}", "give --against transformers")
     if against and checkpoint is None:
-        raise CanvasError(
+        raise UsageError(
             "--against transformers needs the checkpoint", "add --checkpoint FOLDER_OR_NAME"
         )
     if against and early_stop:
-        raise CanvasError(
-            "--early-stop with --against would let the sides take different steps",
+        raise UsageError(
+            "--against does not allow --early-stop: the two sides could take different steps",
             "leave out one of them",
         )
 
@@ -137,7 +135,7 @@ def _requests(
     batch: int,
     rounds: int,
 ) -> list[list[Request]]:
-    """The requests of every round; prompts and seeds differ from round to round."""
+    """Return the requests of each round; prompts and seeds differ between rounds."""
     from canvasrt.runtime.bench import random_prompts
     from canvasrt.runtime.generator import Request
     from canvasrt.runtime.sampling import SamplingParams
@@ -147,7 +145,7 @@ def _requests(
         model.config,
         max_new_tokens=blocks * model.canvas_length,
         max_denoising_steps=steps,
-        adaptive_stop=early_stop,
+        early_stop=early_stop,
         eos_token_ids=(),
     )
     prompts = random_prompts(model.config, rounds * batch, prompt_tokens)
@@ -172,11 +170,11 @@ def _theirs(checkpoint: str, threads: int) -> Any:
 def _take_turns(
     sides: dict[str, Any], work: list[list[Request]], show: Any
 ) -> dict[str, list[Sample]]:
-    """Every round on every side before the next round, so that a busy machine is busy for both."""
+    """Run each round on every side before the next, so that a busy machine affects all sides."""
     samples: dict[str, list[Sample]] = {name: [] for name in sides}
     for index, requests in enumerate(work):
         show("measuring", index, len(work))
-        # The one that goes second finds warm caches and idle threads: they take turns in that too.
+        # The second finds warm caches and idle threads, so the order alternates.
         names = list(sides) if index % 2 else list(sides)[::-1]
         for name in names:
             sample = sides[name](requests)
@@ -187,7 +185,7 @@ def _take_turns(
 
 
 def _ratio(ours: list[Sample], theirs: list[Sample]) -> Spread:
-    """Tokens a second, ours over theirs, round by round."""
+    """Return the ratio of tokens per second, ours over theirs, round by round."""
     from canvasrt.runtime.bench import Spread
 
     return Spread.of(
@@ -203,7 +201,7 @@ def _render(
 ) -> None:
     from canvasrt.console import table
 
-    stop = "early stop" if settings["early_stop"] else f"{settings['steps']} steps a block"
+    stop = "early stop" if settings["early_stop"] else f"{settings['steps']} steps per block"
     cpu = f"{settings['threads']} threads"
     where = cpu if settings["device"] == "cpu" else settings["device"]
     console.print(
@@ -217,14 +215,14 @@ def _render(
 
     rows = [
         row("forward pass, ms", lambda s: _spread(s.forward_ms)),
-        row("steps a block", lambda s: f"{s.steps_per_block:.1f}"),
-        row("tokens a second", lambda s: _spread(s.tokens_per_second)),
+        row("steps per block", lambda s: f"{s.steps_per_block:.1f}"),
+        row("tokens per second", lambda s: _spread(s.tokens_per_second)),
         row("first tokens, ms", lambda s: _spread(s.first_tokens_ms)),
     ]
     console.print(table(["median (10% – 90%)", *summaries], rows))
     if ratio is not None:
         console.print(
-            f"ratio of tokens a second: {ratio.median:.2f}"
+            f"ratio of tokens per second: {ratio.median:.2f}"
             f" ({ratio.least:.2f} – {ratio.most:.2f} over {_rounds(summaries)} rounds)"
         )
 

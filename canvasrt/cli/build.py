@@ -1,4 +1,4 @@
-"""`canvasrt build`: a checkpoint or graphs to engines."""
+"""`canvasrt build`: builds engines from a checkpoint or graphs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from canvasrt.build.plan import Plan
     from canvasrt.bundle import Bundle
 
-# Options that a manifest has in full, and a summary does not need.
+# Options too long for a summary.
 LONG = ("recipe", "adapters")
 
 
 def build(
     source: options.Source,
     target: options.Targets,
-    out: options.Out,
+    out: options.BuildOut,
     precision: options.Precision = None,
     max_context: options.MaxContext = None,
     max_batch: options.MaxBatch = MAX_BATCH,
@@ -30,7 +30,7 @@ def build(
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Build engines for one or more targets; run again, it reuses what has not changed."""
+    """Build engines for one or more targets; a repeated build reuses what has not changed."""
     from canvasrt.build.plan import Options
     from canvasrt.pipeline import build_all, plan_all
     from canvasrt.targets import parse_targets
@@ -60,7 +60,7 @@ def _show_plans(plans: Sequence[Plan], as_json: bool) -> None:
 
 
 def _why_not(plan: Plan) -> str | None:
-    """Why the plan would be refused; None when it would not."""
+    """Return why the plan would be refused; None when it would not."""
     from canvasrt.build.checks import check_plan
     from canvasrt.errors import CanvasError
 
@@ -76,7 +76,9 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
     console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
     console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
-    console.print(f"  serves     {plan.max_batch} requests of {plan.max_context} tokens at once")
+    console.print(
+        f"  serves     up to {plan.max_batch} requests of {plan.max_context} tokens at once"
+    )
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},"
         f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)},"
@@ -87,7 +89,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
         console.print(f"  GPU        {plan.target.gpu}, {size(plan.target.memory)}: {verdict}")
     console.print(
         f"  building   {size(here.memory)} of memory; on disk {size(here.graphs)} of graphs"
-        f" and {size(here.engines)} of engines, less what is in the cache"
+        f" and {size(here.engines)} of engines, minus what is in the cache"
     )
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
 

@@ -1,4 +1,4 @@
-"""What is installed, what works on this machine, and the command that mends each gap."""
+"""Checks what is installed and works on this machine, with the command that fixes each gap."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ State = Literal["ok", "gap", "info"]
 _GB = 10**9
 _OLDEST_PYTHON = (3, 11)
 _ENOUGH_DISK = 2 * _GB
-_ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend asks for at start
-# Extra → its distributions that are worth naming, and what it is for.
+_ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend needs at start
+# Extra → its main distributions, and its purpose.
 _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "export": (
         ("torch", "onnx", "onnxscript", "onnx-ir", "safetensors"),
@@ -30,13 +30,13 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorrt": (("tensorrt",), "build engines for data-centre GPUs"),
     "serve": (("nvidia-pytriton", "tritonclient"), "serve through Triton"),
 }
-# Extras that every machine can use; a machine without them has a gap.
+# Every machine can use these extras; without them it has a gap.
 _WANTED = ("export", "rtx", "serve")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `fix` is the command that mends a gap."""
+    """One line of the report. `fix` is the command that closes a gap."""
 
     name: str
     state: State
@@ -44,12 +44,12 @@ class Check:
     fix: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with a key a field."""
+        """Return a JSON object with a key per field."""
         return asdict(self)
 
 
 def examine() -> list[Check]:
-    """Every check, in the order in which they are shown."""
+    """Return all checks, in the order they are shown."""
     checks = [_python(), _onnxruntime()]
     checks += [_extra(name) for name in _EXTRAS]
     checks += [*_gpus(), _triton(), _containers(), _memory(), _disk(), _shared_memory()]
@@ -57,7 +57,7 @@ def examine() -> list[Check]:
 
 
 def report() -> dict[str, Any]:
-    """The whole examination as data."""
+    """Return the whole report as data."""
     checks = examine()
     return {
         "canvasrt": __version__,
@@ -96,7 +96,7 @@ def _onnxruntime() -> Check:
     found = f"{both[0] or both[1]}, providers: {', '.join(providers)}"
     if machine.gpus() and "CUDA" not in providers:
         fix = "pip uninstall -y onnxruntime && pip install 'canvasrt[gpu]'"
-        return Check(name, "info", f"{found}; it does not use the GPU", fix)
+        return Check(name, "info", f"{found}; does not use the GPU", fix)
     return Check(name, "ok", found)
 
 
@@ -116,7 +116,7 @@ def _extra(extra: str) -> Check:
 def _gpus() -> list[Check]:
     found = machine.gpus()
     if not found:
-        return [Check("GPU", "info", "none that nvidia-smi knows: the CPU runs everything")]
+        return [Check("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
     return [
         Check(
             f"GPU {number}",
@@ -138,12 +138,12 @@ def _triton() -> Check:
         return Check(name, "gap", error.message, error.hint)
     try:
         answer = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60)
-        said = answer.stdout + answer.stderr
+        output = answer.stdout + answer.stderr
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(error)
-    if "Usage: tritonserver" not in said:
+        output = str(error)
+    if "Usage: tritonserver" not in output:
         fix = "use a system with glibc 2.35 or later (Debian 12, Ubuntu 22.04)"
-        return Check(name, "gap", f"{binary} does not start: {said.strip()[-200:]}", fix)
+        return Check(name, "gap", f"{binary} does not start: {output.strip()[-200:]}", fix)
     return Check(name, "ok", str(binary))
 
 
@@ -174,5 +174,5 @@ def _shared_memory() -> Check:
         return Check(name, "gap", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
     if free < _ENOUGH_SHARED:
         fix = "mount -o remount,size=1g /dev/shm (in a container: --shm-size 1g)"
-        return Check(name, "gap", f"{size(free)} free in /dev/shm; Triton wants more", fix)
+        return Check(name, "gap", f"{size(free)} free in /dev/shm; Triton needs more", fix)
     return Check(name, "ok", f"{size(free)} free in /dev/shm")

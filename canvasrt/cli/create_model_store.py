@@ -1,4 +1,4 @@
-"""`canvasrt create-model-store`: the engines of one profile as a folder of their own."""
+"""`canvasrt create-model-store`: copies the engines of one profile into their own folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def create_model_store(
             "-m",
             metavar="DIR",
             show_default=False,
-            help="The folder to write, for NIM_MODEL_PATH or BUNDLE. It must not hold anything yet.",
+            help="The folder to write, which must be empty; serve it with NIM_MODEL_PATH or BUNDLE.",
         ),
     ],
     bundle: Bundle = None,
     profile: Profile = None,
     cache: Cache = None,
 ) -> None:
-    """Copy the engines of one profile out of a package into a folder that can be served by itself."""
+    """Copy the engines of one profile from a package into a folder that can be served by itself."""
     from canvasrt.cli.profiles import write_store
 
     write_store(bundle, profile, model_store, cache)

@@ -1,4 +1,4 @@
-"""`canvasrt demo`: the whole way on this machine, from the demo checkpoint to served answers."""
+"""`canvasrt demo`: every step on this machine, from the demo checkpoint to served answers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ def demo(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build the demo checkpoint, package it, serve it, ask it questions, and stop."""
+    """Build, package and serve the demo checkpoint, ask it questions, and stop."""
     from canvasrt.cli.walkthrough import run
 
     run(keep, as_json)

@@ -1,4 +1,4 @@
-"""`canvasrt doctor`: what works on this machine."""
+"""`canvasrt doctor`: shows what works on this machine."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _MARKS = {
 
 
 def doctor(as_json: options.AsJson = False) -> None:
-    """Show what is installed and works on this machine, and how to mend what does not."""
+    """Show what is installed and works on this machine, and how to fix what does not."""
     from rich.markup import escape
 
     from canvasrt.cli.checkup import report
@@ -27,6 +27,8 @@ def doctor(as_json: options.AsJson = False) -> None:
             if check["fix"]:
                 console.print(f"     → {escape(check['fix'])}")
         gaps = data["gaps"]
-        console.print("\nnothing is missing" if not gaps else f"\n{gaps} to mend, see → above")
+        console.print(
+            "\nnothing is missing" if not gaps else f"\n{gaps} missing or broken: see → above"
+        )
 
     emit(data, as_json, render)

@@ -1,4 +1,4 @@
-"""`canvasrt download-to-cache`: engines made ahead of a start."""
+"""`canvasrt download-to-cache`: builds engines ahead of the first start."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def download_to_cache(
     bundle: Bundle = None,
     profile: Profile = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every profile that this machine can run.")
+        bool, typer.Option("--all", help="Build every profile that this machine can run.")
     ] = False,
     cache: Cache = None,
 ) -> None:
-    """Put the engines of a profile into the cache, so that the next start finds them.
+    """Put a profile's engines into the cache, so that the next start finds them.
 
-    Nothing is downloaded: a package carries its engines, or the graphs that they are built from here.
+    Nothing is downloaded: a package contains its engines, or graphs from which this builds them.
     """
     from canvasrt.cli.profiles import fill_cache
 

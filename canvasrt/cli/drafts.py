@@ -1,4 +1,4 @@
-"""How `canvasrt generate --drafts` shows a canvas while it is denoised."""
+"""Shows a canvas while it is denoised, for `canvasrt generate --drafts`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DraftView:
-    """Drafts on stdout: redrawn in place on a terminal, otherwise a line each."""
+    """Prints drafts: redrawn in place on a terminal, otherwise one per line."""
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class DraftView:
         self._live = _live() if sys.stdout.isatty() else None
 
     def draft(self, event: Draft) -> None:
-        """Shows one step's draft, up to its first end of sequence; unaccepted tokens are dim."""
+        """Show one step's draft, up to its first end of sequence; unaccepted tokens are dim."""
         tokens, accepted = self._until_end(event)
         if self._live is None:
             text = self._whole(tokens)
@@ -39,7 +39,7 @@ class DraftView:
         self._live.update(drawn, refresh=True)
 
     def block(self, event: Block, piece: str) -> None:
-        """Replaces the draft by the finished block's text; after the last block, leaves the answer."""
+        """Replace the draft with the finished block's text; after the last block, print the answer."""
         if self._live is None:
             print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
             return
@@ -49,7 +49,7 @@ class DraftView:
             print(self._done, flush=True)
 
     def close(self) -> None:
-        """Gives the terminal back, whatever has happened."""
+        """Restore the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -68,7 +68,7 @@ class DraftView:
 
 
 def _live() -> Live:
-    """A region of the terminal that is drawn over, and gone when it stops."""
+    """Return a region of the terminal that is redrawn, and cleared at the end."""
     from rich.console import Console
     from rich.live import Live
 

@@ -1,11 +1,11 @@
-"""`canvasrt export`: a checkpoint to a graph bundle."""
+"""`canvasrt export`: exports a checkpoint to ONNX graphs."""
 
 from typing import Any
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
 
-# What the graphs compute in: fp32 for a CPU, bf16 for GPUs.
+# The precision of the graphs: fp32 for a CPU, bf16 for GPUs.
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -18,7 +18,7 @@ def export(
     calibration: options.Calibration = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Turn a checkpoint into ONNX graphs."""
+    """Export a checkpoint to ONNX graphs."""
     from canvasrt.checkpoints import locate as checkpoints
     from canvasrt.errors import UsageError
     from canvasrt.extras import require
@@ -26,7 +26,7 @@ def export(
 
     if precision not in (None, *PRECISIONS):
         raise UsageError(
-            f"graphs are not exported in {precision!r}", f"precisions: {', '.join(PRECISIONS)}"
+            f"cannot export graphs in {precision!r}", f"the precisions are {', '.join(PRECISIONS)}"
         )
     adapters = options.adapters(adapter)
     check_output(out)

@@ -3,99 +3,41 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses
+from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
+from canvasrt.cli.prompt import Prompt, PromptIds, PromptText, Raw, System, read_prompt
+from canvasrt.cli.sampling import with_sampling
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
     from canvasrt.runtime.generator import Block, Event, Request, Result
     from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
-Prompt = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PROMPT", show_default=False, help="The user's message; - reads it from stdin."
-    ),
-]
-PromptIds = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt-ids",
-        metavar="3,4,5",
-        show_default=False,
-        help="Token ids to continue as they are, in place of PROMPT.",
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option("--system", metavar="TEXT", show_default=False, help="A system message."),
-]
-Raw = Annotated[bool, typer.Option("--raw", help="Continue PROMPT itself: no chat template.")]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same tokens.")]
 Count = Annotated[
-    int, typer.Option("--n", min=1, help="Answers to one prompt, with seeds from --seed upwards.")
+    int, typer.Option("--n", min=1, help="Number of answers, with consecutive seeds from --seed.")
 ]
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option("--max-new-tokens", show_default="the checkpoint's", help="The token budget."),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps", show_default="the checkpoint's", help="Denoising steps a block at most."
-    ),
-]
-TMin = Annotated[
-    float | None,
-    typer.Option("--t-min", show_default=False, help="The last step's temperature, nearly."),
-]
-TMax = Annotated[
-    float | None,
-    typer.Option("--t-max", show_default=False, help="The first step's temperature."),
-]
-EntropyBound = Annotated[
-    float | None,
-    typer.Option(
-        "--entropy-bound", show_default=False, help="How much uncertainty a step accepts, in nats."
-    ),
-]
-EarlyStop = Annotated[
-    bool,
-    typer.Option(
-        "--early-stop/--all-steps",
-        help="Finish a block once it is stable and confident, or take every step.",
-    ),
-]
-Stream = Annotated[bool, typer.Option("--stream", help="Show each block as it is finished.")]
+Stream = Annotated[bool, typer.Option("--stream", help="Print each block once it is finished.")]
 Drafts = Annotated[
     bool,
-    typer.Option("--drafts", help="Show the draft of every step too; on a terminal, in place."),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", min=1, show_default="every core", help="CPU threads."),
+    typer.Option("--drafts", help="Print the draft of each step too; on a terminal, in place."),
 ]
 
 
+@with_sampling
 def generate(
     bundle: BundlePath,
-    prompt: Prompt = None,
+    prompt: PromptText = None,
     prompt_ids: PromptIds = None,
     system: System = None,
     raw: Raw = False,
-    seed: Seed = 0,
     n: Count = 1,
-    max_new_tokens: MaxNewTokens = None,
-    steps: Steps = None,
-    t_min: TMin = None,
-    t_max: TMax = None,
-    entropy_bound: EntropyBound = None,
-    early_stop: EarlyStop = True,
+    *,
+    sampling: dict[str, Any],
     stream: Stream = False,
     drafts: Drafts = False,
     threads: Threads = None,
@@ -108,35 +50,18 @@ def generate(
     Example: canvasrt generate build/demo "Add 17 and 25" --stream
     """
     if n > 1 and (stream or drafts):
-        raise UsageError(f"--n {n} with --stream", "stream one answer at a time: leave out --n")
-    ids, text = _prompt(prompt, prompt_ids, system, raw)
+        raise UsageError(f"--n {n} does not allow --stream", "leave out --n to stream one answer")
+    given = read_prompt(prompt, prompt_ids, system, raw)
 
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.open import open_model
     from canvasrt.runtime.sampling import SamplingParams
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
-    tokenizer = _tokenizer(model, required=ids is None)
-    if ids is None:
-        assert tokenizer is not None
-        ids = _encode(tokenizer, text, system, raw)
-    requests = [
-        Request(
-            ids,
-            SamplingParams.from_defaults(
-                model.sampler,
-                model.config,
-                seed=seed + i,
-                max_new_tokens=max_new_tokens,
-                max_denoising_steps=steps,
-                t_min=t_min,
-                t_max=t_max,
-                entropy_bound=entropy_bound,
-                adaptive_stop=early_stop,
-            ),
-        )
-        for i in range(n)
-    ]
+    tokenizer = _tokenizer(model, required=given.ids is None)
+    ids = _encode(tokenizer, given)
+    params = SamplingParams.from_defaults(model.sampler, model.config, **sampling)
+    requests = [Request(ids, replace(params, seed=params.seed + i)) for i in range(n)]
     generator = Generator(model)
     if stream or drafts:
         events = generator.stream(requests[0])
@@ -153,37 +78,6 @@ def generate(
         print(_shown(answer["text"], answer["token_ids"]))
 
 
-def _prompt(
-    prompt: str | None, prompt_ids: str | None, system: str | None, raw: bool
-) -> tuple[list[int] | None, str]:
-    """The prompt's token ids when they were given, else its text."""
-    if prompt_ids is not None:
-        if prompt is not None or system is not None or raw:
-            raise UsageError(
-                "--prompt-ids stands for the whole prompt",
-                "leave out PROMPT, --system and --raw, or leave out --prompt-ids",
-            )
-        return _ids(prompt_ids), ""
-    if prompt is None:
-        raise UsageError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
-    if raw and system is not None:
-        raise UsageError("--raw has no place for --system", "leave one of them out")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if not text.strip():
-        raise CanvasError("the prompt is empty", "give some text, or token ids with --prompt-ids")
-    return None, text
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise CanvasError(
-            f"--prompt-ids is not a list of token ids: {text!r}",
-            "give whole numbers separated by commas: --prompt-ids 3,4,5",
-        ) from None
-
-
 def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
     from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -195,11 +89,11 @@ def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
         return None
 
 
-def _encode(tokenizer: Tokenizer, text: str, system: str | None, raw: bool) -> list[int]:
-    if raw:
-        return tokenizer.encode(text)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    return tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+def _encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
+    if prompt.ids is not None:
+        return prompt.ids
+    assert tokenizer is not None
+    return tokenizer.encode(prompt.text) if prompt.raw else tokenizer.encode_chat(prompt.messages)
 
 
 def _answer(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -219,19 +113,20 @@ def _answer(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _without_end(ids: list[int], finish: str | None) -> list[int]:
-    """Ids of the answer's text: the token that ended it may have a spelling, and is no part of it."""
+    """Return the ids of the answer's text, without the token that ended it, which may have a
+    spelling."""
     return ids[:-1] if finish == "stop" else ids
 
 
 def _shown(text: str | None, ids: list[int]) -> str:
-    """Text for a reader; token ids where there is no tokenizer to spell them."""
+    """Return the text, or the token ids when there is no tokenizer."""
     return ",".join(map(str, ids)) if text is None else text
 
 
 def _stream_json(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """One JSON object a line and event; the last holds what `--json` alone prints."""
+    """Print one JSON object per event and line; the last has what `--json` alone prints."""
     from canvasrt.runtime.generator import Block, Draft
 
     def put(**line: Any) -> None:
@@ -260,7 +155,7 @@ def _stream_json(
 def _stream_text(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """Text as it becomes final; with drafts, what each step would answer."""
+    """Print text once it is final; with drafts, also the canvas after each step."""
     from canvasrt.cli.drafts import DraftView
     from canvasrt.runtime.generator import Block, Draft
     from canvasrt.runtime.tokenizer import StreamDecoder
@@ -283,7 +178,7 @@ def _stream_text(
 
 
 def _piece(event: Block, decoder: StreamDecoder | None) -> str:
-    """What a block adds to the answer shown so far."""
+    """Return what a block adds to the answer so far."""
     if decoder is None:
         return _shown(None, event.tokens) + ("" if event.finish else ",")
     words = _without_end(event.tokens, event.finish)

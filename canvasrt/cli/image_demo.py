@@ -1,4 +1,5 @@
-"""`make image-demo`: the demo as an image, built without a daemon, run hardened, asked over three protocols, stopped."""
+"""`make image-demo`: builds the demo's image without a daemon, runs it hardened, calls it over
+three protocols."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from canvasrt.containers.deploy.engine import Engine, find_engine
 from canvasrt.containers.deploy.packages import load, open_package
 from canvasrt.containers.image.build import write_image
 from canvasrt.containers.image.standin import standin
-from canvasrt.containers.package.package import Recipe
+from canvasrt.containers.package.package import PackageOptions
 from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build
@@ -34,7 +35,7 @@ _PROTOCOLS = {
 
 
 def main() -> int:
-    """Runs it, and prints what took how long; 0 when every answer was right."""
+    """Run the demo and print how long each step took; return 0 when every answer was right."""
     try:
         with (
             tempfile.TemporaryDirectory(prefix="canvasrt-image-demo-") as folder,
@@ -48,51 +49,51 @@ def main() -> int:
 
 
 def run(folder: Path, engine: Engine) -> None:
-    """The steps. CanvasError for the first that fails."""
+    """Run the steps. CanvasError for the first that fails."""
     clock = _Clock()
     with progress() as show:
         base = standin()
-        clock.told("base image (kept for the next time)")
+        clock.report("base image (kept for the next run)")
         build("demo", "cpu", folder / "engines", progress=show)
-        clock.told("demo built for the CPU")
+        clock.report("demo built for the CPU")
         made = write_image(
             folder / "engines",
             folder / "image.tar",
             format="docker",
             base=base,
-            recipe=Recipe(tag=TAG),
+            options=PackageOptions(tag=TAG),
             progress=show,
         )
     added = f"{size(made.other_bytes)} and {size(made.engine_bytes)} of engines on the base"
-    clock.told(f"image written: {added}; {made.image.digest}")
+    clock.report(f"image written: {added}; {made.image.digest}")
     package = open_package(str(folder / "image.tar"), engine)
     load(package, engine)
-    clock.told(f"loaded into {engine.name}")
-    # The machine's own network: what it says is then the same with any docker or podman.
+    clock.report(f"loaded into {engine.name}")
+    # The host's network behaves the same with any docker or podman.
     options = Options(name=NAME, network="host", http_port=8080)
     check_ports(options)
     try:
         done = engine.run(*run_command(package, options, engine, restart=False)[1:])
         if done.returncode != 0:
-            raise CanvasError(f"{engine.name} cannot run it: {done.stderr.strip()}")
+            raise CanvasError(f"{engine.name} cannot run the image: {done.stderr.strip()}")
         wait_ready(engine, NAME, 120)
-        clock.told("ready: read-only, as user 1000, without capabilities")
+        clock.report("ready: read-only, as user 1000, without capabilities")
         for protocol, url in _PROTOCOLS.items():
             answer = _ask(protocol, url)
-            clock.told(f"{protocol:<6} {QUESTION}{answer}")
+            clock.report(f"{protocol:<6} {QUESTION}{answer}")
         engine.out("stop", "--time", "45", NAME)
         state = (engine.inspect("container", NAME) or {})["State"]
         if state["ExitCode"] != 0:
             raise CanvasError(f"the container stopped with exit code {state['ExitCode']}")
-        clock.told("stopped")
+        clock.report("stopped")
     finally:
         engine.run("rm", "--force", "--volumes", NAME)
-    print(f"{clock.total:6.1f} s in all")
+    print(f"{clock.total:6.1f} s in total")
 
 
 @contextmanager
 def engine() -> Iterator[Engine]:
-    """docker, with a daemon of our own where none answers; else podman."""
+    """Provide docker, with a daemon of our own if none answers; else podman."""
     with ExitStack() as stack:
         try:
             found = stack.enter_context(docker())
@@ -102,20 +103,20 @@ def engine() -> Iterator[Engine]:
 
 
 def _ask(protocol: str, url: str) -> str:
-    """Asks as a user does, with `canvasrt infer`."""
+    """Ask the question with `canvasrt infer`, as a user would."""
     command = [sys.executable, "-m", "canvasrt", "infer", QUESTION, "--url", url]
     done = subprocess.run(
         [*command, "--protocol", protocol], capture_output=True, text=True, timeout=120
     )
     answer = done.stdout.strip()
     if done.returncode != 0 or not is_correct(QUESTION, answer):
-        said = answer if done.returncode == 0 else done.stderr.strip()
-        raise CanvasError(f"over {protocol}, {QUESTION} was answered with {said!r}")
+        reply = answer if done.returncode == 0 else done.stderr.strip()
+        raise CanvasError(f"over {protocol}, {QUESTION} was answered with {reply!r}")
     return answer
 
 
 class _Clock:
-    """Prints what was done, and how long it took."""
+    """Prints each step and how long it took."""
 
     def __init__(self) -> None:
         self._started = self._last = time.monotonic()
@@ -124,7 +125,7 @@ class _Clock:
     def total(self) -> float:
         return time.monotonic() - self._started
 
-    def told(self, what: str) -> None:
+    def report(self, what: str) -> None:
         now = time.monotonic()
         print(f"{now - self._last:6.1f} s  {what}", flush=True)
         self._last = now

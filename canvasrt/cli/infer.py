@@ -1,39 +1,29 @@
 """`canvasrt infer`: one call to a running server."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.generate import (
-    Drafts,
-    EarlyStop,
-    EntropyBound,
-    MaxNewTokens,
-    Prompt,
-    PromptIds,
-    Raw,
-    Seed,
-    Steps,
-    System,
-    TMax,
-    TMin,
-)
+from canvasrt.cli.generate import Drafts
 from canvasrt.cli.options import AsJson
+from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
+from canvasrt.cli.sampling import with_sampling
 
 Url = Annotated[
     str | None,
     typer.Option(
         "--url",
         metavar="HOST:PORT",
-        show_default=False,
-        help="The server; without it, this machine with the protocol's own port.",
+        show_default="this machine, the protocol's port",
+        help="The server's address.",
     ),
 ]
 ProtocolName = Annotated[
     str, typer.Option("--protocol", metavar="NAME", help="http, grpc or openai.")
 ]
 Stream = Annotated[
-    bool, typer.Option("--stream", help="Show each block as it is finished; over grpc or openai.")
+    bool,
+    typer.Option("--stream", help="Print each block once it is finished; needs grpc or openai."),
 ]
 Stop = Annotated[
     list[str] | None,
@@ -41,54 +31,37 @@ Stop = Annotated[
         "--stop",
         metavar="TEXT",
         show_default=False,
-        help="End the answer before this text; can be given again.",
+        help="End the answer before this text; may be given several times.",
     ),
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="For the whole answer.")
+    float, typer.Option("--timeout", metavar="SECONDS", help="How long the whole answer may take.")
 ]
 
 
+@with_sampling
 def infer(
-    prompt: Prompt = None,
+    prompt: PromptText = None,
     url: Url = None,
     protocol: ProtocolName = "http",
     prompt_ids: PromptIds = None,
     system: System = None,
     raw: Raw = False,
-    seed: Seed = 0,
-    max_new_tokens: MaxNewTokens = None,
-    steps: Steps = None,
-    t_min: TMin = None,
-    t_max: TMax = None,
-    entropy_bound: EntropyBound = None,
-    early_stop: EarlyStop = True,
+    *,
+    sampling: dict[str, Any],
     stop: Stop = None,
     stream: Stream = False,
     drafts: Drafts = False,
     timeout: Timeout = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a server that is running.
+    """Send a prompt to a running server.
 
     Example: canvasrt infer "Add 17 and 25" --protocol grpc --stream
     """
-    from canvasrt.cli.ask import Question, ask
+    from canvasrt.cli.ask import Call, ask, check_call
 
-    question = Question(
-        prompt=prompt,
-        prompt_ids=prompt_ids,
-        system=system,
-        raw=raw,
-        options={
-            "seed": seed,
-            "max_new_tokens": max_new_tokens,
-            "max_denoising_steps": steps,
-            "t_min": t_min,
-            "t_max": t_max,
-            "entropy_bound": entropy_bound,
-            "early_stop": None if early_stop else False,
-            "stop": stop or None,
-        },
-    )
-    ask(question, url, protocol, timeout, stream=stream, drafts=drafts, as_json=as_json)
+    check_call(protocol, stream, drafts)
+    given = read_prompt(prompt, prompt_ids, system, raw)
+    options = {**sampling, "stop": stop or None}
+    ask(Call(given, options, stream, drafts), protocol, url, timeout, as_json)

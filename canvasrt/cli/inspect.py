@@ -1,4 +1,4 @@
-"""`canvasrt inspect`: a manifest, readable."""
+"""`canvasrt inspect`: prints a bundle's manifest or its kernels."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`canvasrt list-model-profiles`: which engines of a package run on this machine."""
+"""`canvasrt list-model-profiles`: lists the serving profiles of a package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from canvasrt.cli.serve import Bundle
 
 
 def list_model_profiles(bundle: Bundle = None, as_json: AsJson = False) -> None:
-    """Show the profiles of a package, and which of them run on this machine."""
+    """List the serving profiles of a package, and which of them run on this machine."""
     from canvasrt.cli.profiles import show_profiles
 
     show_profiles(bundle, as_json)

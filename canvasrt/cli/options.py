@@ -1,16 +1,18 @@
-"""Arguments and options that several commands share, each defined once."""
+"""Arguments and options that several commands share."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
+
 Checkpoint = Annotated[
     str,
     typer.Argument(
         metavar="CHECKPOINT",
         show_default=False,
-        help="A folder in the Hugging Face layout, a hub name, or the word demo.",
+        help="A folder in the Hugging Face layout, a hub name, or demo.",
     ),
 ]
 Source = Annotated[
@@ -18,7 +20,7 @@ Source = Annotated[
     typer.Argument(
         metavar="CHECKPOINT_OR_GRAPHS",
         show_default=False,
-        help="A checkpoint (folder, hub name or demo), or a folder that `canvasrt export` wrote.",
+        help="A checkpoint (folder, hub name or demo), or graphs that `canvasrt export` wrote.",
     ),
 ]
 BundlePath = Annotated[
@@ -36,7 +38,17 @@ Out = Annotated[
         "--out",
         metavar="DIR",
         show_default=False,
-        help="The folder to write. It must not hold anything yet.",
+        help="The folder to write, which must be empty.",
+    ),
+]
+BuildOut = Annotated[
+    Path,
+    typer.Option(
+        "-o",
+        "--out",
+        metavar="DIR",
+        show_default=False,
+        help="The folder to write. It must be empty, or hold an earlier build with the same options.",
     ),
 ]
 Targets = Annotated[
@@ -46,7 +58,7 @@ Targets = Annotated[
         "-t",
         metavar="NAME[,NAME...]",
         show_default=False,
-        help="What to build for; `canvasrt targets` lists the names. Several: one bundle each.",
+        help="What to build for; see `canvasrt targets`. Each target gets its own bundle.",
     ),
 ]
 Precision = Annotated[
@@ -55,9 +67,9 @@ Precision = Annotated[
         "--precision",
         "-p",
         metavar="NAME|FILE",
-        show_default=False,
-        help="What the weights become: fp32, bf16, a quantization recipe's name (fp8, nvfp4,"
-        " nvfp4-mixed, nvfp4-experts), or a YAML file of your own. Without it: as in the source, or the target's first.",
+        show_default="the source's, or the target's first",
+        help="Precision of the weights: fp32, bf16, a quantization recipe (fp8, nvfp4, nvfp4-mixed,"
+        " nvfp4-experts), or a YAML file with your own.",
     ),
 ]
 GraphPrecision = Annotated[
@@ -66,9 +78,8 @@ GraphPrecision = Annotated[
         "--precision",
         "-p",
         metavar="NAME",
-        show_default=False,
-        help="What the graphs compute in: fp32 for cpu, bf16 for GPU targets. Without it fp32, or, of a checkpoint"
-        " that is quantized, as it is.",
+        show_default="fp32; that of a quantized checkpoint",
+        help="Precision of the graphs: fp32 for cpu, bf16 for GPU targets.",
     ),
 ]
 Adapter = Annotated[
@@ -77,7 +88,7 @@ Adapter = Annotated[
         "--adapter",
         metavar="DIR[=WEIGHT]",
         show_default=False,
-        help="A PEFT LoRA adapter to merge in, scaled by WEIGHT or else 1; may be given several times.",
+        help="A PEFT LoRA adapter to merge, scaled by WEIGHT (default 1); may be given several times.",
     ),
 ]
 MaxContext = Annotated[
@@ -86,14 +97,14 @@ MaxContext = Annotated[
         "--max-context",
         metavar="TOKENS",
         min=1,
-        show_default=False,
-        help="The longest prompt plus answer; without it, the model's limit or 32768.",
+        show_default=f"the model's limit, at most {MAX_CONTEXT}",
+        help="Most tokens of a prompt and its answer together.",
     ),
 ]
 MaxBatch = Annotated[
     int,
     typer.Option(
-        "--max-batch", metavar="N", min=1, help="How many requests are denoised together."
+        "--max-batch", metavar="N", min=1, help="Most requests that are denoised together."
     ),
 ]
 LayersPerSegment = Annotated[
@@ -102,8 +113,8 @@ LayersPerSegment = Annotated[
         "--layers-per-segment",
         metavar="N",
         min=1,
-        show_default=False,
-        help="Layers of one engine; without it 6. Fewer take less memory to build.",
+        show_default=str(LAYERS_PER_SEGMENT),
+        help="Layers per engine. Fewer need less memory to build.",
     ),
 ]
 Calibration = Annotated[
@@ -111,35 +122,42 @@ Calibration = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        show_default=False,
-        help="Prompts (JSONL) that a quantization is calibrated on; without it, those of canvasrt.",
+        show_default="canvasrt's own",
+        help="Prompts (JSONL) to calibrate a quantization on.",
     ),
 ]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Print the plan and whether it fits in memory; write nothing."),
+    typer.Option(
+        "--dry-run", help="Print the plan and whether it fits into memory; write nothing."
+    ),
 ]
 Device = Annotated[
     str | None,
     typer.Option(
         "--device",
         metavar="cpu|cuda",
-        show_default="what the bundle was built for",
-        help="Where to run; cuda takes plain graphs through ONNX Runtime.",
+        show_default="the bundle's",
+        help="Where to run. cuda runs graphs through ONNX Runtime.",
     ),
 ]
 SharePasses = Annotated[
     bool,
     typer.Option(
         "--share-passes",
-        help="On a GPU, run requests in shared passes: faster, and their last bits may depend on each other.",
+        help="On a GPU, let requests share passes: faster, but their last bits may depend on each other.",
     ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, show_default="every core", help="Number of CPU threads."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
-    """Folders and weights of `--adapter DIR[=WEIGHT]`; UsageError for a weight that is no number."""
+    """Return folders and weights of `--adapter DIR[=WEIGHT]`. UsageError for a weight that is not a
+    number."""
     from canvasrt.errors import UsageError
 
     found = []
@@ -151,7 +169,7 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
             found.append((Path(folder), float(weight)))
         except ValueError:
             raise UsageError(
-                f"--adapter {value}: {weight!r} is no number",
-                "for example --adapter my-adapter=0.5",
+                f"--adapter {value}: {weight!r} is not a number",
+                "give DIR=WEIGHT, such as --adapter my-adapter=0.5",
             ) from None
     return found

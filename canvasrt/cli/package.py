@@ -1,4 +1,4 @@
-"""`canvasrt package`: engines to a folder for `docker build`, or to an image."""
+"""`canvasrt package`: writes engines as a folder for `docker build`, or as an image."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,82 +7,88 @@ import typer
 
 from canvasrt.cli.options import AsJson
 
+Bundles = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="BUNDLE",
+        show_default=False,
+        help="Folders that `canvasrt build` wrote; one package can have several targets.",
+    ),
+]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "-o",
+        "--out",
+        metavar="OUT",
+        show_default=False,
+        help="The folder to write; with --format docker, the file.",
+    ),
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="context: a folder for docker build; oci: an OCI layout; docker: an archive for docker load.",
+    ),
+]
+Tag = Annotated[str, typer.Option("--tag", metavar="NAME[:TAG]", help="The image's name.")]
+Engines = Annotated[
+    str,
+    typer.Option(
+        "--engines",
+        metavar="copy|mount",
+        help="Copy the engines into the image, or mount them when it runs.",
+    ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="IMAGE",
+        show_default=False,
+        help="The base image: its name for context, or a layout or archive on disk for oci and docker.",
+    ),
+]
+Wheels = Annotated[
+    bool,
+    typer.Option("--wheels", help="Include all wheels, to build the image without a network."),
+]
+Python = Annotated[
+    str | None,
+    typer.Option(
+        "--python",
+        metavar="VERSION",
+        show_default=False,
+        help="The base's version of Python, such as 3.12, if its name does not tell.",
+    ),
+]
+MaxBatch = Annotated[
+    int | None,
+    typer.Option(
+        "--max-batch",
+        metavar="N",
+        min=1,
+        show_default="the engines'",
+        help="Most requests that are denoised together.",
+    ),
+]
+
 
 def package(
-    bundles: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="BUNDLE...",
-            show_default=False,
-            help="What `canvasrt build` wrote; several, for different targets, go into one package.",
-        ),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--out",
-            metavar="OUT",
-            show_default=False,
-            help="The folder to write; for the format docker, a file.",
-        ),
-    ],
-    format: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            metavar="NAME",
-            help="context: a folder for docker build; oci: an OCI layout; docker: for docker load.",
-        ),
-    ] = "context",
-    tag: Annotated[
-        str, typer.Option("--tag", metavar="NAME[:TAG]", help="What the image is called.")
-    ] = "canvasrt:latest",
-    engines: Annotated[
-        str,
-        typer.Option(
-            "--engines",
-            metavar="copy|mount",
-            help="Whether the image holds the engines, or they are mounted when it runs.",
-        ),
-    ] = "copy",
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base",
-            metavar="IMAGE",
-            show_default=False,
-            help="Built on this: a name for context; for oci and docker, a layout or archive on disk.",
-        ),
-    ] = None,
-    wheels: Annotated[
-        bool,
-        typer.Option(
-            "--wheels", help="Put all wheels into the folder, to build without a network."
-        ),
-    ] = False,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            "--python",
-            metavar="VERSION",
-            show_default=False,
-            help="The base's Python, such as 3.12, where its name does not tell.",
-        ),
-    ] = None,
-    max_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--max-batch",
-            metavar="N",
-            min=1,
-            show_default=False,
-            help="How many requests are denoised together; without it, the engines' limit.",
-        ),
-    ] = None,
+    bundles: Bundles,
+    out: Out,
+    format: Format = "context",
+    tag: Tag = "canvasrt:latest",
+    engines: Engines = "copy",
+    base: Base = None,
+    wheels: Wheels = False,
+    python: Python = None,
+    max_batch: MaxBatch = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write engines, a Triton model repository and an image, or all that one is built from."""
+    """Package engines with a Triton model repository, as an image or a folder to build one from."""
     from rich.console import Console
 
     from canvasrt.cli import packaging as command

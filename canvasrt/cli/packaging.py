@@ -1,7 +1,8 @@
-"""What `canvasrt package` does with its options, and what it says."""
+"""What `canvasrt package` does and prints."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from canvasrt.containers.image.build import FORMATS, Made, write_image
 from canvasrt.containers.image.layout import check_tag
 from canvasrt.containers.names import REPOSITORY
 from canvasrt.containers.package import releases
-from canvasrt.containers.package.package import Recipe, package
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.containers.package.package import PackageOptions, package
+from canvasrt.errors import UsageError
 from canvasrt.progress import Progress
 
 
@@ -32,9 +33,9 @@ class Options:
 
 
 def run(bundles: Sequence[Path], out: Path, options: Options, progress: Progress) -> dict[str, Any]:
-    """Writes the package; what there is to say about it."""
+    """Write the package; return what to print about it."""
     _check(options)
-    recipe = Recipe(
+    wanted = PackageOptions(
         max_batch=options.max_batch,
         engines=options.engines,
         tag=check_tag(options.tag),
@@ -44,21 +45,21 @@ def run(bundles: Sequence[Path], out: Path, options: Options, progress: Progress
         base = Path(options.base or "")
         return _of_image(
             write_image(
-                bundles, out, format=options.format, base=base, recipe=recipe, progress=progress
+                bundles, out, format=options.format, base=base, options=wanted, progress=progress
             )
         )
-    recipe = recipe.on(options.base or releases.DEFAULT_BASE, options.python)
+    wanted = wanted.on(options.base or releases.DEFAULT_BASE, options.python)
     made = package(
         bundles,
         out,
-        recipe=recipe,
+        options=wanted,
         progress=lambda done, total: progress("checking the engines", done, total),
     )
-    return _of_context(made, recipe)
+    return _of_context(made, wanted)
 
 
 def lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a reader."""
+    """Yield the same as lines for a reader."""
     path, tag = data["path"], data["tag"]
     if data["format"] == "context":
         yield f"{path}: {size(data['bytes'])}"
@@ -69,7 +70,7 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield f"{path}: {tag}, {data['image_digest']}"
     yield (
         f"  added to the base: {size(data['added_bytes'])}, of which {size(data['engine_bytes'])}"
-        f" engines and {size(data['other_bytes'])} all else"
+        f" engines and {size(data['other_bytes'])} everything else"
     )
     if data["format"] == "docker":
         yield f"  docker load -i {path}"
@@ -79,6 +80,8 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check(options: Options) -> None:
+    if options.python is not None and not re.fullmatch(r"3\.\d+", options.python):
+        raise UsageError(f"--python is {options.python!r}", "give a version such as 3.12")
     if options.format not in ("context", *FORMATS):
         raise UsageError(
             f"unknown format {options.format!r}", f"the formats are context, {', '.join(FORMATS)}"
@@ -86,28 +89,30 @@ def _check(options: Options) -> None:
     on_disk = options.base is not None and Path(options.base).expanduser().exists()
     if options.format == "context" and on_disk:
         raise UsageError(
-            f"--base {options.base} is a file or folder, and --format context names an image",
-            f"load it and give its name, or use --format {' or '.join(FORMATS)}",
+            f"--base {options.base} is a file or folder, but --format context needs an image's name",
+            f"load the image and give its name, or use --format {' or '.join(FORMATS)}",
         )
     if options.format in FORMATS and options.base is None:
-        raise CanvasError(
+        raise UsageError(
             f"--format {options.format} needs --base, an image on disk to build on",
             f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
-            " --format context leaves fetching it to `docker build`",
+            " with --format context, `docker build` fetches it",
         )
     if options.format in FORMATS and options.wheels:
-        raise UsageError("--wheels is for --format context", "an image holds what the wheels do")
+        raise UsageError(
+            "--wheels needs --format context", "leave it out: an image includes its packages"
+        )
 
 
-def _of_context(made: Bundle, recipe: Recipe) -> dict[str, Any]:
+def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
     path = made.path.resolve()
     return {
         "path": str(path),
         "format": "context",
-        "tag": recipe.tag,
+        "tag": options.tag,
         "digest": made.manifest.digest,
         "bytes": made.manifest.total_bytes,
-        "base": recipe.base,
+        "base": options.base,
         "model_repository": str(path / REPOSITORY),
     }
 

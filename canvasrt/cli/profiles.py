@@ -13,15 +13,15 @@ from canvasrt.console import emit, size
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.state import Phase
 from canvasrt.containers.serve.prepare import engines_folder, prepare
-from canvasrt.containers.serve.profiles import Profile, choose, open_source, profiles_of
+from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source, profiles_of
 from canvasrt.containers.serve.settings import Settings, resolve
 from canvasrt.containers.serve.signals import stop_request
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.staging import staging
 
 
 def show_profiles(bundle: Path | None, as_json: bool) -> None:
-    """Prints the profiles, those that run here first."""
+    """Print the serving profiles, those that run here first."""
     settings = _settings(bundle)
     gpus = machine.gpus()
     rows = [
@@ -48,7 +48,9 @@ def show_profiles(bundle: Path | None, as_json: bool) -> None:
 
 
 def fill_cache(bundle: Path | None, wanted: str | None, every: bool, cache: Path | None) -> None:
-    """Builds what would be built at the first start."""
+    """Build the engines that the first start would build."""
+    if wanted is not None and every:
+        raise UsageError("--all does not allow --profile", "leave out one of them")
     settings = _settings(bundle, profile=wanted, cache=cache)
     source = open_source(settings.bundle)
     chosen = [choose(source, settings.profile)]
@@ -60,7 +62,7 @@ def fill_cache(bundle: Path | None, wanted: str | None, every: bool, cache: Path
 
 
 def write_store(bundle: Path | None, wanted: str | None, out: Path, cache: Path | None) -> None:
-    """Copies one profile's engines to `out`."""
+    """Copy one profile's engines to `out`."""
     settings = _settings(bundle, profile=wanted, cache=cache)
     source = open_source(settings.bundle)
     profile = choose(source, settings.profile)
@@ -74,18 +76,18 @@ def write_store(bundle: Path | None, wanted: str | None, out: Path, cache: Path 
 
 def _settings(bundle: Path | None, **given: Any) -> Settings:
     settings = resolve({"bundle": bundle, **given}, {})
-    configure(settings.python_level, settings.json_logs)
+    configure(settings.front.log_level, settings.front.json_logs)
     return settings
 
 
-def _prepared(source: Bundle, profile: Profile, cache: Path | None) -> Path:
-    def tell(phase: Phase, detail: str) -> None:
+def _prepared(source: Bundle, profile: ServingProfile, cache: Path | None) -> Path:
+    def notify(phase: Phase, detail: str) -> None:
         logging.getLogger(__name__).debug("%s: %s", phase, detail)
 
     with stop_request() as stop:
-        path = prepare(source, profile, cache, tell, stop.asked)
+        path = prepare(source, profile, cache, notify, stop.requested)
     if path is None:
-        raise CanvasError("interrupted", f"nothing was kept in {engines_folder(profile, cache)}")
+        raise CanvasError("interrupted", f"{engines_folder(profile, cache)} was not written")
     return path
 
 

@@ -1,4 +1,4 @@
-"""`canvasrt quantize`: graphs to quantized graphs, by a recipe."""
+"""`canvasrt quantize`: quantizes graphs by a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Graphs = Annotated[
     typer.Argument(
         metavar="GRAPHS",
         show_default=False,
-        help="A folder that `canvasrt export` wrote: bf16 for GPUs and a CPU, fp32 for a CPU alone.",
+        help="A folder that `canvasrt export` wrote: in bf16 for GPUs and CPUs, in fp32 for CPUs only.",
     ),
 ]
 Recipe = Annotated[
@@ -28,7 +28,7 @@ Recipe = Annotated[
         "-p",
         metavar="NAME|FILE",
         show_default=False,
-        help="A recipe: fp8, nvfp4, nvfp4-mixed, nvfp4-experts, or a YAML file of your own.",
+        help="A recipe: fp8, nvfp4, nvfp4-mixed, nvfp4-experts, or a YAML file with your own.",
     ),
 ]
 
@@ -80,13 +80,13 @@ def _show(bundle: Bundle, recipe: str, as_json: bool) -> None:
 
     def render(console: Any) -> None:
         console.print(
-            f"{bundle.path}: {len(formats)} weights by {recipe}, {size(manifest.total_bytes)};"
-            f" calibrated on {found['prompts']} prompts, {data['denoising_passes']} denoising passes"
+            f"{bundle.path}: {len(formats)} weights quantized by {recipe}, {size(manifest.total_bytes)};"
+            f" calibrated on {found['prompts']} prompts in {data['denoising_passes']} denoising passes"
         )
         if idle:
             count = sum(map(len, idle.values()))
             console.print(
-                f"no token was routed to {count} experts ({_named(idle)}): they share their layer's"
+                f"no token was routed to {count} experts ({_named(idle)}), so they use their layer's"
                 " input scale; more or other prompts would reach them"
             )
 
@@ -94,6 +94,6 @@ def _show(bundle: Bundle, recipe: str, as_json: bool) -> None:
 
 
 def _named(idle: dict[str, list[int]], most: int = 3) -> str:
-    """`layers.3: 1, 5; …`, the first few layers."""
+    """Return the first few layers with their idle experts: `layers.3: 1, 5; …`."""
     named = [f"{layer}: {', '.join(map(str, experts))}" for layer, experts in idle.items()]
     return "; ".join(named[:most]) + ("; …" if len(named) > most else "")

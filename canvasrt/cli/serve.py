@@ -1,4 +1,4 @@
-"""`canvasrt serve`: a package or engines behind Triton and an OpenAI front end on this machine."""
+"""`canvasrt serve`: serves a package or engines through Triton and an OpenAI front end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.generate import Threads
-from canvasrt.cli.options import AsJson
+from canvasrt.cli.options import AsJson, Threads
 from canvasrt.console import emit
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
     from canvasrt.containers.serve.settings import Settings
 
-# Most defaults are None, which is how it is known that an option was not given: the environment and
-# NIM_PASSTHROUGH_ARGS come after the command line.
+# A default of None marks an option that was not given, which NIM_PASSTHROUGH_ARGS or the
+# environment may set.
 Bundle = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[BUNDLE]",
+        metavar="BUNDLE",
         show_default=False,
-        help="A folder that `canvasrt package` or `build` wrote; else NIM_MODEL_PATH.",
+        help="A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH.",
     ),
 ]
 Host = Annotated[
@@ -35,7 +35,7 @@ Host = Annotated[
         "--host",
         metavar="ADDRESS",
         show_default="127.0.0.1",
-        help="Where to listen; 0.0.0.0 for all.",
+        help="The address to listen on; 0.0.0.0 for all.",
     ),
 ]
 Profile = Annotated[
@@ -43,8 +43,8 @@ Profile = Annotated[
     typer.Option(
         "--profile",
         metavar="ID",
-        show_default="by the GPU",
-        help="A profile's id or name, as `list-model-profiles` shows them; NIM_MODEL_PROFILE.",
+        show_default="the GPU's",
+        help="The id or name of a serving profile; see `list-model-profiles`. NIM_MODEL_PROFILE.",
     ),
 ]
 Cache = Annotated[
@@ -53,7 +53,7 @@ Cache = Annotated[
         "--cache",
         metavar="DIR",
         show_default=False,
-        help="Where engines are kept that are built at the first start; NIM_CACHE_PATH.",
+        help="The folder for engines built at the first start; NIM_CACHE_PATH.",
     ),
 ]
 LogLevel = Annotated[
@@ -67,155 +67,184 @@ LogLevel = Annotated[
 ]
 
 
-def _port(name: str, default: str, what: str) -> Any:
-    return typer.Option(name, metavar="PORT", show_default=default, help=what)
+def _port(name: str, default: int | None, what: str) -> Any:
+    shown = str(default) if default else False
+    return typer.Option(name, metavar="PORT", min=0, max=65535, show_default=shown, help=what)
+
+
+Port = Annotated[
+    int | None,
+    _port("--port", API_PORT, "Port of the OpenAI API; 0 takes a free one. NIM_SERVER_PORT."),
+]
+HealthPort = Annotated[
+    int | None,
+    _port("--health-port", None, "A second port, with only health routes; NIM_HEALTH_PORT."),
+]
+HttpPort = Annotated[
+    int | None,
+    _port("--http-port", HTTP_PORT, "Port of Triton's HTTP API; 0 takes a free one."),
+]
+GrpcPort = Annotated[
+    int | None,
+    _port("--grpc-port", GRPC_PORT, "Port of Triton's gRPC API; 0 takes a free one."),
+]
+MetricsPort = Annotated[
+    int | None,
+    _port("--metrics-port", METRICS_PORT, "Port of Triton's metrics; 0 takes a free one."),
+]
+Names = Annotated[
+    str | None,
+    typer.Option(
+        "--served-model-name",
+        metavar="NAME[,NAME...]",
+        show_default="canvasrt",
+        help="The model's names in the OpenAI API; NIM_SERVED_MODEL_NAME.",
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        metavar="TOKENS",
+        min=1,
+        show_default="the engines'",
+        help="Most tokens of a prompt and its answer together; NIM_MAX_MODEL_LEN.",
+    ),
+]
+SslMode = Annotated[
+    str | None,
+    typer.Option(
+        "--ssl-mode",
+        metavar="MODE",
+        show_default="disabled",
+        help="TLS for the OpenAI API: disabled, tls or mtls; NIM_SSL_MODE.",
+    ),
+]
+SslCert = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-cert",
+        metavar="FILE",
+        show_default=False,
+        help="The server's certificate; NIM_SSL_CERTS_PATH.",
+    ),
+]
+SslKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-key",
+        metavar="FILE",
+        show_default=False,
+        help="The certificate's key; NIM_SSL_KEY_PATH.",
+    ),
+]
+SslCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssl-ca",
+        metavar="FILE",
+        show_default=False,
+        help="The authority that signs callers' certificates, for mtls; NIM_SSL_CA_CERTS_PATH.",
+    ),
+]
+Log = Annotated[
+    str | None,
+    typer.Option(
+        "--log",
+        metavar="FILE",
+        show_default="a file in the state folder",
+        help="The file for the servers' output; - for stderr.",
+    ),
+]
+JsonLogs = Annotated[
+    bool | None,
+    typer.Option(
+        "--json-logs/--text-logs",
+        show_default=False,
+        help="Log to stderr, one JSON object per line; NIM_JSONL_LOGGING.",
+    ),
+]
+Verbose = Annotated[
+    bool | None,
+    typer.Option("--verbose", "-v", show_default=False, help="Copy the log to stderr."),
+]
+ReadyTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--ready-timeout",
+        metavar="SECONDS",
+        show_default="600",
+        help="How long loading the engines may take.",
+    ),
+]
+ExitTimeout = Annotated[
+    int | None,
+    typer.Option(
+        "--exit-timeout",
+        metavar="SECONDS",
+        min=0,
+        show_default="10",
+        help="How long requests in flight may take at shutdown.",
+    ),
+]
+SharePasses = Annotated[
+    bool | None,
+    typer.Option(
+        "--share-passes",
+        show_default=False,
+        help="On a GPU, let requests share passes: higher throughput, but the tokens no longer depend on the"
+        " seed alone.",
+    ),
+]
+DryRun = Annotated[
+    bool | None,
+    typer.Option(
+        "--dry-run",
+        show_default=False,
+        help="Print what would be served, and where; start nothing.",
+    ),
+]
 
 
 def serve(
     bundle: Bundle = None,
     host: Host = None,
-    port: Annotated[
-        int | None, _port("--port", "8000", "The OpenAI API; 0 takes a free one. NIM_SERVER_PORT.")
-    ] = None,
-    health_port: Annotated[
-        int | None, _port("--health-port", "", "Health routes alone, too; NIM_HEALTH_PORT.")
-    ] = None,
-    http_port: Annotated[
-        int | None, _port("--http-port", "8080", "Triton's HTTP; 0 takes a free one.")
-    ] = None,
-    grpc_port: Annotated[
-        int | None, _port("--grpc-port", "8001", "Triton's gRPC; 0 takes a free one.")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, _port("--metrics-port", "8002", "Triton's metrics; 0 takes a free one.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(
-            "--served-model-name",
-            metavar="NAME[,NAME...]",
-            show_default="canvasrt",
-            help="What the OpenAI API calls the model; NIM_SERVED_MODEL_NAME.",
-        ),
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            "--max-model-len",
-            metavar="TOKENS",
-            min=1,
-            show_default="the engines'",
-            help="The longest prompt plus answer; NIM_MAX_MODEL_LEN.",
-        ),
-    ] = None,
+    port: Port = None,
+    health_port: HealthPort = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    metrics_port: MetricsPort = None,
+    names: Names = None,
+    max_model_len: MaxModelLen = None,
     profile: Profile = None,
     cache: Cache = None,
-    ssl_mode: Annotated[
-        str | None,
-        typer.Option(
-            "--ssl-mode",
-            metavar="MODE",
-            show_default="disabled",
-            help="TLS for the OpenAI API: disabled, tls or mtls; NIM_SSL_MODE.",
-        ),
-    ] = None,
-    ssl_cert: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-cert",
-            metavar="FILE",
-            show_default=False,
-            help="The server's certificate; NIM_SSL_CERTS_PATH.",
-        ),
-    ] = None,
-    ssl_key: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-key", metavar="FILE", show_default=False, help="Its key; NIM_SSL_KEY_PATH."
-        ),
-    ] = None,
-    ssl_ca: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssl-ca",
-            metavar="FILE",
-            show_default=False,
-            help="Who signs callers' certificates, for mtls; NIM_SSL_CA_CERTS_PATH.",
-        ),
-    ] = None,
-    log: Annotated[
-        str | None,
-        typer.Option(
-            "--log",
-            metavar="FILE",
-            show_default=False,
-            help="The servers' output; - for stderr. Without it, a file in the state folder.",
-        ),
-    ] = None,
+    ssl_mode: SslMode = None,
+    ssl_cert: SslCert = None,
+    ssl_key: SslKey = None,
+    ssl_ca: SslCa = None,
+    log: Log = None,
     log_level: LogLevel = None,
-    json_logs: Annotated[
-        bool | None,
-        typer.Option(
-            "--json-logs/--text-logs",
-            show_default=False,
-            help="A JSON object a log line, on stderr; NIM_JSONL_LOGGING.",
-        ),
-    ] = None,
-    verbose: Annotated[
-        bool | None,
-        typer.Option(
-            "--verbose", "-v", show_default=False, help="Show the log's lines on stderr too."
-        ),
-    ] = None,
-    ready_timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--ready-timeout",
-            metavar="SECONDS",
-            show_default="600",
-            help="For loading the engines.",
-        ),
-    ] = None,
-    exit_timeout: Annotated[
-        int | None,
-        typer.Option(
-            "--exit-timeout",
-            metavar="SECONDS",
-            min=0,
-            show_default="10",
-            help="For requests in flight at the end.",
-        ),
-    ] = None,
+    json_logs: JsonLogs = None,
+    verbose: Verbose = None,
+    ready_timeout: ReadyTimeout = None,
+    exit_timeout: ExitTimeout = None,
     threads: Threads = None,
-    share_passes: Annotated[
-        bool | None,
-        typer.Option(
-            "--share-passes",
-            show_default=False,
-            help="On a GPU, run requests in shared passes: more throughput, but a seed no longer decides the"
-            " tokens alone.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool | None,
-        typer.Option(
-            "--dry-run", show_default=False, help="Print what would be served, and where, and stop."
-        ),
-    ] = None,
+    share_passes: SharePasses = None,
+    dry_run: DryRun = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
+    """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
 
-    What the command line does not say comes from NIM_PASSTHROUGH_ARGS, then from NIM's environment
-    variables. Callers must show one of the API keys in CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE,
-    where one of them is set.
+    Options that are not given come from NIM_PASSTHROUGH_ARGS, else from the NIM variables named
+    below. If CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of
+    its keys.
     """
     given = {name: value for name, value in locals().items() if name in _PARAMETERS}
 
     from canvasrt.containers.serve import serve as work
     from canvasrt.containers.serve.settings import resolve
 
-    settings = resolve(_renamed(given), _renamed(_passthrough()))
+    settings = resolve(_given(given), _given(_passthrough()))
     if settings.dry_run:
         _show_decisions(work.decisions(settings), settings.as_json)
         return
@@ -225,24 +254,13 @@ def serve(
 _PARAMETERS = frozenset(serve.__annotations__) - {"return"}
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """Options as settings by name."""
-    from canvasrt.containers.serve.settings import names_of
-
-    settings = dict(given)
-    names = settings.pop("served_model_name", None)
-    if names is not None:
-        try:
-            settings["names"] = names_of(names)
-        except ValueError as error:
-            raise UsageError(f"--served-model-name {error}", "give a name") from None
-    # False is what a flag says that was not given.
-    settings["as_json"] = settings.get("as_json") or None
-    return settings
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options by name; None also marks a `--json` that was not given."""
+    return {**options, "as_json": options.get("as_json") or None}
 
 
 def _passthrough() -> dict[str, Any]:
-    """The options in NIM_PASSTHROUGH_ARGS, read as the command line's are."""
+    """Return the options in NIM_PASSTHROUGH_ARGS, parsed like the command line."""
     from canvasrt.cli.app import parsed_command
     from canvasrt.containers.serve.settings import PASSTHROUGH
 
@@ -252,17 +270,17 @@ def _passthrough() -> dict[str, Any]:
     try:
         context = parsed_command("serve").make_context(PASSTHROUGH, shlex.split(text))
     except Exception as error:
-        said = error.format_message() if hasattr(error, "format_message") else str(error)
+        reason = error.format_message() if hasattr(error, "format_message") else str(error)
         raise UsageError(
-            f"{PASSTHROUGH} is {text!r}: {said}", "it takes the options of `canvasrt serve`"
+            f"{PASSTHROUGH} is {text!r}: {reason}", "set it to options of `canvasrt serve`"
         ) from None
     return dict(context.params)
 
 
 def _show_ready(data: dict[str, Any], settings: Settings) -> None:
-    if settings.json_logs and not settings.as_json:
-        where = data["openai"], data["http"], data["grpc"]
-        logging.getLogger(__name__).info("ready: openai %s http %s grpc %s", *where)
+    if settings.front.json_logs and not settings.as_json:
+        addresses = data["openai"], data["http"], data["grpc"]
+        logging.getLogger(__name__).info("ready: openai %s http %s grpc %s", *addresses)
         return
 
     def render(shown: Any) -> None:
@@ -288,7 +306,7 @@ def _show_decisions(data: dict[str, Any], as_json: bool) -> None:
 
 
 def _plain(value: Any) -> str:
-    """A setting as a person reads it."""
+    """Return a setting as text for a reader."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     if isinstance(value, list):

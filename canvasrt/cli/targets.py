@@ -1,4 +1,4 @@
-"""`canvasrt targets`: what engines can be built for."""
+"""`canvasrt targets`: lists what engines can be built for."""
 
 from typing import Any
 

@@ -1,133 +1,164 @@
-"""`canvasrt verify`: is a bundle whole, and does it say what its checkpoint says."""
+"""`canvasrt verify`: checks that a bundle is intact, and that it computes what its checkpoint
+does."""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
 
+if TYPE_CHECKING:
+    from canvasrt.bundle import Bundle
+
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        "--reference",
+        metavar="CHECKPOINT",
+        show_default=False,
+        help="Also compare the results with transformers on this checkpoint.",
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="DIR",
+        show_default=False,
+        help="Write the comparison to this folder, as report.json, report.md and report.html.",
+    ),
+]
+Questions = Annotated[
+    int,
+    typer.Option(
+        "--questions",
+        metavar="N",
+        min=0,
+        help="Ask N held-out questions per task of the demo; 0 asks none.",
+    ),
+]
+
 
 def verify(
     bundle: options.BundlePath,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            "--reference",
-            metavar="CHECKPOINT",
-            show_default=False,
-            help="Also compare what it computes with transformers on this checkpoint.",
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="DIR",
-            show_default=False,
-            help="Write the comparison there, as report.json, report.md and report.html.",
-        ),
-    ] = None,
-    questions: Annotated[
-        int,
-        typer.Option(
-            "--questions",
-            metavar="N",
-            min=0,
-            help="Ask N held-out questions of each of the demo's tasks; 0 generates nothing.",
-        ),
-    ] = 25,
+    reference: Reference = None,
+    report: Report = None,
+    questions: Questions = 25,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check every file of a bundle against its hash, and with --reference what it computes.
+    """Check every file of a bundle against its hash and, with --reference, its results.
 
-    Exits 1 when the limits of the bundle's recipe, or of its precision, are exceeded.
+    The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
-    from canvasrt.bundle import load_bundle
     from canvasrt.checkpoints.locate import resolve
+    from canvasrt.containers.image.verify import is_image
     from canvasrt.errors import CanvasError, UsageError
 
     if report is not None and reference is None:
-        raise UsageError("--report needs something to compare with", "add --reference CHECKPOINT")
-    from canvasrt.containers.image.verify import check_package, is_image
-
+        raise UsageError("--report needs --reference", "add --reference CHECKPOINT")
     if is_image(bundle):
         if reference is not None:
             raise UsageError(
-                "--reference compares engines", "verify the bundle in the image's stead"
+                "--reference does not support images", "verify the bundle instead of the image"
             )
         _verify_image(bundle, as_json)
         return
     checkpoint = None if reference is None else resolve(reference)
-    found_quality: dict[str, Any] | None = None
-    with progress() as show:
-        found = load_bundle(
-            bundle, progress=lambda done, total: show("checking files", done, total)
-        )
-        check_package(found)
-        if checkpoint is not None:
-            from canvasrt.fidelity import check_report_folder, measure, write_report
+    found, quality = _check(bundle, checkpoint, reference, questions, report)
+    _show(found, quality, reference, report, as_json)
+    if quality is not None and not quality["ok"]:
+        from canvasrt.fidelity import failures
 
-            if report is not None:
-                check_report_folder(report)
-            found_quality = measure(found, checkpoint, questions, show)
-            if report is not None:
-                write_report(found_quality, f"{bundle.name} against {reference}", report)
-    manifest, unlisted = found.manifest, found.unlisted()
+        raise CanvasError(
+            f"{bundle} does not compute what {reference} does: {failures(quality)}",
+            "check that it was made from this checkpoint; --report DIR shows the largest differences",
+        )
+
+
+def _check(
+    path: Path,
+    checkpoint: Path | None,
+    reference: str | None,
+    questions: int,
+    report: Path | None,
+) -> tuple[Bundle, dict[str, Any] | None]:
+    """Check the files, and compare with the checkpoint if there is one."""
+    from canvasrt.bundle import load_bundle
+    from canvasrt.containers.image.verify import check_package
+
+    with progress() as show:
+        found = load_bundle(path, progress=lambda done, total: show("checking files", done, total))
+        check_package(found)
+        if checkpoint is None:
+            return found, None
+        from canvasrt.fidelity import check_report_folder, measure, write_report
+
+        if report is not None:
+            check_report_folder(report)
+        quality = measure(found, checkpoint, questions, show)
+        if report is not None:
+            write_report(quality, f"{path.name} against {reference}", report)
+    return found, quality
+
+
+def _show(
+    bundle: Bundle,
+    quality: dict[str, Any] | None,
+    reference: str | None,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    manifest, unlisted = bundle.manifest, bundle.unlisted()
     data: dict[str, Any] = {
-        "bundle": str(bundle),
-        "ok": found_quality is None or found_quality["ok"],
+        "bundle": str(bundle.path),
+        "ok": quality is None or quality["ok"],
         "kind": manifest.kind,
         "digest": manifest.digest,
         "files": len(manifest.files),
         "bytes": manifest.total_bytes,
         "unlisted": unlisted,
     }
-    if found_quality is not None:
+    if quality is not None:
         from canvasrt.fidelity import finite
 
-        data["quality"] = finite(found_quality)
+        data["quality"] = finite(quality)
 
     def render(console: Any) -> None:
         console.print(
-            f"{bundle}: {len(manifest.files)} files, {size(manifest.total_bytes)}, all as the manifest says"
+            f"{bundle.path}: {len(manifest.files)} files, {size(manifest.total_bytes)}, all match the manifest"
         )
         if unlisted:
-            console.print(f"not in the manifest, and read by nothing: {', '.join(unlisted)}")
-        if found_quality is not None:
-            _draw(console, found_quality, str(reference))
+            console.print(f"not in the manifest, and unused: {', '.join(unlisted)}")
+        if quality is not None:
+            _draw(console, quality, str(reference))
             if report is not None:
                 console.print(f"report: {report / 'report.html'}")
 
     emit(data, as_json, render)
-    if found_quality is not None and not found_quality["ok"]:
-        from canvasrt.fidelity import failures
-
-        raise CanvasError(
-            f"{bundle} does not compute what {reference} does: {failures(found_quality)}",
-            "give the checkpoint that it was made from; --report DIR shows where it loses most",
-        )
 
 
 def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
-    """The verdict, the limits, and what loses most."""
+    """Print the verdict, the limits, and the largest differences."""
     from canvasrt.console import table
     from canvasrt.fidelity import markdown
 
     overall = quality["steps"]["all"]
     console.print(
         f"against {reference}: {overall['argmax_agreement']:.2%} of {overall['positions']:,} positions have the same"
-        f" best token; entropy off by {markdown.small(overall['entropy_error_mean'])} nats in the mean,"
-        f" {markdown.small(overall['entropy_error_max'])} at most"
+        f" best token; the entropy differs by {markdown.small(overall['entropy_error_mean'])} nats on average,"
+        f" at most by {markdown.small(overall['entropy_error_max'])}"
     )
     for title, heads, rows in (
         ("Limits", ("", "measured", "limit", ""), markdown.limit_rows(quality)),
         ("Denoising steps", markdown.STEP_HEADS, markdown.step_rows(quality)),
         ("Exact answers", markdown.ANSWER_HEADS, markdown.answer_rows(quality)),
         ("Pace", markdown.PACE_HEADS, markdown.pace_rows(quality)[-2:]),
-        ("Layers, the worst first", markdown.LAYER_HEADS, markdown.layer_rows(quality)),
-        ("Experts, the worst first", markdown.EXPERT_HEADS, markdown.expert_rows(quality)),
+        ("Layers, worst first", markdown.LAYER_HEADS, markdown.layer_rows(quality)),
+        ("Experts, worst first", markdown.EXPERT_HEADS, markdown.expert_rows(quality)),
     ):
         if rows:
             console.print(f"\n[bold]{title}[/bold]")
@@ -137,7 +168,7 @@ def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
 
 
 def _verify_image(path: Path, as_json: bool) -> None:
-    """An image that `canvasrt package` wrote: its layers, and the package in it."""
+    """Check an image that `canvasrt package` wrote: its layers, and the package inside."""
     from canvasrt.containers.image.verify import verify_image
 
     with progress() as show:
@@ -155,7 +186,7 @@ def _verify_image(path: Path, as_json: bool) -> None:
     def render(console: Any) -> None:
         console.print(
             f"{path}: {found.layers} layers, {size(found.bytes)}; {len(found.manifest.files)} files of"
-            f" the package, and {found.components} components in its bill of materials, all as they say",
+            f" the package and {found.components} components in its bill of materials, all intact",
             markup=False,
         )
 

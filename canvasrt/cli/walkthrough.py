@@ -1,4 +1,5 @@
-"""The demo: builds the demo checkpoint for the CPU, packages and serves it, and marks its answers."""
+"""The demo: builds the demo checkpoint for the CPU, packages and serves it, and checks its
+answers."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from typing import Any, TypeVar
 from canvasrt.console import emit, progress, table
 from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.client.triton import Client
+from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
-from canvasrt.containers.serve.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
@@ -32,14 +34,14 @@ QUESTIONS = (
     "brackets 8 ([",
 )
 T = TypeVar("T")
-# A tiny model may miss one question; more than that means that something is broken.
+# A tiny model may miss a question or two; more means that something is broken.
 MAY_MISS = 2
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One question with its answers over each protocol. Times are in milliseconds."""
+    """One question, and its answer over each protocol. Times are in milliseconds."""
 
     question: str
     http: str
@@ -53,7 +55,7 @@ class Row:
 
 
 def run(keep: Path | None, as_json: bool) -> None:
-    """Runs the demo and prints its table. CanvasError when too much is wrong."""
+    """Run the demo and print its table. CanvasError when too many answers are wrong."""
     started = time.perf_counter()
     with _folder(keep) as folder, progress() as show:
         build("demo", "cpu", folder / "engines", progress=show)
@@ -81,14 +83,14 @@ def run(keep: Path | None, as_json: bool) -> None:
 
 
 def ask_all(server: Server, openai_url: str) -> list[Row]:
-    """Every question over all protocols."""
+    """Ask every question over all protocols."""
     with (
         Client(f"{server.address}:{server.ports.http}", "http") as http,
         Client(f"{server.address}:{server.ports.grpc}", "grpc") as grpc,
     ):
         openai = OpenAIClient(openai_url)
         for ask in (http.infer, grpc.infer, openai.ask):
-            ask({"prompt": QUESTIONS[0]})  # the first call sets up buffers
+            ask({"prompt": QUESTIONS[0]})  # the first call allocates buffers
         rows = []
         for question in QUESTIONS:
             inputs = {"prompt": question, "seed": SEED}
@@ -131,11 +133,11 @@ def _print(rows: list[Row], seconds: dict[str, float], as_json: bool) -> None:
     data = {"rows": [asdict(row) for row in rows], "right": right, "seconds": seconds}
 
     def render(shown: Any) -> None:
-        columns = ("question", "HTTP", "gRPC", "OpenAI", "right", "steps a block", "ms, each")
+        columns = ("question", "HTTP", "gRPC", "OpenAI", "right", "steps per block", "ms, each")
         shown.print(table(columns, [_cells(row) for row in rows]))
         shown.print(
             f"{right} of {len(rows)} right; built in {seconds['build']:.0f} s, serving"
-            f" {seconds['package_and_start']:.0f} s later, {seconds['total']:.0f} s in all"
+            f" {seconds['package_and_start']:.0f} s later, {seconds['total']:.0f} s in total"
         )
 
     emit(data, as_json, render)
@@ -149,7 +151,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def judge(rows: list[Row]) -> None:
-    """CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
+    """Raise CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
     for row in rows:
         if not row.http == row.grpc == row.openai:
             raise CanvasError(
@@ -161,5 +163,5 @@ def judge(rows: list[Row]) -> None:
     if len(wrong) > MAY_MISS:
         raise CanvasError(
             f"{len(wrong)} of {len(rows)} answers are wrong: {', '.join(wrong)}",
-            "the demo checkpoint answers nearly all of them: run `canvasrt doctor`",
+            "the demo checkpoint should answer nearly all: run `canvasrt doctor`",
         )

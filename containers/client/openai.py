@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server with what `canvasrt infer` was given; the standard library is enough."""
+"""Calls an OpenAI-compatible server, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from canvasrt.containers.ports import API_PORT
+from canvasrt.containers.names import API_PORT
+from canvasrt.containers.ports import split_url
 from canvasrt.errors import CanvasError
 
 KEY_VARIABLE = "CANVASRT_API_KEY"
@@ -20,25 +20,25 @@ _START = "start one with `canvasrt serve`, or give its address with --url"
 
 
 class OpenAIClient:
-    """One server; `url` as for OpenAI's clients, with or without `http://` and `/v1`.
+    """A client of one server. `url` is that of OpenAI's clients; `http://` and `/v1` are optional.
 
-    The key is in the environment, in CANVASRT_API_KEY.
+    The API key comes from CANVASRT_API_KEY. UsageError for a bad `url`.
     """
 
     def __init__(self, url: str | None = None, timeout: float = 600.0) -> None:
-        address = url or f"127.0.0.1:{API_PORT}"
-        parts = urlsplit(address if "://" in address else f"http://{address}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CanvasError(f"--url {url} is no address of a server", "give http://host:port/v1")
-        self._secure = parts.scheme == "https"
-        self._host = parts.hostname
-        self._port = parts.port or (443 if self._secure else API_PORT)
+        scheme, self._host, port = split_url(
+            url or f"127.0.0.1:{API_PORT}", ("http", "https"), "give http://host:port/v1"
+        )
+        self._secure = scheme == "https"
+        self._port = port or (443 if self._secure else API_PORT)
         self._timeout = timeout
         self._model: str | None = None
-        self.url = f"{parts.scheme}://{self._host}:{self._port}/v1"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"{scheme}://{host}:{self._port}/v1"
 
     def ask(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """One answer: text, finish_reason, usage and seed. `inputs` are values by tensor name."""
+        """Return one answer: text, finish_reason, usage and seed. `inputs` are values by tensor
+        name."""
         path, body = _request(inputs, self.model)
         with self._reply("POST", path, body) as reply:
             answer = json.loads(reply.read())
@@ -52,7 +52,7 @@ class OpenAIClient:
         }
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[str]:
-        """The pieces of one answer's text as they come."""
+        """Yield the pieces of one answer's text as they come."""
         path, body = _request(inputs, self.model)
         with self._reply("POST", path, {**body, "stream": True}) as reply:
             for line in reply:
@@ -63,13 +63,13 @@ class OpenAIClient:
                 if "error" in chunk:
                     raise self._refused(chunk["error"]["message"])
                 for choice in chunk["choices"]:
-                    said = choice.get("delta", {}).get("content") or choice.get("text")
-                    if said:
-                        yield said
+                    text = choice.get("delta", {}).get("content") or choice.get("text")
+                    if text:
+                        yield text
 
     @property
     def model(self) -> str:
-        """The name of what is served, the first of several."""
+        """The name of the served model, or the first of several."""
         if self._model is None:
             with self._reply("GET", "models") as reply:
                 self._model = str(json.loads(reply.read())["data"][0]["id"])
@@ -93,7 +93,7 @@ class OpenAIClient:
         except TimeoutError as error:
             raise CanvasError(
                 f"{self.url} did not answer within {self._timeout:g} s",
-                "allow more with --timeout",
+                "allow more time with --timeout",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             why = str(error) or type(error).__name__
@@ -104,7 +104,7 @@ class OpenAIClient:
     def _connection(self) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
-        # SSL_CERT_FILE names the authority of a certificate of one's own.
+        # SSL_CERT_FILE can name a private certificate authority.
         context = ssl.create_default_context()
         return http.client.HTTPSConnection(
             self._host, self._port, timeout=self._timeout, context=context
@@ -116,7 +116,7 @@ class OpenAIClient:
 
 
 def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]]:
-    """The endpoint and the body that say what the tensors say."""
+    """Return the endpoint and the body of a request with these inputs."""
     options = {
         _NAMES.get(name, name): value
         for name, value in inputs.items()

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from canvasrt.containers.ports import Ports
+from canvasrt.containers.ports import Ports, split_url
 from canvasrt.containers.tensors import (
     ANSWER_MODEL,
     HINT,
@@ -20,11 +20,11 @@ from canvasrt.containers.tensors import (
     inputs_of,
     outputs_of,
 )
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 
 Protocol = Literal["http", "grpc"]
-Replies = queue.SimpleQueue[tuple[Any, Any]]  # a result or an error each, from the client's thread
+Replies = queue.SimpleQueue[tuple[Any, Any]]  # results or errors, from the client's thread
 _NUMPY = {
     "BOOL": np.bool_,
     "INT32": np.int32,
@@ -36,7 +36,7 @@ _NUMPY = {
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the server; the fields are the tensors of the same names."""
+    """One answer; its fields are the tensors of the same names."""
 
     text: str
     token_ids: list[int]
@@ -46,14 +46,14 @@ class Answer:
     seed: int
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with a key a field."""
+        """Return a JSON object with a key per field."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class StreamEvent(Answer):
-    """One event of a stream. `text` and `token_ids` are those of the draft, the block or, at the
-    end, the whole answer."""
+    """One event of a stream. `text` and `token_ids` are those of the draft, the block or, in the
+    last event, the whole answer."""
 
     event: str
     block: int
@@ -61,10 +61,10 @@ class StreamEvent(Answer):
 
 
 class Client:
-    """A connection to one server. A context manager.
+    """A connection to one server, as a context manager.
 
-    url: host:port, with or without http://; without one, the protocol's default port on this machine.
-    timeout: seconds that one call may take.
+    url: host:port, with or without http://; None stands for the protocol's default port on this
+    machine. UsageError for a bad one. timeout: seconds that one call may take.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Client:
         self._client.close()
 
     def infer(self, inputs: Mapping[str, Any]) -> Answer:
-        """One answer. `inputs` are values by tensor name; None leaves one out.
+        """Return one answer. `inputs` are values by tensor name; None leaves one out.
 
-        CanvasError for an unreachable server, a model that is missing or not ready, or an error reply.
+        CanvasError for an unreachable server, a missing or unready model, or an error reply.
         """
         timeout = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
         with self._errors(ANSWER_MODEL):
@@ -98,11 +98,11 @@ class Client:
         return Answer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
-        """The events of one request, over gRPC. Leaving the iteration early cancels the request."""
+        """Yield the events of one request, over gRPC. Leaving the iteration early cancels the
+        request."""
         if self.protocol != "grpc":
-            raise CanvasError(
-                "tritonclient streams over gRPC alone",
-                "give --protocol grpc, or leave out --stream",
+            raise UsageError(
+                f"Triton does not stream over {self.protocol}", "use grpc, or do not stream"
             )
         replies: Replies = queue.SimpleQueue()
         with self._errors(STREAM_MODEL):
@@ -125,14 +125,14 @@ class Client:
         try:
             self._client.async_stream_infer(STREAM_MODEL, tensors)
         except self._module.InferenceServerException:
-            # When the connection has failed, this says only that; the callback says why.
+            # When the connection fails, only the callback gets the reason.
             with contextlib.suppress(queue.Empty):
                 _taken(replies, timeout=1.0)
             raise
 
     @contextlib.contextmanager
     def _errors(self, model: str) -> Iterator[None]:
-        """Turns what the client libraries raise into a CanvasError that says what to do."""
+        """Turn errors of the client libraries into a CanvasError that says what to do."""
         from tritonclient.utils import InferenceServerException
 
         try:
@@ -154,17 +154,15 @@ class Client:
                 "serve a package with `canvasrt serve`, or give another --url",
             )
         if "not ready" in text or "no available versions" in text:
-            return CanvasError(
-                f"the model {model!r} at {self.url} is not ready", "wait for it and call again"
-            )
+            return CanvasError(f"the model {model!r} at {self.url} is not ready", "try again later")
         if "statuscode.unavailable" in status.lower() and "connect" in text:
             return self._unreachable(message)
-        wrong, _, hint = message.partition(HINT)
-        return CanvasError(f"the server refused the request: {wrong}", hint)
+        reason, _, hint = message.partition(HINT)
+        return CanvasError(f"the server refused the request: {reason}", hint)
 
     def _late(self) -> CanvasError:
         return CanvasError(
-            f"{self.url} did not answer within {self.timeout:g} s", "allow more with --timeout"
+            f"{self.url} did not answer within {self.timeout:g} s", "allow more time with --timeout"
         )
 
     def _unreachable(self, why: str) -> CanvasError:
@@ -175,20 +173,15 @@ class Client:
 
 
 def _host_and_port(url: str | None, protocol: Protocol) -> str:
-    port = Ports().http if protocol == "http" else Ports().grpc
-    address = (url or f"127.0.0.1:{port}").rstrip("/")
-    scheme, separator, rest = address.partition("://")
-    if not separator:
-        rest = address
-    elif scheme not in ("http", "grpc"):
-        raise CanvasError(
-            f"--url {url} has the scheme {scheme}", "give host:port; TLS is not supported"
-        )
-    return rest if ":" in rest else f"{rest}:{port}"
+    default = Ports().http if protocol == "http" else Ports().grpc
+    _, host, port = split_url(
+        url or "127.0.0.1", ("http", "grpc"), "give host:port; TLS is not supported"
+    )
+    return f"[{host}]:{port or default}" if ":" in host else f"{host}:{port or default}"
 
 
 def _taken(replies: Replies, timeout: float | None = None) -> Any:
-    """The next result; raises the error where that came instead."""
+    """Return the next result, or raise the error that came instead."""
     result, error = replies.get(timeout=timeout)
     if error is not None:
         raise error
@@ -196,7 +189,7 @@ def _taken(replies: Replies, timeout: float | None = None) -> Any:
 
 
 def make_tensors(module: Any, model: str, inputs: Mapping[str, Any]) -> list[Any]:
-    """Values by name as input tensors of a client module; None leaves one out.
+    """Return values by name as input tensors of a client module; None leaves one out.
 
     CanvasError for a value that does not fit its type.
     """
@@ -231,7 +224,7 @@ def _array(tensor: Tensor, value: Any) -> np.ndarray:
 
 
 def read_reply(result: Any, model: str) -> dict[str, Any]:
-    """A reply's outputs by name."""
+    """Return a reply's outputs by name."""
     values: dict[str, Any] = {}
     for tensor in outputs_of(model):
         array = result.as_numpy(tensor.name)

@@ -1,59 +1,68 @@
-"""The command that runs a package: hardened as far as serving allows."""
+"""The command that runs a package, hardened as far as serving allows."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt.containers.deploy.engine import Engine
 from canvasrt.containers.deploy.packages import Package
-from canvasrt.containers.names import PACKAGE
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
 from canvasrt.containers.package import settings as image
 from canvasrt.errors import CanvasError, UsageError
 
 VOLUME = "canvasrt-cache"
 RESTART = "unless-stopped"
+_PIDS = 4096
+_SIZE = r"\d+[bkmgBKMG]?"
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `canvasrt deploy`."""
+    """The options of `canvasrt deploy`. UsageError for a value that no docker accepts."""
 
     name: str = "canvasrt"
     listen: str = "127.0.0.1"
-    port: int = image.API_PORT
-    grpc_port: int | None = image.GRPC_PORT
+    port: int = API_PORT
+    grpc_port: int = GRPC_PORT
     http_port: int | None = None
-    metrics_port: int | None = None
     gpus: str = "all"
     cache: str = VOLUME
     engines: Path | None = None
     shm_size: str = "1g"
     memory: str | None = None
     cpus: float | None = None
-    pids: int = 4096
     network: str | None = None
     variables: Sequence[str] = ()
     variables_file: Path | None = None
-    arguments: Sequence[str] = ()
 
     @property
     def published(self) -> dict[int, int]:
-        """Ports of this machine by those of the container."""
-        ports = {
-            image.API_PORT: self.port,
-            image.GRPC_PORT: self.grpc_port,
-            image.HTTP_PORT: self.http_port,
-            image.METRICS_PORT: self.metrics_port,
-        }
+        """This machine's ports, by those of the container."""
+        ports = {API_PORT: self.port, GRPC_PORT: self.grpc_port, HTTP_PORT: self.http_port}
         return {inside: outside for inside, outside in ports.items() if outside is not None}
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("--name", self.name, r"[a-zA-Z0-9][\w.-]+", "letters, digits, _, . and -"),
+            ("--gpus", self.gpus, r"all|\d+(,\d+)*", "all, or numbers separated by commas"),
+            ("--shm-size", self.shm_size, _SIZE, "a size such as 512m or 1g"),
+            ("--memory", self.memory, _SIZE, "a size such as 512m or 1g"),
+        )
+        for option, value, pattern, wanted in checks:
+            if value is not None and not re.fullmatch(pattern, value):
+                raise UsageError(f"{option} is {value!r}", f"give {wanted}")
+        for variable in self.variables:
+            if not variable.partition("=")[0]:
+                raise UsageError(f"--env {variable!r} has no name", "give --env NAME=VALUE")
 
 
 def run_command(
     package: Package, options: Options, engine: Engine, restart: bool = True
 ) -> list[str]:
-    """`docker run …`, word by word. UsageError and CanvasError for options that cannot work."""
+    """Return the words of `docker run …`. CanvasError for a file or folder that is missing."""
     words = [engine.name, "run", "--detach", "--name", options.name]
     words += ["--restart", RESTART] if restart else []
     words += ["--stop-timeout", str(image.STOP_GRACE), *_hardening(options)]
@@ -65,24 +74,20 @@ def run_command(
     if engines is not None:
         words += ["--volume", f"{_folder(engines)}:{PACKAGE}/engines:ro"]
     for variable in options.variables:
-        if not variable.partition("=")[0]:
-            raise UsageError(f"--env {variable!r} has no name", "give --env NAME=VALUE")
         words += ["--env", variable]
     if options.variables_file is not None:
         if not options.variables_file.is_file():
             raise CanvasError(
-                f"there is no file {options.variables_file}", "give --env-file a file of NAME=VALUE"
+                f"there is no file {options.variables_file}",
+                "give a file with NAME=VALUE lines to --env-file",
             )
         words += ["--env-file", str(options.variables_file)]
-    words.append(package.tag)
-    if options.arguments:
-        words += [*image.COMMAND, *options.arguments]
-    return words
+    return [*words, package.tag]
 
 
 def _hardening(options: Options) -> list[str]:
     words = ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
-    words += ["--security-opt", "no-new-privileges", "--pids-limit", str(options.pids)]
+    words += ["--security-opt", "no-new-privileges", "--pids-limit", str(_PIDS)]
     words += ["--shm-size", options.shm_size]
     if options.memory is not None:
         words += ["--memory", options.memory]
@@ -94,27 +99,28 @@ def _hardening(options: Options) -> list[str]:
 def _network(options: Options) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
-        return words  # nothing is published there
+        return words  # they publish no ports
     for inside, outside in options.published.items():
         words += ["--publish", f"{options.listen}:{outside}:{inside}"]
     return words
 
 
 def _cache(cache: str) -> str:
-    """A volume's name as it is, a folder in full. CanvasError for a folder that cannot be used."""
+    """Return a volume's name, or a folder's full path. CanvasError for a folder that cannot be
+    used."""
     if "/" not in cache and not cache.startswith("."):
         return cache
     folder = Path(cache).expanduser().resolve()
     if not folder.is_dir():
         raise CanvasError(
-            f"the cache folder {folder} is not there",
-            f"mkdir {folder} && chown {image.USER} {folder}, or give the name of a volume",
+            f"there is no cache folder {folder}",
+            f"run mkdir {folder} && chown {image.USER} {folder}, or give the name of a volume",
         )
     status = folder.stat()
     if not (status.st_mode & 0o002 or (status.st_uid == image.USER and status.st_mode & 0o200)):
         raise CanvasError(
-            f"the container runs as user {image.USER}, who cannot write to {folder}",
-            f"chown {image.USER} {folder}",
+            f"the container runs as user {image.USER}, which cannot write to {folder}",
+            f"run chown {image.USER} {folder}",
         )
     return str(folder)
 

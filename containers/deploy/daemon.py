@@ -1,4 +1,5 @@
-"""A docker daemon of our own, for machines that have docker installed and none running: build servers, tests."""
+"""A temporary docker daemon, for machines with docker installed but not running, such as build
+servers."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from pathlib import Path
 from canvasrt.containers.deploy.engine import Engine, find_engine, last_line
 from canvasrt.errors import CanvasError
 
-# It makes no network: its containers have none, or the machine's.
+# It creates no network; its containers use the host's or none.
 _OPTIONS = ("--iptables=false", "--ip6tables=false", "--bridge=none")
 _PATIENCE = 30.0
 
 
 @contextmanager
 def docker(scratch: Path | None = None) -> Iterator[Engine]:
-    """docker as it is here; where no daemon answers, with one of our own until the block ends.
+    """Provide docker; if no daemon answers, start one until the block ends.
 
-    `scratch` is where its images then lie. CanvasError where neither can be: starting one takes root,
-    and `dockerd`.
+    `scratch` is the folder for its images. CanvasError when that is not possible: it needs root and
+    `dockerd`.
     """
     found = None
     try:
@@ -58,14 +59,14 @@ def _daemon(folder: Path) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for us
+            start_new_session=True,  # Ctrl-C is for this process
         )
     try:
         deadline = time.monotonic() + _PATIENCE
         while not socket.exists():
             if process.poll() is not None or time.monotonic() > deadline:
-                said = last_line((folder / "log").read_text(errors="replace"))
-                raise CanvasError(f"dockerd does not start here: {said}", "start docker by hand")
+                reason = last_line((folder / "log").read_text(errors="replace"))
+                raise CanvasError(f"cannot start dockerd: {reason}", "start docker yourself")
             time.sleep(0.1)
         yield f"unix://{socket}"
     finally:
@@ -75,7 +76,7 @@ def _daemon(folder: Path) -> Iterator[str]:
 
 
 def _unmount(folder: Path) -> None:
-    """It leaves a mount for the network of the machine."""
+    """Remove the mounts that it leaves behind for the host's network."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     mounts = [line.split()[1] for line in lines]
     for mount in reversed([each for each in mounts if each.startswith(f"{folder}/")]):

@@ -1,4 +1,4 @@
-"""`canvasrt deploy`: runs a package, waits until it is ready, and shows its log when it fails."""
+"""Runs a package as a container, waits until it is ready, and shows its log if it fails."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.containers.deploy.command import RESTART, Options, run_command
-from canvasrt.containers.deploy.engine import Engine, find_engine, last_line
+from canvasrt.containers.deploy.engine import Engine, check_engine, find_engine, last_line
 from canvasrt.containers.deploy.packages import Package, load, open_package
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.settings import ImageSettings
 from canvasrt.containers.ports import listen
 from canvasrt.errors import CanvasError
@@ -18,7 +19,7 @@ from canvasrt.progress import Progress, no_progress
 
 LOG_LINES = 20
 _LOOK_EVERY = 1.0
-# What an engine says → what that means.
+# An engine's message → its meaning, and what to do.
 _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("could not select device driver", "unresolvable cdi devices", "nvidia.com/gpu"),
@@ -29,21 +30,21 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("port is already allocated", "address already in use"),
         "a port is in use",
-        "stop what listens there, or give other ports with --port and --grpc-port",
+        "stop the program that uses it, or give other ports with --port and --grpc-port",
     ),
     (
         ("is already in use by container", "name is already in use", "is already in use"),
-        "there is a container of that name already",
-        "remove it (docker rm -f NAME), or give another with --name",
+        "a container of that name already exists",
+        "remove it (docker rm -f NAME), or give another name with --name",
     ),
     (
         ("exec format error", "image platform", "does not match the detected host platform"),
         "the image is for another architecture",
-        "package engines of a target with this machine's architecture",
+        "package engines for a target with this machine's architecture",
     ),
     (
         ("no such image", "pull access denied", "short-name", "name unknown"),
-        "the image is not there",
+        "there is no such image",
         "load it first, or deploy the package's folder or archive",
     ),
 )
@@ -57,15 +58,15 @@ def deploy(
     timeout: float = 3600.0,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Runs a package and returns where it listens, once it is ready.
+    """Run a package, wait until it is ready, and return its addresses.
 
-    CanvasError when it cannot be started, ends by itself, or is not ready after `timeout` seconds: the
-    container's last lines are then on stderr, and the container is gone.
+    CanvasError when it cannot start, ends by itself, or is not ready after `timeout` seconds. The
+    error then has the container's last lines, and the container is removed.
     """
     chosen = find_engine(engine)
     found = open_package(package, chosen)
     check_architecture(found, chosen)
-    # A container that fails must stay ended, to be seen: it is to be restarted only once it was ready.
+    # Without a restart policy until it is ready, so that a failed container can be inspected.
     words = run_command(found, options, chosen, restart=False)
     check_ports(options)
     progress(f"loading {found.tag} into {chosen.name}", 0, 0)
@@ -73,13 +74,12 @@ def deploy(
     started = time.monotonic()
     done = chosen.run(*words[1:])
     if done.returncode != 0:
-        _forget(chosen, options.name, done.stderr)
+        _remove_created(chosen, options.name, done.stderr)
         raise refusal(chosen, options.name, done.stderr)
     progress("waiting until it is ready", 0, 0)
     wait_ready(chosen, options.name, timeout)
-    chosen.run(
-        "update", "--restart", RESTART, options.name
-    )  # podman's systemd units do that instead
+    # podman refuses this; there, systemd units restart containers.
+    chosen.run("update", "--restart", RESTART, options.name)
     return {
         "name": options.name,
         "engine": chosen.name,
@@ -90,7 +90,9 @@ def deploy(
 
 
 def shown(package: str, options: Options, engine: str | None = None) -> list[str]:
-    """The commands that `deploy` would run, for a shell; they are checked only as far as that goes."""
+    """Return the commands that `deploy` would run, for a shell. Only what needs no engine is
+    checked."""
+    check_engine(engine)
     chosen = Engine(engine or "docker")
     try:
         found = open_package(package, None)
@@ -108,7 +110,7 @@ def shown(package: str, options: Options, engine: str | None = None) -> list[str
 
 
 def addresses(options: Options) -> dict[str, str]:
-    """Where a deployed package listens."""
+    """Return the addresses of a deployed package."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.listen, options.listen)
     if options.network == "none":
         return {}
@@ -123,18 +125,18 @@ def addresses(options: Options) -> dict[str, str]:
 
 
 def check_architecture(package: Package, engine: Engine) -> None:
-    """CanvasError for an image of another architecture than the machine's."""
+    """Raise CanvasError when the image has another architecture than the machine."""
     if package.architecture not in (None, engine.architecture):
         raise CanvasError(
-            f"{package.tag} is for {package.architecture}, and this machine is {engine.architecture}",
-            f"package engines of a target whose host is {engine.architecture};"
+            f"{package.tag} is for {package.architecture}, but this machine is {engine.architecture}",
+            f"package engines for a target whose host is {engine.architecture};"
             " `canvasrt targets` lists them",
         )
 
 
 def check_ports(options: Options) -> None:
-    """CanvasError for a port in use, before anything is built or loaded."""
-    names = {8000: "--port", 8001: "--grpc-port", 8080: "--http-port", 8002: "--metrics-port"}
+    """Raise CanvasError for a port in use, before anything is built or loaded."""
+    names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
         return
     host = options.network == "host"
@@ -146,7 +148,7 @@ def check_ports(options: Options) -> None:
 def wait_ready(
     engine: Engine, name: str, timeout: float, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Returns once the container's own health check passes."""
+    """Wait until the container's health check passes."""
     probe = ImageSettings({}, gpu=False).probe
     deadline = time.monotonic() + timeout
     while engine.run("exec", name, *probe).returncode != 0:
@@ -165,33 +167,33 @@ def wait_ready(
             engine.run("rm", "--force", name)
             raise CanvasError(
                 f"the container was not ready after {timeout:g} s",
-                "allow more with --timeout; its last lines are above",
+                "allow more time with --timeout; its last lines are above",
                 log,
             )
         sleep(_LOOK_EVERY)
 
 
-def refusal(engine: Engine, name: str, said: str) -> CanvasError:
-    """What an engine's refusal means."""
-    text = said.lower()
+def refusal(engine: Engine, name: str, message: str) -> CanvasError:
+    """Return the error for a message of an engine."""
+    text = message.lower()
     for marks, meaning, hint in _REFUSALS:
         if any(mark in text for mark in marks):
-            return CanvasError(f"{meaning} ({last_line(said)})", hint.replace("NAME", name))
+            return CanvasError(f"{meaning} ({last_line(message)})", hint.replace("NAME", name))
     return CanvasError(
-        f"{engine.name} cannot start the container: {last_line(said)}",
+        f"{engine.name} cannot start the container: {last_line(message)}",
         "--print shows the command",
     )
 
 
-def _forget(engine: Engine, name: str, said: str) -> None:
-    """docker leaves a container behind that it created and could not start."""
-    if "already in use" not in said or "port" in said.lower():
+def _remove_created(engine: Engine, name: str, message: str) -> None:
+    """Remove a container that docker created but could not start."""
+    if "already in use" not in message or "port" in message.lower():
         state = (engine.inspect("container", name) or {}).get("State") or {}
         if state.get("Status") == "created":
             engine.run("rm", "--force", name)
 
 
 def _cause(engine: Engine, name: str) -> str:
-    """The container's own last error."""
+    """Return the last error in the container's log."""
     errors = [line for line in engine.logs(name, 200) if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ") if errors else ""

@@ -1,4 +1,4 @@
-"""docker or podman on this machine, through its own command."""
+"""docker or podman on this machine, through its command line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 @dataclass(frozen=True)
 class Engine:
-    """One of them; `name` is which."""
+    """docker or podman, by `name`."""
 
     name: str
 
     def run(
         self, *arguments: str, timeout: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command of it, and returns what came of it."""
+        """Run one of its commands."""
         return subprocess.run(
             [self.name, *arguments],
             capture_output=True,
@@ -35,17 +35,17 @@ class Engine:
         )
 
     def out(self, *arguments: str) -> str:
-        """What a command prints. CanvasError when it fails."""
+        """Return the output of a command. CanvasError when it fails."""
         done = self.run(*arguments)
         if done.returncode != 0:
             raise CanvasError(
                 f"{self.name} {arguments[0]} failed: {last_line(done.stderr)}",
-                f"try it by hand: {self.name} {' '.join(arguments)}",
+                f"run it yourself: {self.name} {' '.join(arguments)}",
             )
         return done.stdout
 
     def inspect(self, kind: str, name: str) -> dict[str, Any] | None:
-        """What it knows about an image or a container; None when there is none of that name."""
+        """Return the details of an image or a container; None when there is none of that name."""
         done = self.run(kind, "inspect", name)
         if done.returncode != 0:
             return None
@@ -54,27 +54,32 @@ class Engine:
 
     @cached_property
     def architecture(self) -> str:
-        """Of the machine that it runs containers on: amd64, arm64."""
+        """The architecture of its host: amd64, arm64."""
         query = "{{.Architecture}}" if self.name == "docker" else "{{.Host.Arch}}"
-        told = self.out("info", "--format", query).strip()
-        return _ARCHITECTURES.get(told, told)
+        name = self.out("info", "--format", query).strip()
+        return _ARCHITECTURES.get(name, name)
 
     def gpu_options(self, gpus: str) -> list[str]:
-        """The options that give a container GPUs: `all`, or their numbers separated by commas."""
-        if self.name == "podman":  # through the Container Device Interface
+        """Return the options that give a container its GPUs: `all`, or numbers separated by commas."""
+        if self.name == "podman":  # by the Container Device Interface
             return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 
     def logs(self, container: str, lines: int) -> list[str]:
-        """The last lines that a container wrote."""
+        """Return the last lines of a container's log."""
         done = self.run("logs", "--tail", str(lines), container)
         return (done.stdout + done.stderr).splitlines()[-lines:]
 
 
-def find_engine(name: str | None = None) -> Engine:
-    """The engine of that name, else docker, else podman. CanvasError when none answers."""
+def check_engine(name: str | None) -> None:
+    """Raise UsageError unless `name` is None or an engine."""
     if name is not None and name not in ENGINES:
         raise UsageError(f"unknown engine {name!r}", f"the engines are {' and '.join(ENGINES)}")
+
+
+def find_engine(name: str | None = None) -> Engine:
+    """Return the engine of that name, else docker, else podman. CanvasError when none answers."""
+    check_engine(name)
     reasons = []
     for each in (name,) if name else ENGINES:
         if shutil.which(each) is None:
@@ -82,21 +87,21 @@ def find_engine(name: str | None = None) -> Engine:
             continue
         engine = Engine(each)
         done = engine.run("info", "--format", "{{json .}}")
-        # The docker client exits 0 of a daemon that it cannot reach, and says so in its answer.
+        # The docker client exits with 0 when it cannot reach a daemon, and says so in its output.
         if done.returncode == 0 and '"ServerErrors"' not in done.stdout:
             return engine
         reasons.append(f"{each} does not answer ({last_line(done.stderr + _errors(done.stdout))})")
     raise CanvasError(
-        f"there is nothing to run a container with: {'; '.join(reasons)}",
+        f"no container engine is available: {'; '.join(reasons)}",
         "install docker or podman, start docker's daemon, or join its group;"
-        " --print shows the command for another machine",
+        " --print shows the command to run on another machine",
     )
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """Return the last line that is not blank."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def _errors(text: str) -> str:

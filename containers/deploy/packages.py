@@ -1,4 +1,5 @@
-"""What there is to deploy: a package's folder, an OCI layout, a docker archive, or an image by name."""
+"""What can be deployed: a package's folder, an OCI layout, a docker archive, or an image by
+name."""
 
 from __future__ import annotations
 
@@ -18,29 +19,24 @@ from canvasrt.staging import scratch
 
 @dataclass(frozen=True)
 class Package:
-    """An image, or what one is made from. `path` is None for an image that docker has already."""
+    """An image, or what to build one from. `path` is None for an image that docker already has."""
 
     tag: str
     path: Path | None
     kind: str  # context, oci, docker, image
     labels: Mapping[str, str]
     architecture: str | None
-    engines: Path | None = None  # to be mounted, where the image does not hold them
+    engines: Path | None = None  # to mount, if the image does not include them
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether one of its targets is a GPU."""
+        """Whether one of the targets is a GPU."""
         targets = self.labels.get("canvasrt.target", "cpu").split(",")
         return targets != ["cpu"]
 
-    @property
-    def builds(self) -> bool:
-        """Whether it holds graphs that the container builds engines from at its first start."""
-        return "graphs" in self.labels.get("canvasrt.target", "").split(",")
-
 
 def open_package(package: str, engine: Engine | None) -> Package:
-    """The package at a path; else the image of that name, which `engine` must have."""
+    """Return the package at a path, else the image of that name, which `engine` must have."""
     path = Path(package).expanduser()
     if (path / MANIFEST).is_file():
         return _context(path)
@@ -54,14 +50,14 @@ def open_package(package: str, engine: Engine | None) -> Package:
     if known is None:
         raise CanvasError(
             f"there is no package at {package}, and no image of that name",
-            "give what `canvasrt package` wrote: a folder, or an archive",
+            "give a folder or an archive that `canvasrt package` wrote",
         )
     labels = (known.get("Config") or {}).get("Labels") or known.get("Labels") or {}
     return Package(package, None, "image", labels, known.get("Architecture"))
 
 
 def load(package: Package, engine: Engine) -> None:
-    """Makes the image known to the engine: builds or loads it. CanvasError with what it said."""
+    """Build the image or load it into the engine. CanvasError when that fails."""
     if package.path is None:
         return
     if package.kind == "context":
@@ -76,9 +72,9 @@ def load(package: Package, engine: Engine) -> None:
         what = "build" if package.kind == "context" else "load"
         raise CanvasError(
             f"{engine.name} cannot {what} {package.path}: {last_line(done.stderr)}",
-            f"try it by hand: {engine.name} build {package.path}"
+            f"run it yourself: {engine.name} build {package.path}"
             if what == "build"
-            else "verify it with `canvasrt verify`, and see that its disk has room",
+            else "check it with `canvasrt verify`, and check the free space on its disk",
         )
 
 

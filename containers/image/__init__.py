@@ -1,1 +1,2 @@
-"""Container images without a daemon: OCI layouts and docker archives, the same bytes on every run."""
+"""Container images without a daemon: OCI layouts and docker archives, the same bytes on every
+run."""

@@ -1,4 +1,4 @@
-"""Reads the image that ours is built on: an OCI layout, or an archive that `docker save` wrote."""
+"""Reads the base image: an OCI layout, or an archive that `docker save` wrote."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _PYTHON = re.compile(r"(?:\./)?usr/(?:local/)?bin/python3$")
 _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
 _GET_ONE = (
-    "where there is a network: skopeo copy docker://nvcr.io/nvidia/tritonserver:26.09-py3"
-    " oci:triton:26.09, then --base triton; a registry is never asked for it from here"
+    "download one: skopeo copy docker://nvcr.io/nvidia/tritonserver:26.09-py3 oci:triton:26.09, then give"
+    " --base triton; canvasrt does not contact registries"
 )
 
 
 @dataclass(frozen=True)
 class BaseLayer:
-    """A layer of the base image, as it lies on disk."""
+    """A layer of the base image, as stored on disk."""
 
     file: Path
     digest: str
     size: int
     media_type: str
-    # Where it begins in `file`, which is an archive with every layer in it.
+    # Its start in `file`, if that is an archive of several layers.
     offset: int = 0
 
 
@@ -49,33 +49,33 @@ class Base:
 
     @property
     def architecture(self) -> str:
-        """As Docker calls it: amd64, arm64."""
+        """The architecture by Docker's name: amd64, arm64."""
         return str(self.config.get("architecture", "amd64"))
 
     @property
     def labels(self) -> dict[str, str]:
-        """Its labels."""
+        """The image's labels."""
         return (self.config.get("config") or {}).get("Labels") or {}
 
     @property
     def tag(self) -> str:
-        """The first of its names; empty where it has none."""
+        """The first of the image's names; empty if it has none."""
         return self.names[0] if self.names else ""
 
     @property
     def size(self) -> int:
-        """Bytes of all layers, as they are stored."""
+        """Bytes of all layers, as stored."""
         return sum(layer.size for layer in self.layers)
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The variables that it sets."""
+        """The environment variables that the image sets."""
         pairs = (line.partition("=") for line in self.config.get("config", {}).get("Env") or ())
         return {name: value for name, _, value in pairs}
 
     @cached_property
     def python(self) -> tuple[str, str]:
-        """Where its `python3` lies, and its version, such as `3.12`. CanvasError when it has none."""
+        """The path of `python3`, and its version, such as `3.12`. CanvasError when there is none."""
         found = ""
         for layer in self.layers:
             for member in _members(layer):
@@ -84,13 +84,13 @@ class Base:
         match = re.search(r"python(3\.\d+)$", found)
         if match is None:
             raise CanvasError(
-                f"no python3 was found in the base image {self.path}",
+                f"the base image {self.path} has no python3",
                 "use an image with tritonserver and its Python backend",
             )
         return "/" + found.split()[0].removeprefix("./"), match[1]
 
     def copy_into(self, blobs: Blobs) -> list[Json]:
-        """Puts every layer into `blobs`; their descriptors."""
+        """Put every layer into `blobs`; return the descriptors."""
         for layer in self.layers:
             if layer.offset == 0 and layer.file.stat().st_size == layer.size:
                 blobs.take(layer.file, layer.digest)
@@ -105,9 +105,9 @@ class Base:
 
 
 def read_base(path: Path, architecture: str | None = None) -> Base:
-    """The image at `path`: a folder with an OCI layout, or an archive of one image.
+    """Read the image at `path`: a folder with an OCI layout, or an archive of one image.
 
-    CanvasError when there is none, when it is damaged, and when its architecture is another.
+    CanvasError when there is none, when it is damaged, or when it has another architecture.
     """
     path = path.expanduser()
     try:
@@ -117,17 +117,18 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
             base = _read_archive(path)
         else:
             raise CanvasError(
-                f"there is no image at {path}: neither an OCI layout nor a docker archive", _GET_ONE
+                f"there is no image at {path}: it is neither an OCI layout nor a docker archive",
+                _GET_ONE,
             )
     except (KeyError, ValueError, IndexError, TypeError, OSError, tarfile.TarError) as error:
         raise CanvasError(
             f"the base image {path} is damaged: {error or type(error).__name__}",
-            "copy it again; `skopeo inspect` shows whether it is whole",
+            "copy it again; `skopeo inspect` shows whether it is intact",
         ) from error
     if architecture is not None and base.architecture != architecture:
         raise CanvasError(
-            f"the base image {path} is for {base.architecture}, and the engines need {architecture}",
-            f"take the image of that platform: skopeo copy --override-arch {architecture} …",
+            f"the base image {path} is for {base.architecture}, but the engines need {architecture}",
+            f"use the image of that platform: skopeo copy --override-arch {architecture} …",
         )
     return base
 
@@ -141,7 +142,7 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
     def document(descriptor: Json) -> Json:
         content = blob(descriptor).read_bytes()
         if "sha256:" + hashlib.sha256(content).hexdigest() != descriptor["digest"]:
-            raise ValueError(f"{descriptor['digest']} has another content")
+            raise ValueError(f"{descriptor['digest']} does not match its content")
         return json.loads(content)
 
     index = json.loads((path / "index.json").read_text())
@@ -157,14 +158,14 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {entry['size']}")
         media_type = LAYER_TYPE + _compression(file, 0)
         layers.append(BaseLayer(file, entry["digest"], entry["size"], media_type))
-    # As it was named when it was written; skopeo's layouts say a tag alone, which is no name.
+    # The name from when it was written. skopeo's layouts only have a tag, which is not a name.
     name = (top.get("annotations") or {}).get("io.containerd.image.name", "")
     names = (name.removeprefix("docker.io/").removeprefix("library/"),) if name else ()
     return Base(path, document(manifest["config"]), tuple(layers), descriptor["digest"], names)
 
 
 def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
-    """The manifest for an architecture; the only one where no platform is said."""
+    """Return the manifest for an architecture, or the only one without a platform."""
     images = [
         each for each in manifests if each.get("platform", {}).get("architecture") != "unknown"
     ]
@@ -178,17 +179,17 @@ def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
     if not fitting and images:
         names = ", ".join(each["platform"]["architecture"] for each in images)
         raise CanvasError(
-            f"the base image {path} is for {names}, and the engines need {architecture}",
-            f"take the image of that platform: skopeo copy --override-arch {architecture} …",
+            f"the base image {path} is for {names}, but the engines need {architecture}",
+            f"use the image of that platform: skopeo copy --override-arch {architecture} …",
         )
     raise CanvasError(
-        f"{path} holds {len(fitting)} images",
-        "give a layout with one image, or one of each platform",
+        f"{path} contains {len(fitting)} images",
+        "give a layout with one image, or one per platform",
     )
 
 
 def _read_archive(path: Path) -> Base:
-    """Layers stay in the archive, which may be a large one: only their places are read."""
+    """Read where the layers are in an archive; they stay there, since archives can be large."""
     with tarfile.open(path, "r:") as archive:
         members = {member.name: member for member in archive}
 
@@ -202,7 +203,7 @@ def _read_archive(path: Path) -> Base:
         layers = []
         for name in image["Layers"]:
             member = members[name]
-            while member.issym() or member.islnk():  # old versions link layers that are the same
+            while member.issym() or member.islnk():  # old versions link identical layers
                 target = (Path(name).parent / member.linkname).as_posix()
                 member = members[member.linkname if member.islnk() else _normal(target)]
             layers.append(_archived_layer(path, member))
@@ -245,7 +246,7 @@ def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
     while size:
         chunk = file.read(min(size, 1 << 20))
         if not chunk:
-            raise ValueError("a layer is cut off")
+            raise ValueError("a layer is truncated")
         size -= len(chunk)
         yield chunk
 

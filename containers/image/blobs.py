@@ -1,4 +1,4 @@
-"""Content-addressed blobs and the layers of an image: tar archives with nothing in them that differs from run to run."""
+"""Content-addressed blobs, and reproducible layers of an image as tar archives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 from canvasrt.staging import link_or_copy
 
 Json = dict[str, Any]
-# Called with the bytes read since the last call.
+# Gets the number of bytes read since its last call.
 Counter = Callable[[int], None]
 
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -26,12 +26,12 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 _CHUNK = 1 << 20
-_GZIP_LEVEL = 3  # three times as quick as 6, and a tenth larger
+_GZIP_LEVEL = 3  # three times as fast as 6, and 10% larger
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One member of a layer: a file (`source` on disk, or its `content`), a `link`, or a folder."""
+    """One member of a layer: a file (a `source` on disk, or its `content`), a `link`, or a folder."""
 
     name: str
     source: Path | None = None
@@ -53,7 +53,7 @@ class Layer:
     created_by: str
 
     def descriptor(self) -> Json:
-        """As an image manifest names it."""
+        """Return the layer's descriptor for an image manifest."""
         return {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
 
 
@@ -65,18 +65,18 @@ class Blobs:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Where a blob lies."""
+        """Return the path of a blob."""
         return self.folder / digest.removeprefix("sha256:")
 
     def add_json(self, data: Mapping[str, Any], media_type: str) -> Json:
-        """Writes a JSON document; its descriptor."""
+        """Write a JSON document; return its descriptor."""
         content = json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
         digest = "sha256:" + hashlib.sha256(content).hexdigest()
         self.path(digest).write_bytes(content)
         return {"mediaType": media_type, "digest": digest, "size": len(content)}
 
     def take(self, source: Path, digest: str) -> None:
-        """Takes over a blob of another layout, as a hard link where the disk allows."""
+        """Add a blob of another layout, by a hard link if possible."""
         target = self.path(digest)
         if target.exists():
             return
@@ -91,16 +91,17 @@ class Blobs:
         count: Counter | None = None,
         above: str = "opt/canvasrt",
     ) -> Layer:
-        """Writes a layer. Weights hardly compress, and are quicker to load when they are not.
+        """Write a layer. Do not `compress` weights: that saves little, and makes loading slower.
 
-        The folders of the entries are added from `above` on; what is higher is left to the base image.
+        The entries' parent folders are added from `above` downwards; those higher up belong to the
+        base image.
         """
         return self._write(
             lambda file: _write_tar(file, with_parents(entries, above), count), created_by, compress
         )
 
     def add_archive(self, archive: Path, created_by: str) -> Layer:
-        """Writes a tar archive as a layer, as it is."""
+        """Write a tar archive as a layer."""
 
         def copy(file: io.RawIOBase) -> int:
             with archive.open("rb") as source:
@@ -130,13 +131,13 @@ class Blobs:
 def entries_of(
     folder: Path, prefix: str, *, owner: int = 0, skip: Callable[[str], bool] | None = None
 ) -> Iterator[Entry]:
-    """Everything under a folder, as members below `prefix`."""
+    """Yield everything in a folder as members below `prefix`."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).as_posix()
         if skip is not None and skip(inside):
             continue
         name = f"{prefix}/{inside}"
-        # A link in a bundle leads to a file of a cache: the image gets the file.
+        # A bundle's links lead to files in a cache; the image gets those files.
         if path.is_dir():
             yield Entry(name, owner=owner)
         else:
@@ -144,9 +145,9 @@ def entries_of(
 
 
 def with_parents(entries: Iterable[Entry], above: str) -> list[Entry]:
-    """The entries, each once and in order, with the folders that they lie in.
+    """Return the entries, sorted and each once, with their parent folders.
 
-    Folders that the base image has too (`opt`) are left to it.
+    Folders above `above` belong to the base image.
     """
     named = {entry.name: entry for entry in entries}
     for name in list(named):
@@ -158,7 +159,7 @@ def with_parents(entries: Iterable[Entry], above: str) -> list[Entry]:
 
 
 class _Hashing(io.RawIOBase):
-    """A file for writing that also hashes and counts."""
+    """Writes to a file, and hashes and counts what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -188,7 +189,7 @@ def _compressed(file: io.RawIOBase, compress: bool) -> Iterator[IO[bytes]]:
     if not compress:
         yield cast(IO[bytes], file)
         return
-    # No name and no time: they would differ from run to run.
+    # A name or a time would differ between runs.
     with gzip.GzipFile("", "wb", _GZIP_LEVEL, cast(IO[bytes], file), mtime=0) as packed:
         yield cast(IO[bytes], packed)
 
@@ -228,7 +229,7 @@ def _header(entry: Entry) -> tarfile.TarInfo:
 
 
 class _Counting:
-    """A file for reading that tells how much was read."""
+    """Reads from a file, and reports how much was read."""
 
     def __init__(self, file: IO[bytes], count: Counter | None) -> None:
         self._file = file

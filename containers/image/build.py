@@ -1,4 +1,4 @@
-"""Makes the image of a package on top of a base image, without a daemon."""
+"""Builds the image of a package on a base image, without a daemon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from canvasrt.containers.image.blobs import Blobs, Counter, Entry, Layer, entrie
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.names import ENGINES, IMAGE, PACKAGE, REPOSITORY
 from canvasrt.containers.package import bindings, releases, wheels
-from canvasrt.containers.package.package import SBOM, Recipe, backends_of, package
+from canvasrt.containers.package.package import SBOM, PackageOptions, backends_of, package
 from canvasrt.containers.package.requirements import Pin, canonical
 from canvasrt.containers.package.settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.errors import CanvasError
@@ -31,7 +31,7 @@ _INSIDE = PACKAGE.lstrip("/")
 
 @dataclass(frozen=True)
 class Made:
-    """An image that was written, and the manifest of what it holds."""
+    """An image that was written, and the manifest of its content."""
 
     image: Image
     manifest: Manifest
@@ -39,7 +39,7 @@ class Made:
 
     @property
     def engine_bytes(self) -> int:
-        """How much of what was added are engines, as they lie in the image."""
+        """Bytes of engines that were added to the base."""
         return sum(
             entry["bytes"]
             for name, entry in self.manifest.files.items()
@@ -48,7 +48,7 @@ class Made:
 
     @property
     def other_bytes(self) -> int:
-        """What was added besides engines: code and its dependencies."""
+        """Bytes of everything else that was added: code and its dependencies."""
         return self.image.added_bytes - self.engine_bytes
 
 
@@ -58,69 +58,69 @@ def write_image(
     *,
     format: str,
     base: Path,
-    recipe: Recipe,
+    options: PackageOptions,
     progress: Progress = no_progress,
 ) -> Made:
-    """Write the image of bundles to `out`: an OCI layout (a folder), or a docker archive (a file).
+    """Write the image of bundles to `out`: an OCI layout (a folder) or a docker archive (a file).
 
-    CanvasError for what `package` and `read_base` refuse, and for wheels that cannot be had; nothing
-    is left behind then.
+    CanvasError for what `package` and `read_base` refuse, and for missing wheels; then nothing is
+    written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     manifests = [load_bundle(path, check=False).manifest for path in paths]
     opened = read_base(base, architecture_of(manifests))
-    recipe = recipe_for(opened, recipe)
-    _check_tensorrt(manifests, recipe)
+    options = options_for(opened, options)
+    _check_tensorrt(manifests, options)
     with scratch(out.with_name(out.name + ".context")) as context:
         made = package(
             source,
             context / "package",
-            recipe=recipe,
+            options=options,
             progress=lambda done, total: progress("checking the engines", done, total),
         )
         progress("fetching wheels", 0, 0)
         pins = [_pin(line) for line in (made.path / "requirements.txt").read_text().splitlines()]
-        fetched = wheels.fetch(pins, recipe.python, opened.architecture)
-        with _destination(out, format, recipe.tag) as layout:
-            layers = _layers(layout, made, opened, recipe, fetched, progress)
+        fetched = wheels.fetch(pins, options.python, opened.architecture)
+        with _destination(out, format, options.tag) as layout:
+            layers = _layers(layout, made, opened, options, fetched, progress)
             settings = settings_for(_bundles(made)).to_config()
-            image = write_layout(layout, opened, Blobs(layout), layers, settings, recipe.tag)
+            image = write_layout(layout, opened, Blobs(layout), layers, settings, options.tag)
         manifest = load_bundle_manifest(made.path / IMAGE / "manifest.json")
     return Made(replace(image, path=out), manifest, format)
 
 
-def recipe_for(base: Base, recipe: Recipe) -> Recipe:
-    """The recipe with what the base image says about itself."""
+def options_for(base: Base, options: PackageOptions) -> PackageOptions:
+    """Return the options with the versions that the base image declares."""
     return replace(
-        recipe,
+        options,
         base=base.names[0] if base.names else f"{base.path.name}@{base.digest}",
-        tag=check_tag(recipe.tag),
+        tag=check_tag(options.tag),
         python=_interpreter(base)[1],
         tensorrt=releases.tensorrt_of(base.environment, base.names),
     )
 
 
 def _interpreter(base: Base) -> tuple[str, str]:
-    """Where Python is and its version; NVIDIA's images need not be read through for that."""
+    """Return the path and version of Python; for NVIDIA's images, without reading the layers."""
     known = releases.python_of(base.environment)
     return ("/usr/bin/python3", known) if known else base.python
 
 
 def load_bundle_manifest(file: Path) -> Manifest:
-    """A manifest without the files it lists: those of an image lie in its layers."""
+    """Load a manifest without its files, which are in the image's layers."""
     import json
 
     return Manifest(json.loads(file.read_text(encoding="utf-8")))
 
 
-def _check_tensorrt(manifests: Sequence[Manifest], recipe: Recipe) -> None:
-    """Bindings are of one version, so that of a base image that is to build engines must be known."""
-    if "tensorrt" in backends_of(manifests, recipe.tensorrt) and recipe.tensorrt is None:
+def _check_tensorrt(manifests: Sequence[Manifest], options: PackageOptions) -> None:
+    """Raise CanvasError unless the version of TensorRT is known: the bindings must match it."""
+    if "tensorrt" in backends_of(manifests, options.tensorrt) and options.tensorrt is None:
         raise CanvasError(
-            f"which TensorRT {recipe.base} has is not known, and the graphs are built with it",
-            "take an image of NVIDIA's, which says it in TRT_VERSION, or use --format context",
+            f"the TensorRT version of {options.base} is not known, but building the graphs needs it",
+            "use an NVIDIA image, which sets TRT_VERSION, or --format context",
         )
 
 
@@ -129,7 +129,7 @@ def _bundles(made: Bundle) -> list[Manifest]:
 
 
 def _places(made: Bundle) -> list[str]:
-    """Where the bundles of a package lie, in the order that they were given in."""
+    """Return the folders of a package's bundles, in their original order."""
     if list(made.manifest.made_from) == [ENGINES]:
         return [ENGINES]
     return [f"{ENGINES}/{name}" for name in made.manifest.options["targets"]]
@@ -142,7 +142,7 @@ def _pin(line: str) -> Pin:
 
 @contextlib.contextmanager
 def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
-    """The folder for the layout, which becomes `out` at the end: as it is, or packed."""
+    """Provide a folder for the layout; at the end, it or an archive of it becomes `out`."""
     if format == "oci":
         with staging(out) as folder:
             yield folder
@@ -152,7 +152,7 @@ def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
         layout.mkdir()
         yield layout
         write_archive(layout, tag, folder / "archive")
-        if out.is_dir():  # empty, or it would have been refused
+        if out.is_dir():  # it is empty, since check_output passed
             out.rmdir()
         os.replace(folder / "archive", out)
 
@@ -161,11 +161,11 @@ def _layers(
     layout: Path,
     made: Bundle,
     base: Base,
-    recipe: Recipe,
+    options: PackageOptions,
     fetched: Sequence[Path],
     progress: Progress,
 ) -> list[Layer]:
-    """Our layers, what changes least first."""
+    """Write our layers, those that change least first."""
     blobs = Blobs(layout)
     own = next((made.path / "wheels").glob("canvasrt-*.whl"))
     interpreter = _interpreter(base)[0]
@@ -176,15 +176,15 @@ def _layers(
         ):
             progress(f"writing the layer of {what}", 0, 0)
             folder = Path(scratch_folder) / str(number)
-            environment.unpack(found, folder, recipe.python)
+            environment.unpack(found, folder, options.python)
             entries = list(environment.unpacked_entries(folder))
             if number == 0:
-                entries += environment.venv_entries(interpreter, recipe.python)
+                entries += environment.venv_entries(interpreter, options.python)
                 entries += _cache_folder()
-                entries += _tensorrt(found, recipe.python)
+                entries += _tensorrt(found, options.python)
             layers.append(blobs.add_layer(entries, f"canvasrt package: {what}", compress=True))
             shutil.rmtree(folder)
-    if recipe.engines == "copy":
+    if options.engines == "copy":
         for place in _places(made):
             layers.append(_engine_layer(blobs, made, place, progress))
     rest = [
@@ -215,7 +215,7 @@ def _counter(progress: HashProgress, total: int) -> Counter:
 
 
 def _tensorrt(found: Sequence[Path], python: str) -> list[Entry]:
-    """The module that leads to TensorRT's bindings, where those are among the wheels."""
+    """Return the module that wraps TensorRT's bindings, if those are among the wheels."""
     names = [wheel.name.split("-") for wheel in found]
     version = next((each[1] for each in names if canonical(each[0]) == bindings.DISTRIBUTION), None)
     site = f"{environment.VENV}/lib/python{python}/site-packages"
@@ -224,7 +224,7 @@ def _tensorrt(found: Sequence[Path], python: str) -> list[Entry]:
 
 
 def _cache_folder() -> list[Entry]:
-    """The folder for the cache and those above it, which the base image does not have."""
+    """Return the folder for the cache and its parents, which the base image lacks."""
     inside = CACHE.lstrip("/")
     above = inside.rpartition("/")[0]
     return [Entry(above), Entry(inside, owner=USER)]

@@ -1,4 +1,4 @@
-"""The Python environment of an image: wheels unpacked as pip would install them, as members of a layer."""
+"""The Python environment of an image: wheels unpacked as pip would install them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VENV = "opt/canvasrt/venv"
 
 
 def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
-    """Installs wheels into `folder`/lib and `folder`/bin, as pip would into the image's environment."""
+    """Install wheels into `folder`/lib and `folder`/bin, as pip would in the image."""
     installer = require("installer", "serve")
     from installer.destinations import SchemeDictionaryDestination
     from installer.sources import WheelFile
@@ -32,14 +32,14 @@ def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", RuntimeWarning
-        )  # of wheels with compiled files, left out here
+        )  # about compiled files, which are left out here
         for wheel in wheels:
             with WheelFile.open(wheel) as source:
                 installer.install(source, destination, {"INSTALLER": b"canvasrt\n"})
 
 
 def venv_entries(interpreter: str, python: str) -> list[Entry]:
-    """The files that make a folder a virtual environment of the image's own Python."""
+    """Return the files that make a folder a virtual environment of the image's Python."""
     home = interpreter.rpartition("/")[0]
     settings = f"home = {home}\ninclude-system-site-packages = false\nversion = {python}\n"
     return [
@@ -50,7 +50,7 @@ def venv_entries(interpreter: str, python: str) -> list[Entry]:
 
 
 def unpacked_entries(folder: Path) -> Iterator[Entry]:
-    """What `unpack` laid out, as members of a layer; the environment needs no headers."""
+    """Yield what `unpack` wrote as members of a layer, without headers."""
 
     def skip(name: str) -> bool:
         return name.startswith("include") or "__pycache__" in name

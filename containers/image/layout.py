@@ -1,4 +1,4 @@
-"""Writes an image: an OCI layout, or the archive that `docker load` and `podman load` take."""
+"""Writes an image as an OCI layout, or as an archive for `docker load` and `podman load`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LAYOUT = {"imageLayoutVersion": "1.0.0"}
 
 @dataclass(frozen=True)
 class Image:
-    """A written image. `digest` is its manifest's, `image_id` its configuration's."""
+    """A written image. `digest` is that of its manifest, `image_id` that of its configuration."""
 
     path: Path
     tag: str
@@ -38,17 +38,17 @@ class Image:
 
     @property
     def added_bytes(self) -> int:
-        """What all our layers take when they are unpacked."""
+        """Bytes of the layers we added, unpacked."""
         return sum(layer.unpacked for layer in self.layers)
 
 
 def write_layout(
     folder: Path, base: Base, blobs: Blobs, layers: Sequence[Layer], settings: Json, tag: str
 ) -> Image:
-    """Completes an OCI layout in `folder`, whose layers are in `blobs` already.
+    """Complete an OCI layout in `folder`, whose layers are in `blobs` already.
 
-    `settings` are added to the base's configuration: Docker's image configuration, with `Env` as a
-    dictionary.
+    `settings` are merged into the base's configuration. They are in Docker's format, with `Env` as
+    a mapping.
     """
     described = base.copy_into(blobs)
     config = image_config(base, layers, settings)
@@ -78,9 +78,9 @@ def write_layout(
 
 
 def write_archive(layout: Path, tag: str, out: Path) -> None:
-    """Packs a layout into the archive that `docker load` takes, the same bytes every time.
+    """Pack a layout into a reproducible archive for `docker load`.
 
-    Without the layout's own index: podman would read that one, and its images know no health check.
+    It leaves out the layout's index: podman would prefer it, and then ignore the health check.
     """
     index = json.loads((layout / "index.json").read_text())
     manifest_name = _blob_name(index["manifests"][0]["digest"])
@@ -100,7 +100,7 @@ def write_archive(layout: Path, tag: str, out: Path) -> None:
 
 
 def image_config(base: Base, layers: Sequence[Layer], settings: Json) -> Json:
-    """The base's configuration with ours on top of it."""
+    """Return the base's configuration with our settings merged in."""
     config = copy.deepcopy(base.config)
     moment = created()
     inner = config.setdefault("config", {}) or {}
@@ -118,12 +118,12 @@ def image_config(base: Base, layers: Sequence[Layer], settings: Json) -> Json:
         *({"created": moment, "created_by": layer.created_by} for layer in layers),
     ]
     for name in ("container", "container_config", "docker_version", "id", "parent"):
-        config.pop(name, None)  # of the daemon that built the base
+        config.pop(name, None)  # from the daemon that built the base
     return config
 
 
 def check_tag(tag: str) -> str:
-    """`NAME` or `NAME:TAG`, with `:latest` added where there is none. UsageError for any other."""
+    """Return `NAME:TAG`, with `:latest` added to a bare `NAME`. UsageError for anything else."""
     import re
 
     name, colon, version = tag.rpartition(":")
@@ -135,13 +135,14 @@ def check_tag(tag: str) -> str:
         r"\w[\w.-]{0,127}", version
     ):
         raise UsageError(
-            f"{tag!r} is no name for an image", "for example --tag canvasrt:1.0, in lower case"
+            f"{tag!r} is not a name for an image",
+            "give a name in lower case, such as --tag canvasrt:1.0",
         )
     return f"{name}:{version}"
 
 
 def _expanded(own: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """`$PATH` and the like, as a Dockerfile would."""
+    """Replace `$PATH`, as a Dockerfile would."""
     default = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     path = inherited.get("PATH", default)
     return {name: value.replace("$PATH", path) for name, value in own.items()}
@@ -152,7 +153,7 @@ def _blob_name(digest: str) -> str:
 
 
 def _full_name(tag: str) -> str:
-    """The name as containerd knows it, with a registry."""
+    """Return the name with its registry, as containerd expects it."""
     first, slash, _ = tag.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
         return tag

@@ -1,6 +1,7 @@
-"""A base image for machines that cannot have NVIDIA's: a minimal Debian with nvidia-pytriton's tritonserver.
+"""A base image for machines that cannot pull NVIDIA's: a minimal Debian with nvidia-pytriton's
+tritonserver.
 
-It runs what a GPU is not needed for. `make image-demo` and the tests build on it.
+It runs everything that needs no GPU. `make image-demo` and the tests build on it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from canvasrt.staging import staging
 
 TAG = "canvasrt-standin:bookworm"
 SUITE = "bookworm"
-# pip is for `docker build`; the stub of Triton's Python backend loads libpython.
+# `docker build` needs pip; the stub of Triton's Python backend loads libpython.
 _PACKAGES = ("python3", "python3-pip", "libpython3.11")
 _LEFT_OUT = ("doc", "man", "locale", "info", "lintian")
-# As in NVIDIA's image, the server is at /opt/tritonserver; the wheel's libraries want to lie as they do there.
+# The wheel's files, in the layout they expect; /opt/tritonserver leads to them, as in NVIDIA's
+# image.
 _TRITON = "opt/triton"
 _PYTHON = "3.11"
 _STUB = "triton_python_backend_stub"
@@ -34,15 +36,16 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def standin() -> Path:
-    """An OCI layout of the stand-in, made on the first call: about half a minute, from Debian's mirror.
+    """Return an OCI layout of the stand-in. The first call makes it from Debian's mirror, in about
+    half a minute.
 
-    CanvasError where mmdebstrap or nvidia-pytriton is missing.
+    CanvasError when mmdebstrap or nvidia-pytriton is missing.
     """
     if shutil.which("mmdebstrap") is None:
         raise CanvasError("mmdebstrap is not installed", "run `apt-get install mmdebstrap`")
     triton = _triton()
-    recipe = repr((SUITE, _PACKAGES, version("nvidia-pytriton"), platform.machine(), 2))
-    out = cache_folder() / "bases" / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    content = repr((SUITE, _PACKAGES, version("nvidia-pytriton"), platform.machine(), 2))
+    out = cache_folder() / "bases" / hashlib.sha256(content.encode()).hexdigest()[:16]
     if not (out / "index.json").exists():
         _write(out, triton)
     return out
@@ -61,7 +64,7 @@ def _write(out: Path, triton: Path) -> None:
             )
             path = "/opt/tritonserver/bin:$PATH"
             settings = {"Env": {"PATH": path}, "Cmd": ["tritonserver"]}
-            write_layout(folder, _nothing(out), blobs, (debian, server), settings, TAG)
+            write_layout(folder, _empty(out), blobs, (debian, server), settings, TAG)
     finally:
         root.unlink(missing_ok=True)
 
@@ -79,12 +82,12 @@ def _debian(root: Path) -> None:
     if done.returncode != 0:
         raise CanvasError(
             f"mmdebstrap failed: {(done.stderr.splitlines() or ['no output'])[-1]}",
-            "it needs root (or user namespaces) and Debian's mirror",
+            "mmdebstrap needs root (or user namespaces) and Debian's mirror",
         )
 
 
-def _nothing(path: Path) -> Base:
-    """What is under the first layer."""
+def _empty(path: Path) -> Base:
+    """Return an image without layers."""
     architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
     config = {
         "architecture": architecture,
@@ -104,11 +107,9 @@ def _triton() -> Path:
 
 
 def _server(triton: Path) -> list[Entry]:
-    """The server, its libraries, and the stub of its Python backend for Debian's Python."""
+    """Return the server, its libraries, and the Python backend's stub for Debian's Python."""
     stub = f"pytriton/stubs/stubs/{_PYTHON}/{_STUB}"
-    libraries = (
-        triton.parent.parent / "nvidia_pytriton.libs"
-    )  # where the wheel's files look for them
+    libraries = triton.parent.parent / "nvidia_pytriton.libs"  # where the wheel's files expect them
     return [
         *_tree(triton, "pytriton/tritonserver", "python_backend_stubs"),
         *_tree(libraries, libraries.name),

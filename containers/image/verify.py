@@ -1,4 +1,4 @@
-"""Checks an image: every blob, every file of the package in it, and its bill of materials."""
+"""Checks an image: its blobs, the files of its package, and the bill of materials."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from canvasrt.errors import CanvasError
 from canvasrt.progress import Progress, no_progress
 
 _INSIDE = PACKAGE.lstrip("/") + "/"
-_AGAIN = "the image is damaged or was edited: make it again, or copy it again"
+_AGAIN = "it is damaged or was edited: write it again, or copy it again"
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was checked."""
+    """What was checked: the package's manifest, and how many layers, bytes and components."""
 
     manifest: Manifest
     layers: int
@@ -34,18 +34,18 @@ class Verified:
 
 
 def is_image(path: Path) -> bool:
-    """Whether a path is an OCI layout or an archive, and not a bundle."""
+    """Return whether a path is an OCI layout or an archive rather than a bundle."""
     if (path / MANIFEST).is_file() and not (path / "index.json").is_file():
         return False
     return (path / "index.json").is_file() or (path.is_file() and tarfile.is_tarfile(path))
 
 
 def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
-    """Checks the image at `path`. CanvasError names what differs from what it says."""
+    """Check the image at `path`. CanvasError names the first difference."""
     base = read_base(path)
     ids = base.config["rootfs"]["diff_ids"]
     if len(ids) != len(base.layers):
-        raise CanvasError(f"{path} has {len(base.layers)} layers and {len(ids)} digests", _AGAIN)
+        raise CanvasError(f"{path} has {len(base.layers)} layers but {len(ids)} digests", _AGAIN)
     found: dict[str, str] = {}
     kept: dict[str, bytes] = {}
     done = 0
@@ -55,8 +55,8 @@ def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
         progress("checking layers", done, base.size)
     if MANIFEST not in kept:
         raise CanvasError(
-            f"there is no package in the image {path}",
-            "`canvasrt package --format oci` or `docker` writes images with one",
+            f"the image {path} contains no package",
+            "write one with `canvasrt package --format oci` or `--format docker`",
         )
     manifest = Manifest(json.loads(kept[MANIFEST]))
     for name, entry in manifest.files.items():
@@ -68,7 +68,7 @@ def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
 
 
 def check_package(bundle: Bundle) -> None:
-    """The same for a package's folder, whose files' hashes were checked when it was loaded."""
+    """Check a package's folder; loading it has checked the hashes of its files."""
     if bundle.manifest.kind != "package" or SBOM not in bundle.manifest.files:
         return
     inside = json.loads((bundle.path / IMAGE / MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -81,7 +81,7 @@ def check_package(bundle: Bundle) -> None:
 
 
 def check_sbom(bom: Mapping[str, Any], files: Mapping[str, Any], where: str) -> int:
-    """Whether a bill of materials names just these files, by their hashes; how much it lists."""
+    """Check that a bill of materials lists exactly these files; return its number of components."""
     listed = {
         each["name"]: each["hashes"][0]["content"]
         for each in bom["components"]
@@ -90,14 +90,14 @@ def check_sbom(bom: Mapping[str, Any], files: Mapping[str, Any], where: str) -> 
     expected = {name: entry["sha256"] for name, entry in files.items() if name != SBOM}
     for name in sorted(listed.keys() | expected.keys()):
         if listed.get(name) != expected.get(name):
-            raise CanvasError(f"the bill of materials of {where} disagrees about {name}", _AGAIN)
+            raise CanvasError(f"the bill of materials of {where} does not match {name}", _AGAIN)
     return len(bom["components"])
 
 
 def _check_layer(
     base: Base, layer: BaseLayer, diff_id: str, found: dict[str, str], kept: dict[str, bytes]
 ) -> None:
-    """Hashes a layer as it is stored and as it unpacks; notes the package's files in it."""
+    """Hash a layer as stored and unpacked, and note the package's files in it."""
     with layer.file.open("rb") as file:
         file.seek(layer.offset)
         stored = _Hashed(file, layer.size)
@@ -118,7 +118,9 @@ def _check_layer(
                 f"the layer {layer.digest} of {base.path} is damaged", _AGAIN
             ) from error
     if stored.digest != layer.digest or content.digest != diff_id:
-        raise CanvasError(f"the layer {layer.digest} of {base.path} has another content", _AGAIN)
+        raise CanvasError(
+            f"the layer {layer.digest} of {base.path} does not match its digest", _AGAIN
+        )
 
 
 def _note(archive: tarfile.TarFile, found: dict[str, str], kept: dict[str, bytes]) -> None:
@@ -143,7 +145,7 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 class _Hashed:
-    """A file for reading, to an end, that hashes what is read."""
+    """Reads from a file, at most `size` bytes, and hashes them."""
 
     def __init__(self, file: IO[bytes], size: int | None) -> None:
         self._file = file

@@ -1,7 +1,7 @@
-"""The front end's process. Its supervisor speaks to it on standard input, a line at a time.
+"""The front end's process, which its supervisor controls through lines on standard input.
 
-The first line is the settings; each later one is `{"phase": ..., "detail": ...}`. The end of the input
-is the end of the supervisor, and of this process.
+The first line is the settings; each later one is `{"phase": ..., "detail": ...}`. When the input
+ends, the supervisor has ended, and so does this process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import uvicorn
 
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
-from canvasrt.containers.openai.state import Settings, State
+from canvasrt.containers.openai.state import FrontSettings, State
 
-# After the last answer: for callers that were about to send something when they were told to go.
+# How long to wait after the last answer, for requests already on their way.
 _LINGER = 0.3
 _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT = 2
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the supervisor's business."""
+    """Leaves signals to the supervisor."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -40,22 +40,22 @@ class _Uvicorn(uvicorn.Server):
 
 
 def main() -> None:
-    """Serves until the supervisor says to stop."""
+    """Serve until the supervisor says to stop."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Without a buffer, whose lock the thread that waits for more would hold to the end.
-    told = io.FileIO(0, closefd=False)
-    settings = Settings.from_line(told.readline())
-    configure(settings.log_level, settings.json_logs)
-    asyncio.run(_serve(settings, State(), told))
+    # Unbuffered: the reading thread would hold a buffer's lock until the end.
+    commands = io.FileIO(0, closefd=False)
+    settings = FrontSettings.from_line(commands.readline())
+    configure(settings.options.log_level, settings.options.json_logs)
+    asyncio.run(_serve(settings, State(), commands))
 
 
-async def _serve(settings: Settings, state: State, told: io.FileIO) -> None:
+async def _serve(settings: FrontSettings, state: State, commands: io.FileIO) -> None:
     servers = [(_server(settings, state), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_listen, args=(loop, state, told), daemon=True).start()
+    threading.Thread(target=_listen, args=(loop, state, commands), daemon=True).start()
     loop.add_signal_handler(signal.SIGTERM, _apply, state, {"phase": "stopping"})
     running = [
         asyncio.create_task(server.serve([socket.socket(fileno=number)]))
@@ -70,7 +70,7 @@ async def _serve(settings: Settings, state: State, told: io.FileIO) -> None:
 
 
 async def _drained(state: State) -> None:
-    """Returns when the server is stopping and no request is left."""
+    """Wait until the server is stopping and no request is in flight."""
     while state.phase != "stopping":
         await asyncio.sleep(_LOOK_IDLE)
     while state.in_flight:
@@ -80,31 +80,32 @@ async def _drained(state: State) -> None:
         await asyncio.sleep(_LOOK_EVERY)
 
 
-def _listen(loop: asyncio.AbstractEventLoop, state: State, told: io.FileIO) -> None:
-    """Reads what the supervisor says; on a thread, since standard input may be anything."""
-    for line in told:
+def _listen(loop: asyncio.AbstractEventLoop, state: State, commands: io.FileIO) -> None:
+    """Read the supervisor's reports; on a thread, since asyncio cannot watch every kind of standard
+    input."""
+    for line in commands:
         loop.call_soon_threadsafe(_apply, state, json.loads(line))
-    os._exit(1)  # nobody is there to stop us
+    os._exit(1)  # the supervisor has ended
 
 
-def _apply(state: State, told: dict[str, Any]) -> None:
+def _apply(state: State, report: dict[str, Any]) -> None:
     if state.phase != "stopping":
-        state.phase = told["phase"]
-        state.detail = told.get("detail", "")
+        state.phase = report["phase"]
+        state.detail = report.get("detail", "")
 
 
-def _server(settings: Settings, state: State) -> _Uvicorn:
+def _server(settings: FrontSettings, state: State) -> _Uvicorn:
     options: dict[str, Any] = {}
-    if settings.tls is not None:
-        options["ssl_certfile"] = settings.tls["certificate"]
-        options["ssl_keyfile"] = settings.tls["key"]
-        if settings.tls.get("ca"):
-            options["ssl_ca_certs"] = settings.tls["ca"]
+    if settings.options.tls is not None:
+        options["ssl_certfile"] = settings.options.tls["certificate"]
+        options["ssl_keyfile"] = settings.options.tls["key"]
+        if settings.options.tls.get("ca"):
+            options["ssl_ca_certs"] = settings.options.tls["ca"]
             options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
     return _Uvicorn(_config(make_app(settings, state), **options))
 
 
-def _health_server(settings: Settings, state: State) -> _Uvicorn:
+def _health_server(settings: FrontSettings, state: State) -> _Uvicorn:
     return _Uvicorn(_config(make_health_app(settings, state)))
 
 

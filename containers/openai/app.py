@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 import canvasrt
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.completions import Completions
-from canvasrt.containers.openai.disconnect import CallerGone
+from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
-from canvasrt.containers.openai.middleware import HANGUP, ID, Edge, internal_error
+from canvasrt.containers.openai.middleware import DISCONNECTED, ID, Middleware, internal_error
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest, read_body
-from canvasrt.containers.openai.state import Settings, State
+from canvasrt.containers.openai.state import FrontSettings, State
 from canvasrt.containers.openai.upstream import Upstream
 
 API_VERSION = "1.0"
@@ -31,28 +31,30 @@ _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url"
 
 
 class Front:
-    """What the routes share."""
+    """State that the routes share."""
 
-    def __init__(self, settings: Settings, state: State) -> None:
+    def __init__(self, settings: FrontSettings, state: State) -> None:
         self.settings = settings
+        self.options = settings.options
         self.state = state
         self.metrics = FrontMetrics()
-        self.keys = Keys(settings.keys)
+        self.keys = Keys(settings.options.keys)
         self.created = int(time.time())
         self._upstream: Upstream | None = None
         self._completions: Completions | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Holds the connection to Triton, which belongs to the event loop."""
+        """Hold the connection to Triton, which belongs to the event loop."""
         self._upstream = Upstream(self.settings.grpc)
-        fingerprint = "fp_" + str(self.settings.about.get("digest", ""))[:12]
+        fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         self._completions = Completions(self._upstream, self.metrics, fingerprint)
         yield
         await self._upstream.close()
 
     async def refusal(self) -> ApiError | None:
-        """Why no request can be taken now, which Triton has a say in too."""
+        """Return why no request can be accepted now, by this process or by Triton; None when one
+        can."""
         refusal = self.state.refusal()
         if refusal is None and not (self._upstream and await self._upstream.is_ready()):
             return unavailable("The model is not ready.", "model_not_ready")
@@ -61,29 +63,29 @@ class Front:
     async def generate(
         self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
     ) -> Response:
-        """Answers one request for text."""
+        """Answer one request for text."""
         self.keys.check(request.headers.get("authorization"))
         if (refusal := self.state.refusal()) is not None:
             raise refusal
-        asked = read_body(kind, await request.body())
-        self.check_model(asked.model)
+        body = read_body(kind, await request.body())
+        self.check_model(body.model)
         assert self._completions is not None
-        return await self._completions.reply(request, asked)
+        return await self._completions.reply(request, body)
 
     def check_model(self, name: str) -> None:
-        """ApiError 404 for a model that is not served here."""
-        if name not in self.settings.names:
-            served = ", ".join(self.settings.names)
+        """Raise ApiError 404 for a model that is not served here."""
+        if name not in self.options.names:
+            served = ", ".join(self.options.names)
             raise ApiError(
                 404,
-                f"The model {name!r} does not exist; this server has {served}.",
+                f"The model {name!r} does not exist; this server serves {served}.",
                 param="model",
                 code="model_not_found",
             )
 
     def model(self, name: str) -> dict[str, Any]:
-        """A model as `/v1/models` describes it."""
-        about = self.settings.about
+        """Return a model as `/v1/models` describes it."""
+        about = self.options.about
         return {
             "id": name,
             "object": "model",
@@ -93,24 +95,24 @@ class Front:
         }
 
 
-def make_app(settings: Settings, state: State) -> ASGIApp:
-    """The application of one server."""
+def make_app(settings: FrontSettings, state: State) -> ASGIApp:
+    """Return the application of one server."""
     front = Front(settings, state)
     app = FastAPI(title="canvasrt", lifespan=front.lifespan, **_NO_SCHEMA)
     _add_errors(app)
     _add_health(app, front)
     _add_management(app, front)
     _add_inference(app, front)
-    return Edge(app, state, front.metrics, settings.max_body)
+    return Middleware(app, state, front.metrics, settings.options.max_body)
 
 
-def make_health_app(settings: Settings, state: State) -> ASGIApp:
-    """An application with nothing but the health routes, for a port of their own."""
+def make_health_app(settings: FrontSettings, state: State) -> ASGIApp:
+    """Return an application with only the health routes, for a port of their own."""
     front = Front(settings, state)
     app = FastAPI(title="canvasrt", lifespan=front.lifespan, **_NO_SCHEMA)
     _add_errors(app)
     _add_health(app, front)
-    return Edge(app, state, front.metrics, settings.max_body)
+    return Middleware(app, state, front.metrics, settings.options.max_body)
 
 
 def _add_inference(app: FastAPI, front: Front) -> None:
@@ -125,7 +127,7 @@ def _add_inference(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
         front.keys.check(request.headers.get("authorization"))
-        found = [front.model(name) for name in front.settings.names]
+        found = [front.model(name) for name in front.options.names]
         return JSONResponse({"object": "list", "data": found})
 
     @app.get("/v1/models/{name:path}")
@@ -138,15 +140,15 @@ def _add_inference(app: FastAPI, front: Front) -> None:
 def _add_health(app: FastAPI, front: Front) -> None:
     @app.get("/v1/health/live")
     async def live() -> Response:
-        said = {"object": "health.response", "message": "Service is live.", "status": "live"}
-        return JSONResponse({**said, "phase": front.state.phase, "detail": front.state.detail})
+        body = {"object": "health.response", "message": "Service is live.", "status": "live"}
+        return JSONResponse({**body, "phase": front.state.phase, "detail": front.state.detail})
 
     @app.get("/v1/health/ready")
     async def ready() -> Response:
         if (refusal := await front.refusal()) is not None:
             raise refusal
-        said = {"object": "health.response", "message": "Service is ready.", "status": "ready"}
-        return JSONResponse(said)
+        body = {"object": "health.response", "message": "Service is ready.", "status": "ready"}
+        return JSONResponse(body)
 
 
 def _add_management(app: FastAPI, front: Front) -> None:
@@ -157,8 +159,8 @@ def _add_management(app: FastAPI, front: Front) -> None:
     @app.get("/v1/metadata")
     async def metadata() -> Response:
         name, url = _LICENSE
-        about = front.settings.about
-        models = [{"shortName": each, "modelUrl": ""} for each in front.settings.names]
+        about = front.options.about
+        models = [{"shortName": each, "modelUrl": ""} for each in front.options.names]
         return JSONResponse(
             {
                 "id": f"canvasrt-{canvasrt.__version__}",
@@ -186,7 +188,7 @@ def _add_management(app: FastAPI, front: Front) -> None:
 
 
 def _license_text() -> str:
-    """The licence as the install carries it; empty where it carries none."""
+    """Return the licence that was installed; empty if there is none."""
     try:
         files = importlib.metadata.files("canvasrt") or []
     except importlib.metadata.PackageNotFoundError:
@@ -202,22 +204,22 @@ def _add_errors(app: FastAPI) -> None:
     async def known(request: Request, error: ApiError) -> Response:
         return error.response()
 
-    @app.exception_handler(CallerGone)
-    async def gone(request: Request, error: CallerGone) -> Response:
-        return Response(status_code=HANGUP)
+    @app.exception_handler(Disconnected)
+    async def disconnected(request: Request, error: Disconnected) -> Response:
+        return Response(status_code=DISCONNECTED)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return internal_error(request.scope[ID])  # and the edge logs it
+        return internal_error(request.scope[ID])  # the middleware logs it
 
     @app.exception_handler(HTTPException)
     async def unknown_route(request: Request, error: HTTPException) -> Response:
         method, path = request.method, request.url.path
         if error.status_code == 404:
-            said = ApiError(404, f"Unknown request URL: {method} {path}.", code="unknown_url")
+            reply = ApiError(404, f"Unknown request URL: {method} {path}.", code="unknown_url")
         elif error.status_code == 405:
-            said = ApiError(405, f"{path} does not take {method}.", code="method_not_supported")
+            reply = ApiError(405, f"{path} does not support {method}.", code="method_not_supported")
         else:
-            said = ApiError(error.status_code, str(error.detail))
-        said.headers |= dict(error.headers or {})
-        return said.response()
+            reply = ApiError(error.status_code, str(error.detail))
+        reply.headers |= dict(error.headers or {})
+        return reply.response()

@@ -1,4 +1,4 @@
-"""The two endpoints that generate."""
+"""The two endpoints that generate text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.disconnect import EventStream, unless_gone
+from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
@@ -24,55 +24,55 @@ from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-Asked = ChatRequest | CompletionRequest
-# What the parameters of an error reply are called here.
+Body = ChatRequest | CompletionRequest
+# Names that the model's errors use for the prompt.
 _PROMPTS = ("prompt", "prompt_ids", "messages", "message", "chat")
 
 
 class Completions:
-    """Answers requests from one upstream."""
+    """Answers requests through one upstream."""
 
     def __init__(self, upstream: Upstream, metrics: FrontMetrics, fingerprint: str) -> None:
         self._upstream = upstream
         self._metrics = metrics
         self._fingerprint = fingerprint
 
-    async def reply(self, request: Request, asked: Asked) -> Response:
-        """The answer to one request. ApiError, or CallerGone when nobody waits for it any more."""
-        inputs = inputs_of(asked)
-        chat = isinstance(asked, ChatRequest)
+    async def reply(self, request: Request, body: Body) -> Response:
+        """Return the answer to one request. ApiError, or Disconnected once the caller has left."""
+        inputs = inputs_of(body)
+        chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
-        shape = Shape(chat, asked.model, self._fingerprint, seed, asked.wants_usage)
-        run = _Run(self, asked, inputs, shape, request.url.path)
-        if not asked.stream:
-            body = await unless_gone(request.receive, run.whole())
-            return JSONResponse(body)
+        shape = Shape(chat, body.model, self._fingerprint, seed, body.wants_usage)
+        run = _Run(self, body, inputs, shape, request.url.path)
+        if not body.stream:
+            answer = await unless_disconnected(request.receive, run.whole())
+            return JSONResponse(answer)
         events = run.events()
-        # Errors have a status of their own until the first event is there.
-        first = await unless_gone(request.receive, _first(events))
+        # Until the first event, an error still has its own status.
+        first = await unless_disconnected(request.receive, _first(events))
         return EventStream(_resumed(first, events))
 
 
 class _Run:
-    """One request on its way through Triton."""
+    """One request, while Triton answers it."""
 
     def __init__(
         self,
         owner: Completions,
-        asked: Asked,
+        body: Body,
         inputs: list[dict[str, Any]],
         shape: Shape,
         endpoint: str,
     ) -> None:
         self._owner = owner
-        self._asked = asked
+        self._body = body
         self._inputs = inputs
         self._shape = shape
         self._endpoint = endpoint
         self._begin = time.perf_counter()
 
     async def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the whole answer."""
         finals: dict[int, StreamEvent] = {}
         try:
             async with Answers(self._owner._upstream, self._inputs) as answers:
@@ -85,7 +85,7 @@ class _Run:
         return self._shape.whole([finals[number] for number in range(len(self._inputs))])
 
     async def events(self) -> AsyncIterator[bytes]:
-        """A streamed answer as server-sent events: an ApiError before the first, then none."""
+        """Yield a streamed answer as server-sent events. ApiError only before the first."""
         shape, open_choices = self._shape, set()
         try:
             async with Answers(self._owner._upstream, self._inputs) as answers:
@@ -101,10 +101,10 @@ class _Run:
                     elif event.text:
                         yield _event(shape.piece(number, event.text))
         except (ApiError, CanvasError) as error:
-            told = self._named(error)
+            failure = self._named(error)
             if not open_choices:
-                raise told from error
-            yield _event(told.to_json())
+                raise failure from error
+            yield _event(failure.to_json())
             return
         if shape.with_usage:
             yield _event(shape.usage_chunk())
@@ -112,7 +112,7 @@ class _Run:
 
     def _count(self, number: int, final: StreamEvent) -> None:
         metrics = self._owner._metrics
-        first = number % (self._asked.n or 1) == 0
+        first = number % (self._body.n or 1) == 0
         self._shape.usage.add(final, first_of_prompt=first)
         metrics.tokens["prompt"] += len(final.prompt_token_ids) if first else 0
         metrics.tokens["completion"] += len(final.token_ids)
@@ -123,17 +123,17 @@ class _Run:
         self._owner._metrics.first[self._endpoint].add(seconds)
 
     def _named(self, error: ApiError | CanvasError) -> ApiError:
-        """The error, with the name that the caller gave to the parameter that is wrong."""
-        if isinstance(error, CanvasError):  # a value that no tensor can hold
+        """Return the error, with the caller's name for the parameter that is wrong."""
+        if isinstance(error, CanvasError):  # a value that does not fit its tensor
             error = ApiError(400, f"{error.message}: {error.hint}.", code="invalid_value")
         if error.status != 400:
             return error
-        chat = isinstance(self._asked, ChatRequest)
-        budget = self._asked.token_budget[0]
+        chat = isinstance(self._body, ChatRequest)
+        budget = self._body.token_budget[0]
         if error.param == "max_new_tokens":
             error.param = budget
             error.message = error.message.replace("max_new_tokens", budget)
-        elif error.param not in type(self._asked).model_fields or error.param in _PROMPTS:
+        elif error.param not in type(self._body).model_fields or error.param in _PROMPTS:
             error.param = "messages" if chat else "prompt"
         return error
 

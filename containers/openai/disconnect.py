@@ -1,4 +1,4 @@
-"""Notices callers that hang up, so that nobody works for them any more."""
+"""Notices callers that disconnect, so that their requests are cancelled."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-class CallerGone(Exception):
+class Disconnected(Exception):
     """The caller has closed its connection."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the caller hangs up: CallerGone then.
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. When the caller disconnects, cancel it and raise Disconnected.
 
     The request's body must have been read.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
+    end = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise CallerGone
+            raise Disconnected
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, end):
             each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, end, return_exceptions=True)
 
 
 class EventStream(Response):
-    """Server-sent events as they come; when the caller hangs up, `events` is closed."""
+    """Sends server-sent events as they come; when the caller disconnects, `events` is closed."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes]) -> None:
-        # Proxies would wait for the whole answer otherwise.
+        # Otherwise proxies would wait for the whole answer.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -49,7 +49,7 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers},
         )
-        await unless_gone(receive, self._pump(send))
+        await unless_disconnected(receive, self._pump(send))
 
     async def _pump(self, send: Send) -> None:
         async for event in self._events:

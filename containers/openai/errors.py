@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, with the status that its clients expect."""
+"""Errors in OpenAI's format, with the status that its clients expect."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-RETRY_AFTER = 2  # seconds, while nothing better is known
+RETRY_AFTER = 2  # seconds, if nothing better is known
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the parameter that is to blame."""
+    """An error reply. `param` names the parameter that is wrong."""
 
     def __init__(
         self,
@@ -36,20 +36,20 @@ class ApiError(Exception):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def to_json(self) -> dict[str, Any]:
-        """The body."""
+        """Return the body."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The whole reply."""
+        """Return the whole reply."""
         return JSONResponse(self.to_json(), self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request is wrong."""
+    """Return a 400: the request is wrong."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiError:
-    """503: the same request can succeed later."""
+    """Return a 503: the same request may succeed later."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})

@@ -1,4 +1,4 @@
-"""A request's parameters as inputs of the served models, one Triton request an answer."""
+"""Turns a request's parameters into inputs of the served models: one Triton request per answer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.schema import (
     MAX_ANSWERS,
+    OWN,
     ChatRequest,
     CompletionRequest,
     Sampling,
@@ -17,43 +18,32 @@ from canvasrt.containers.openai.schema import (
 
 # OpenAI's roles → those of the chat template.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# Below what a JSON reader with floating-point numbers keeps exactly, as JavaScript's.
+# JSON readers that parse numbers as doubles, as JavaScript does, keep these exact.
 _SEEDS = 2**53 - MAX_ANSWERS
-_OPTIONS = (
-    "max_denoising_steps",
-    "entropy_bound",
-    "t_min",
-    "t_max",
-    "stability_threshold",
-    "confidence_threshold",
-    "early_stop",
-    "stop",
-)
 
 
-def inputs_of(asked: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
-    """The inputs of every Triton request: for each prompt `n` of them, with seeds that count up.
+def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
+    """Return the inputs of each Triton request: `n` per prompt, with consecutive seeds.
 
-    Callers that give no seed expect another answer every time, so one is drawn.
+    Without a seed, callers expect a different answer each time, so one is drawn.
     """
-    if isinstance(asked, ChatRequest):
-        messages = [_message(each, f"messages[{i}]") for i, each in enumerate(asked.messages)]
+    if isinstance(request, ChatRequest):
+        messages = [_message(each, f"messages[{i}]") for i, each in enumerate(request.messages)]
         prompts: list[dict[str, Any]] = [{"messages": json.dumps(messages)}]
     else:
-        prompts = [_prompt(each) for each in asked.prompt]
-    n = asked.n or 1
+        prompts = [_prompt(each) for each in request.prompt]
+    n = request.n or 1
     if len(prompts) * n > MAX_ANSWERS:
-        raise bad_request(
-            f"{len(prompts)} prompts with n {n} are more than {MAX_ANSWERS} answers.", "n"
-        )
-    options = _options(asked)
-    seed = secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed
+        raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
+    options = _options(request)
+    seed = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
     return [{**prompt, **options, "seed": seed + i} for prompt in prompts for i in range(n)]
 
 
-def _options(asked: Sampling) -> dict[str, Any]:
-    given = {name: getattr(asked, name) for name in _OPTIONS}
-    given["max_new_tokens"] = asked.token_budget[1]
+def _options(request: Sampling) -> dict[str, Any]:
+    given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
+    given["stop"] = request.stop
+    given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}
 
 
@@ -61,7 +51,9 @@ def _prompt(prompt: str | Sequence[int]) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt, "raw": True}
     if any(not -(2**31) <= token < 2**31 for token in prompt):
-        raise bad_request("prompt holds a number that is no token id.", "prompt", "invalid_value")
+        raise bad_request(
+            "prompt contains a number that is not a token id.", "prompt", "invalid_value"
+        )
     return {"prompt_ids": list(prompt)}
 
 
@@ -75,7 +67,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, str]:
             "invalid_value",
         )
     for name, value in message.items():
-        # Answers come back in the next turn with the empty fields that they had.
+        # Clients send earlier answers back with their empty fields.
         if name not in ("role", "content") and value not in (None, [], ""):
             raise bad_request(
                 f"{where}.{name} is not supported.", f"{where}.{name}", "unsupported_parameter"
@@ -84,7 +76,7 @@ def _message(message: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _content(content: Any, where: str) -> str:
-    """The text of a message; its parts, where it has several, follow each other."""
+    """Return the text of a message, with its parts joined."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -107,7 +99,7 @@ def _part(part: Any, where: str) -> str:
         return str(part["text"])
     if kind in ("image_url", "input_audio", "file", "video_url"):
         raise bad_request(
-            f"{where} is of type {kind}, which is not supported: this server reads text alone.",
+            f"{where} is of type {kind}, which is not supported: this server reads text only.",
             where,
             "unsupported_parameter",
         )

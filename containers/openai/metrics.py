@@ -1,4 +1,4 @@
-"""The front end's own counters, in Prometheus' text format, beside Triton's."""
+"""The front end's metrics, in Prometheus' text format, next to Triton's."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _TIMEOUT = 3.0
 
 
 class Histogram:
-    """Seconds, counted in buckets."""
+    """A histogram of seconds."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_BUCKETS) + 1)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts one observation."""
+        """Count one observation."""
         self.counts[bisect.bisect_left(_BUCKETS, seconds)] += 1
         self.sum += seconds
 
 
 class FrontMetrics:
-    """Counts requests. Used on one event loop alone."""
+    """The metrics of all requests. Used on one event loop only."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = defaultdict(int)
@@ -35,7 +35,7 @@ class FrontMetrics:
         self.steps = 0
 
     def text(self, in_flight: int) -> str:
-        """All of it."""
+        """Return all metrics as text."""
         name = "canvasrt_openai"
         lines = _head(f"{name}_requests_total", "counter", "Requests by endpoint and status")
         for (endpoint, status), count in sorted(self.requests.items()):
@@ -72,7 +72,7 @@ def _histograms(name: str, about: str, found: dict[str, Histogram]) -> list[str]
 
 
 async def triton_metrics(url: str) -> str:
-    """What Triton's metrics endpoint says; empty when it says nothing."""
+    """Return the text of Triton's metrics endpoint; empty without an answer."""
 
     def fetch() -> str:
         try:

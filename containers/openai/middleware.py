@@ -1,4 +1,5 @@
-"""Around every request: its number, the size of its body, the log, the counters, and the last resort."""
+"""Wraps every request: its id, the limit on its body, the log, the metrics, and unexpected
+errors."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from canvasrt.containers.openai.disconnect import CallerGone
+from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.state import State
 
 log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope
-HANGUP = 499  # as nginx counts callers that did not wait
+DISCONNECTED = 499  # nginx's status for callers that disconnect
 _QUIET = ("/v1/health/live", "/v1/health/ready", "/v1/metrics")
 
 
-class Edge:
+class Middleware:
     """Wraps the application. `max_body` is in bytes."""
 
     def __init__(self, app: ASGIApp, state: State, metrics: FrontMetrics, max_body: int) -> None:
@@ -55,7 +56,7 @@ class Edge:
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d %.0f ms %s",
             scope["method"],
-            # A log line stays a line, whatever was asked for.
+            # The path must not break the log line.
             scope["path"].encode("unicode_escape").decode()[:200],
             exchange.status,
             seconds * 1000,
@@ -68,7 +69,7 @@ class _Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
         self.id = f"req_{uuid.uuid4().hex}"
-        self.status = HANGUP
+        self.status = DISCONNECTED
         scope[ID] = self.id
         self._scope = scope
         self._receive = receive
@@ -81,8 +82,8 @@ class _Exchange:
         try:
             self._check_length()
             await app(self._scope, self.receive, self.send)
-        except CallerGone:
-            self.status = HANGUP
+        except Disconnected:
+            self.status = DISCONNECTED
         except ApiError as error:
             await self._fail(error.response())
         except Exception:
@@ -124,6 +125,6 @@ class _Exchange:
 
 
 def internal_error(id: str) -> Response:
-    """The reply to a request that met a bug; the log has the rest under its id."""
-    told = f"Something went wrong here; the request's id is {id}."
-    return ApiError(500, told, code="internal_error").response()
+    """Return the reply to a request that met a bug; the log has the details under its id."""
+    message = f"Internal error; the request's id is {id}."
+    return ApiError(500, message, code="internal_error").response()

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape: whole, or as the chunks of a stream."""
+"""Answers in OpenAI's format: whole, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from canvasrt.containers.client.triton import StreamEvent
 
 @dataclass
 class Usage:
-    """What a request took; a prompt counts once, however many answers it got."""
+    """What a request used. A prompt counts once, however many answers it gets."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     denoising_steps: int = 0
 
     def add(self, final: StreamEvent, first_of_prompt: bool) -> None:
-        """Counts one answer."""
+        """Count one answer."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
         self.completion_tokens += len(final.token_ids)
         self.denoising_steps += sum(final.steps)
 
     def to_json(self) -> dict[str, int]:
-        """The `usage` object."""
+        """Return the `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -37,7 +37,8 @@ class Usage:
 
 @dataclass
 class Shape:
-    """The objects of one request: `chat` says which of the two kinds they are of, `seed` the first answer's seed."""
+    """Builds the objects of one request, a chat or a completion. `seed` is that of its first
+    answer."""
 
     chat: bool
     model: str
@@ -52,37 +53,37 @@ class Shape:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
 
     def whole(self, finals: list[StreamEvent]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         kind = "chat.completion" if self.chat else "text_completion"
         choices = [self._choice(index, final) for index, final in enumerate(finals)]
         return {**self._head(kind), "choices": choices, "usage": self.usage.to_json()}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice: a chat's says who speaks."""
+        """Return the first chunk of a choice, which a chat has for its role."""
         return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
 
     def piece(self, index: int, text: str) -> dict[str, Any]:
-        """A chunk with text."""
+        """Return a chunk with text."""
         return self._chunk(index, {"content": text} if self.chat else text)
 
     def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """The last chunk of a choice."""
+        """Return the last chunk of a choice."""
         return self._chunk(index, {} if self.chat else "", finish_reason)
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The chunk after all choices."""
+        """Return the chunk after all choices."""
         return {**self._chunk_head(), "choices": [], "usage": self.usage.to_json()}
 
     def _choice(self, index: int, final: StreamEvent) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": final.text}
+        answer: dict[str, Any] = {"text": final.text}
         if self.chat:
-            said = {"message": {"role": "assistant", "content": final.text, "refusal": None}}
+            answer = {"message": {"role": "assistant", "content": final.text, "refusal": None}}
         finish = final.finish_reason
-        return {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        return {"index": index, **answer, "logprobs": None, "finish_reason": finish}
 
-    def _chunk(self, index: int, said: Any, finish: str | None = None) -> dict[str, Any]:
+    def _chunk(self, index: int, content: Any, finish: str | None = None) -> dict[str, Any]:
         name = "delta" if self.chat else "text"
-        choice = {"index": index, name: said, "logprobs": None, "finish_reason": finish}
+        choice = {"index": index, name: content, "logprobs": None, "finish_reason": finish}
         usage = {"usage": None} if self.with_usage else {}
         return {**self._chunk_head(), "choices": [choice], **usage}
 
@@ -96,6 +97,6 @@ class Shape:
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
-            # Not OpenAI's: what repeats the answer, also where the caller gave none.
+            # Our own addition: repeats the answer, even if the caller gave no seed.
             "canvasrt": {"seed": self.seed},
         }

@@ -1,9 +1,10 @@
-"""What a request may say. Anything that would change the answer and is not supported is refused by name."""
+"""The bodies of requests. Parameters that would change the answer and are not supported are refused
+by name."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,46 +14,49 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    create_model,
 )
 from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
-MAX_STOPS = 4  # as OpenAI does
-_MAX_INT32 = 2**31 - 1
-_SAMPLER = "this model's sampler is set with t_max, t_min and entropy_bound"
-# Why a parameter is refused, where its name alone would not say it.
+MAX_STOPS = 4  # as in OpenAI's API
+# OpenAI has parameters of its own for these two.
+OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
+_SAMPLER = f"this model's sampler has {', '.join(each.name for each in OWN)}"
+# Why a parameter is refused, when its name does not say it.
 _REASONS = {
     "temperature": _SAMPLER,
     "top_p": _SAMPLER,
     "top_k": _SAMPLER,
     "min_p": _SAMPLER,
     "store": "nothing is stored here",
-    "best_of": "n answers are made, and all of them are returned",
+    "best_of": "all n answers are returned",
 }
 
 
 def _fail(code: str, message: str) -> PydanticCustomError:
-    # The message may hold braces of its own, which a template may not.
-    return PydanticCustomError(code, "{said}", {"said": message})  # type: ignore[arg-type]
+    # The message may contain braces, which a template may not.
+    return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
 def _only(*allowed: Any) -> Any:
-    """A parameter that may only say what happens without it."""
+    """Return the type of a parameter that may only have the value it has by default."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
-        # true is no 1, though Python says so.
+        # In Python, True == 1; here it is not.
         same = (
             isinstance(value, bool) == isinstance(each, bool) and value == each for each in allowed
         )
         if value is None or any(same):
             return value
         reason = _REASONS.get(info.field_name or "", "")
-        said = f"{info.field_name} is not supported" + (f": {reason}" if reason else "")
+        problem = f"{info.field_name} is not supported" + (f": {reason}" if reason else "")
         neutral = " or ".join(dict.fromkeys(json.dumps(each) for each in allowed))
         way_out = f"Leave it out{f', or send {neutral}' if neutral else ''}."
-        raise _fail("unsupported_parameter", f"{said}. {way_out}")
+        raise _fail("unsupported_parameter", f"{problem}. {way_out}")
 
     return Annotated[Any, AfterValidator(check)]
 
@@ -62,7 +66,7 @@ def _one_or_more(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """A string, strings, token ids, or lists of those → a list of prompts."""
+    """Return a list of prompts, from one or more strings or lists of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -76,8 +80,8 @@ def _prompts(value: Any) -> Any:
 
 
 Strings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)]
-Whole = Annotated[int, Field(ge=1, le=_MAX_INT32)]
-# Who asks, and what for: nothing that could change an answer.
+Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
+# Describes the caller; cannot change an answer.
 Note = str | None
 
 
@@ -92,8 +96,23 @@ class StreamOptions(_Strict):
     include_obfuscation: _only(False) = None  # type: ignore[valid-type]
 
 
-class Sampling(_Strict):
-    """What chats and completions share."""
+def _type(parameter: Parameter) -> Any:
+    """The type of a parameter's field. Limits of real numbers are left to the model."""
+    if parameter.kind is not int:
+        return parameter.kind
+    return Annotated[int, Field(ge=parameter.least, le=parameter.most)]
+
+
+if TYPE_CHECKING:
+    _Own = _Strict
+else:
+    _Own = create_model(
+        "_Own", __base__=_Strict, **{each.name: (_type(each) | None, None) for each in OWN}
+    )
+
+
+class Sampling(_Own):
+    """The parameters that chats and completions share."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
@@ -102,15 +121,6 @@ class Sampling(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Whole | None = None
-
-    # Settings of our own, by the names that they have everywhere else.
-    max_denoising_steps: Whole | None = None
-    entropy_bound: float | None = None
-    t_min: float | None = None
-    t_max: float | None = None
-    stability_threshold: Annotated[int, Field(ge=0, le=_MAX_INT32)] | None = None
-    confidence_threshold: float | None = None
-    early_stop: bool | None = None
 
     user: Note = None
     safety_identifier: Note = None
@@ -130,12 +140,12 @@ class Sampling(_Strict):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether to end a stream with its usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def token_budget(self) -> tuple[str, int | None]:
-        """The most new tokens, and the name that the caller gave them."""
+        """The parameter that limits new tokens, and its value."""
         return "max_tokens", self.max_tokens
 
 
@@ -168,7 +178,7 @@ class ChatRequest(Sampling):
 
 
 class CompletionRequest(Sampling):
-    """The body of a completion: the prompt is continued as it is, without a chat template."""
+    """The body of a completion, which continues the prompt without a chat template."""
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
 
@@ -182,26 +192,24 @@ Body = TypeVar("Body", bound=Sampling)
 
 
 def read_body(kind: type[Body], body: bytes) -> Body:
-    """A request out of its JSON; ApiError names the parameter that is wrong."""
+    """Return a request's body. ApiError names the parameter that is wrong."""
     try:
-        asked = kind.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
         raise _explained(error) from None
-    if asked.stream_options is not None and not asked.stream:
-        raise bad_request(
-            "stream_options is only for requests with stream set to true.", "stream_options"
-        )
-    _check_budgets(asked)
-    if (asked.seed or 0) + (asked.n or 1) > 2**64:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream set to true.", "stream_options")
+    _check_budgets(request)
+    if (request.seed or 0) + (request.n or 1) > 2**64:
         raise bad_request("seed + n must stay below 2**64.", "seed", "invalid_value")
-    return asked
+    return request
 
 
-def _check_budgets(asked: Sampling) -> None:
-    other = getattr(asked, "max_completion_tokens", None)
-    if other is not None and asked.max_tokens not in (None, other):
+def _check_budgets(request: Sampling) -> None:
+    other = getattr(request, "max_completion_tokens", None)
+    if other is not None and request.max_tokens not in (None, other):
         raise bad_request(
-            "max_tokens and max_completion_tokens disagree: send one of them.",
+            "max_tokens and max_completion_tokens disagree; send one of them.",
             "max_tokens",
             "invalid_value",
         )
@@ -220,7 +228,7 @@ def _explained(error: ValidationError) -> ApiError:
         return bad_request(
             f"Missing required parameter: {param!r}.", param, "missing_required_parameter"
         )
-    if kind in ("unsupported_parameter", "invalid_type"):  # our own
+    if kind in ("unsupported_parameter", "invalid_type"):  # from _fail
         return bad_request(message, param, kind)
     if param is None:
         return bad_request("The body of the request must be a JSON object.", None, "invalid_type")
@@ -229,7 +237,7 @@ def _explained(error: ValidationError) -> ApiError:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    """`("stop", 1)` → `stop[1]`; what pydantic says about validators is left out."""
+    """Return `stop[1]` for `("stop", 1)`, without pydantic's names for validators."""
     path = ""
     for part in loc:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Asks the models of a Triton server over gRPC, and says in OpenAI's terms what went wrong."""
+"""Calls the models of a Triton server over gRPC, and turns its errors into OpenAI's."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _Done = object()
 
 
 class Upstream:
-    """One Triton server. To be made and used on one event loop."""
+    """One Triton server, created and used on one event loop."""
 
     def __init__(self, address: str) -> None:
         self._client = tritonclient.grpc.aio.InferenceServerClient(address)
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         await self._client.close()
 
     async def is_ready(self) -> bool:
-        """Whether both models answer."""
+        """Return whether both models are ready."""
         try:
             for model in (STREAM_MODEL, ANSWER_MODEL):
                 if not await self._client.is_model_ready(model, client_timeout=_PROBE):
@@ -46,7 +46,7 @@ class Upstream:
         return True
 
     async def stream(self, inputs: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
-        """The events of one request; closing the iterator cancels it. ApiError for what fails."""
+        """Yield the events of one request; closing the iterator cancels it. ApiError when it fails."""
         tensors = make_tensors(tritonclient.grpc, STREAM_MODEL, inputs)
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
@@ -56,7 +56,7 @@ class Upstream:
         ended = False
         last = ""
         try:
-            # To the stream's own end: Triton does not take it well to be left just before that.
+            # Read to the stream's own end; Triton misbehaves when it is left just before.
             async for result, error in call:
                 if error is not None:
                     raise explained("INTERNAL", error.message())
@@ -75,25 +75,25 @@ class Upstream:
         if last == ERROR_EVENT:
             raise explained(failure["code"], failure["message"])
         if last != "final":
-            raise unavailable("The request was cut off: the server is stopping.", "stopping")
+            raise unavailable("The request was aborted: the server is stopping.", "stopping")
 
 
 class Answers:
-    """The events of several requests as they come, with the number of the request that each is of.
+    """Iterates over the events of several requests as they come, each with its request's index.
 
-    An asynchronous context manager and iterator; leaving it cancels what still runs.
+    As an asynchronous context manager, it cancels at the end what is still running.
     """
 
-    def __init__(self, upstream: Upstream, asked: list[dict[str, Any]]) -> None:
+    def __init__(self, upstream: Upstream, requests: list[dict[str, Any]]) -> None:
         self._upstream = upstream
-        self._asked = asked
+        self._requests = requests
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Answers:
         self._tasks = [
             asyncio.create_task(self._run(number, inputs))
-            for number, inputs in enumerate(self._asked)
+            for number, inputs in enumerate(self._requests)
         ]
         return self
 
@@ -123,23 +123,23 @@ class Answers:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC raises this too, for a call that has ended at this end.
+            # gRPC also raises this for a call that was ended on this side.
             self._queue.put_nowait(explained("CANCELLED", "the call was cancelled"))
         except Exception as error:
             self._queue.put_nowait(error)
 
 
 def explained(code: str, details: str) -> ApiError:
-    """An error of Triton's as one of ours; `code` is its name there, or gRPC's."""
+    """Return Triton's error as an ApiError; `code` is its name in Triton or gRPC."""
     message = details.replace(HINT, ": ") if HINT in details else details
     if code in ("INVALID_ARG", "INVALID_ARGUMENT"):
         return _refused(message)
-    if code == "UNAVAILABLE" and HINT in details:  # the model's own
+    if code == "UNAVAILABLE" and HINT in details:  # from the model itself
         return unavailable(_sentence(message), "overloaded")
     absent = re.search("unknown model|not ready|no available versions", details)
     if absent or code in ("UNAVAILABLE", "CANCELLED"):
-        log.warning("Triton is not available: %s: %s", code, details)
-        return unavailable("The model is not available at the moment.", "model_not_ready")
+        log.warning("Triton is unavailable: %s: %s", code, details)
+        return unavailable("The model is currently unavailable.", "model_not_ready")
     log.error("Triton failed: %s: %s", code, details)
     return ApiError(500, "The model failed to answer.", code="internal_error")
 
@@ -147,7 +147,7 @@ def explained(code: str, details: str) -> ApiError:
 def _refused(message: str) -> ApiError:
     if "exceed the context" in message:
         return bad_request(_sentence(message), None, "context_length_exceeded")
-    # Messages about a value begin with its name: `t_max 0.8 is below t_min 3.0`.
+    # A message about a value starts with its name, as in "seed is -1".
     named = re.match(r"(?:the )?(\w+)", message)
     return bad_request(_sentence(message), named[1] if named else None, "invalid_value")
 

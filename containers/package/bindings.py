@@ -1,7 +1,7 @@
-"""TensorRT's Python module for an image that has TensorRT's libraries.
+"""TensorRT's Python module for an image that already has TensorRT's libraries.
 
-NVIDIA's `tensorrt` on PyPI fetches those libraries a second time, from an index of NVIDIA's own. The bindings are
-on PyPI as they are, under another name: this writes the module `tensorrt` that leads to them.
+NVIDIA's `tensorrt` on PyPI would download those libraries again, from NVIDIA's own index. The
+bindings alone are on PyPI under another name; this writes a module `tensorrt` that imports them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODULE = "from tensorrt_bindings import *\nfrom tensorrt_bindings import __vers
 
 
 def module_files(version: str) -> dict[str, bytes]:
-    """The module and its metadata, by their places in site-packages."""
+    """Return the module and its metadata, by path in site-packages."""
     info = f"tensorrt-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: tensorrt\nVersion: {version}\n"
     return {
@@ -28,9 +28,11 @@ def module_files(version: str) -> dict[str, bytes]:
 
 
 def main(version: str) -> None:
-    """Writes them into this interpreter's environment: for a Dockerfile."""
+    """Write the module into this interpreter's environment; a Dockerfile calls this."""
     if not re.fullmatch(r"\d+(\.\d+){3}", version):
-        sys.exit(f"error: the base says no version of TensorRT in TRT_VERSION, but {version!r}")
+        sys.exit(
+            f"error: TRT_VERSION of the base is {version!r}, which is not a version of TensorRT"
+        )
     site = Path(sysconfig.get_path("purelib"))
     for name, content in module_files(version).items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The Helm chart of a package: the chart as it stands in the templates, with the values of one image and target."""
+"""The Helm chart of a package: the template, with the values of one image and target."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from canvasrt.targets import Target
 CHART = "chart"
 _TEMPLATE = Path(__file__).parent.parent / "templates" / CHART
 _ARCHITECTURES = {"x86_64": "amd64", "any": "amd64", "aarch64": "arm64"}
-# GPUs show a little less than the memory that they are sold with.
-_SHOWN = 0.9
+# GPUs report slightly less than their nominal memory.
+_REPORTED = 0.9
 
 
 def write_chart(out: Path, image: str, target: Target, max_batch: int | None = None) -> None:
     """Write the chart to the new folder `out`.
 
-    `image` is `[REGISTRY/]NAME[:TAG]`. A target that is built on its GPU gets a StatefulSet, whose volumes keep the
-    engines over restarts; the others have them in the image. `max_batch` canvases are denoised together;
-    None leaves the autoscaler's limit at that of the usual 4.
+    `image` is `[REGISTRY/]NAME[:TAG]`. Engines built on their GPU get a StatefulSet, whose volumes
+    keep them over restarts; others are in the image. The autoscaler's limit depends on `max_batch`,
+    how many canvases are denoised together; None keeps the template's value.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def _values(image: str, target: Target, max_batch: int | None) -> dict[str, Any]
         "target": target.name,
         "arch": _ARCHITECTURES[target.host],
         "capability": f'"{target.capability_text if on_gpu else ""}"',
-        "memoryMiB": int(_SHOWN * target.memory / 2**20) if target.memory else 0,
+        "memoryMiB": int(_REPORTED * target.memory / 2**20) if target.memory else 0,
         "kind": "Deployment" if target.builds_anywhere else "StatefulSet",
     }
     if max_batch is not None:
@@ -53,13 +53,13 @@ def _values(image: str, target: Target, max_batch: int | None) -> dict[str, Any]
 
 
 def _split(image: str) -> tuple[str, str]:
-    """Repository and tag. A colon before the last slash is that of the registry's port."""
+    """Split an image's name into repository and tag. A colon before the last slash precedes a port."""
     repository, colon, tag = image.rpartition(":")
     return (repository, tag) if colon and "/" not in tag else (image, "")
 
 
 def _set(text: str, name: str, value: Any) -> str:
-    """The YAML text with a key's value changed: the comments are for the user, and stay."""
+    """Return YAML text with a key's value replaced; the comments stay for the user."""
     changed, count = re.subn(rf"(?m)^( *{name}:) .*$", rf"\1 {value}", text, count=1)
     assert count, name
     return changed

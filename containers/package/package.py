@@ -1,4 +1,4 @@
-"""Writes a package: engines, Triton's model repository, and all that an image is made from."""
+"""Writes a package: engines, Triton's model repository, and everything an image is built from."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How a package is made. `base` is an image's name; `python` and `tensorrt` are that image's."""
+class PackageOptions:
+    """How to make a package. `base` names an image; `python` and `tensorrt` are its versions of
+    them."""
 
     max_batch: int | None = None
     engines: str = "copy"
@@ -42,15 +43,16 @@ class Recipe:
     tag: str = "canvasrt:latest"
     python: str = "3.12"
     tensorrt: str | None = None
-    # Whether the package holds the wheels of everything, to build an image without a network.
+    # Include every wheel, so that the image can be built without a network.
     wheels: bool = False
 
     def __post_init__(self) -> None:
         if self.engines not in ("copy", "mount"):
             raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
 
-    def on(self, base: str, python: str | None = None) -> Recipe:
-        """The same on another base, an image with a name; `python` None asks the table of releases."""
+    def on(self, base: str, python: str | None = None) -> PackageOptions:
+        """Return the options for another base image, by its name; without `python`, look its
+        version up."""
         known = releases.python_of_name(base)
         tensorrt = releases.tensorrt_of_name(base)
         return replace(self, base=base, python=python or known or self.python, tensorrt=tensorrt)
@@ -61,41 +63,42 @@ def package(
     out: Path | str,
     *,
     max_batch: int | None = None,
-    recipe: Recipe | None = None,
+    options: PackageOptions | None = None,
     progress: HashProgress | None = None,
 ) -> Bundle:
-    """Writes the package of one bundle, or of several for different targets, to `out`.
+    """Write the package of one bundle, or of several for different targets, to `out`.
 
-    Bundles are engines, or graphs that the container builds from. `max_batch` canvases are denoised at
-    once; None takes the engines' own limit. CanvasError for a damaged bundle, bundles that do not go
-    together, engines that the base image cannot load, and an `out` that is not empty; nothing is left
-    behind then.
+    A bundle holds engines, or graphs that the container builds engines from. Up to `max_batch`
+    canvases are denoised together; None stands for the engines' limit. CanvasError for a damaged
+    bundle, bundles that do not fit together, engines that the base image cannot load, or an `out`
+    that is not empty; then nothing is written.
     """
-    recipe = recipe or Recipe(max_batch=max_batch).on(releases.DEFAULT_BASE)
+    options = options or PackageOptions(max_batch=max_batch).on(releases.DEFAULT_BASE)
     bundles = _load(source, progress)
     manifests = [bundle.manifest for bundle in bundles.values()]
     for manifest in manifests:
-        releases.check_engine(manifest.target, recipe.tensorrt, recipe.base)
+        releases.check_engine(manifest.target, options.tensorrt, options.base)
     architecture = architecture_of(manifests) or "amd64"
-    pins = requirements(backends_of(manifests, recipe.tensorrt), recipe.python, architecture)
+    pins = requirements(backends_of(manifests, options.tensorrt), options.python, architecture)
     with staging(Path(out)) as folder:
         for place, bundle in bundles.items():
             _copy(bundle, folder / place)
-        write_repository(folder / REPOSITORY, f"../{ENGINES}", max_batch=recipe.max_batch)
+        write_repository(folder / REPOSITORY, f"../{ENGINES}", max_batch=options.max_batch)
         write_wheel(folder / "wheels")
-        for wheel in wheels.fetch(pins, recipe.python, architecture) if recipe.wheels else ():
+        for wheel in wheels.fetch(pins, options.python, architecture) if options.wheels else ():
             shutil.copyfile(wheel, folder / "wheels" / wheel.name)
         (folder / "requirements.txt").write_text("".join(f"{pin}\n" for pin in pins))
-        _write_image_part(folder, bundles, recipe, pins)
-        _write_texts(folder, bundles, recipe)
-        manifest = _write_manifest(folder, bundles, recipe)
+        _write_image_part(folder, bundles, options, pins)
+        _write_texts(folder, bundles, options)
+        manifest = _write_manifest(folder, bundles, options)
     return Bundle(Path(out), manifest)
 
 
 def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str, str | None]:
-    """What runs these bundles, with the version that it must have; `tensorrt` is the base image's.
+    """Return the backends that run these bundles, with their required versions; `tensorrt` is the
+    base image's.
 
-    Graphs run on ONNX Runtime as they are, or are built by TensorRT on their GPU.
+    Graphs in fp32 run on ONNX Runtime; TensorRT builds others on their GPU.
     """
     found: dict[str, str | None] = {}
     for manifest in manifests:
@@ -108,18 +111,18 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
         if found.setdefault(name, version) != version:
             raise CanvasError(
                 f"the bundles need two versions of {name}, {found[name]} and {version}",
-                "build them with one version, or make a package of each",
+                "build them with one version, or package each by itself",
             )
     return found
 
 
 @contextlib.contextmanager
 def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]:
-    """The model repository that serves a bundle, for as long as the block runs. `engines` are the ones
-    to serve, where the bundle does not hold them, or several.
+    """Provide the model repository that serves a bundle while the block runs.
 
-    The Python backend writes compiled files beside the models and heeds no setting against it: so a
-    package's own repository is copied where it can be written to.
+    `engines` are the engines to serve, unless they are the only ones in the bundle. The Python
+    backend writes compiled files next to the models, and no setting prevents that: a writable
+    repository is therefore copied.
     """
     root = bundle.path.resolve()
     packaged = bundle.manifest.kind == "package"
@@ -145,10 +148,12 @@ def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]
 def _load(
     source: Path | str | Sequence[Path | str], progress: HashProgress | None
 ) -> dict[str, Bundle]:
-    """The bundles by their place in the package: `engines`, or `engines/<target>` for each of several."""
+    """Load the bundles, by folder in the package: `engines`, or `engines/<target>` for several."""
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     if not paths:
-        raise UsageError("no bundle was named", "give the folder that `canvasrt build` wrote")
+        raise UsageError(
+            "there is no bundle to package", "give a folder that `canvasrt build` wrote"
+        )
     bundles = [load_bundle(path, kind=("engines", "graphs"), progress=progress) for path in paths]
     if len(bundles) == 1:
         return {ENGINES: bundles[0]}
@@ -157,20 +162,20 @@ def _load(
         name = target_name(bundle.manifest)
         if f"{ENGINES}/{name}" in placed:
             raise CanvasError(
-                f"two bundles are for {name}", "a package holds one bundle a target: leave one out"
+                f"two bundles are for {name}", "leave one out: a package has one bundle per target"
             )
         placed[f"{ENGINES}/{name}"] = bundle
     first = bundles[0]
     for other in bundles[1:]:
         if other.manifest.model != first.manifest.model:
             raise CanvasError(
-                f"{other.path} is of another model than {first.path}", "make a package of each"
+                f"{other.path} and {first.path} are different models", "package each by itself"
             )
     hosts = {_host(bundle.manifest) for bundle in bundles} - {"any"}
     if len(hosts) > 1:
         raise CanvasError(
-            f"the targets need hosts of two kinds, {' and '.join(sorted(hosts))}, and an image is of one",
-            "make a package for each",
+            f"the targets need different hosts, {' and '.join(sorted(hosts))}; an image has one architecture",
+            "package each by itself",
         )
     return placed
 
@@ -180,16 +185,16 @@ def _host(manifest: Manifest) -> str:
 
 
 def _copy(bundle: Bundle, out: Path) -> None:
-    """Hard links where the disk allows: engines are large, and bundles are never changed."""
+    """Copy a bundle, by hard links if possible: engines are large, and bundles never change."""
     for name in (*bundle.manifest.files, "manifest.json"):
         link_or_copy(bundle.path / name, out / name)
 
 
 def _write_image_part(
-    folder: Path, bundles: Mapping[str, Bundle], recipe: Recipe, pins: Sequence[Pin]
+    folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions, pins: Sequence[Pin]
 ) -> None:
-    """The manifest of what the image gets, and the list of what that is made of."""
-    copied = bundles if recipe.engines == "copy" else {}
+    """Write the manifest and the bill of materials of what goes into the image."""
+    copied = bundles if options.engines == "copy" else {}
     known = _known(copied)
     for place in copied:
         name = f"{place}/manifest.json"
@@ -201,17 +206,17 @@ def _write_image_part(
     ]
     known |= {name: _entry(folder, name) for name in models}
     manifests = [bundle.manifest for bundle in bundles.values()]
-    write_sbom(folder / SBOM, manifests, pins, known, recipe.base)
+    write_sbom(folder / SBOM, manifests, pins, known, options.base)
     known[SBOM] = _entry(folder, SBOM)
     (folder / IMAGE).mkdir()
-    # The files lie beside the image's manifest only in the image: links stand for them here.
+    # Only in the image do the files lie next to this manifest; links stand in for them here.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        stand_in = Path(scratch)
+        linked = Path(scratch)
         for name in known:
-            (stand_in / name).parent.mkdir(parents=True, exist_ok=True)
-            (stand_in / name).symlink_to(folder / name)
-        _write_manifest(stand_in, copied, recipe, described=bundles, known=known)
-        (stand_in / "manifest.json").rename(folder / IMAGE / "manifest.json")
+            (linked / name).parent.mkdir(parents=True, exist_ok=True)
+            (linked / name).symlink_to(folder / name)
+        _write_manifest(linked, copied, options, described=bundles, known=known)
+        (linked / "manifest.json").rename(folder / IMAGE / "manifest.json")
 
 
 def _entry(folder: Path, name: str) -> dict[str, Any]:
@@ -220,7 +225,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _known(bundles: Mapping[str, Bundle]) -> dict[str, dict[str, Any]]:
-    """The hashes that the bundles' own manifests hold, which were checked when they were loaded."""
+    """Return the hashes from the bundles' manifests, which loading has checked."""
     return {
         f"{place}/{name}": entry
         for place, bundle in bundles.items()
@@ -228,14 +233,14 @@ def _known(bundles: Mapping[str, Bundle]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_texts(folder: Path, bundles: Mapping[str, Bundle], recipe: Recipe) -> None:
-    """Dockerfile, compose file, and the chart, which is for one target: the first."""
+def _write_texts(folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions) -> None:
+    """Write the Dockerfile, the compose file and the charts."""
     manifests = [bundle.manifest for bundle in bundles.values()]
-    backends = backends_of(manifests, recipe.tensorrt)
+    backends = backends_of(manifests, options.tensorrt)
     facts = {
-        "base": recipe.base,
-        "tag": recipe.tag,
-        "engines": list(bundles) if recipe.engines == "copy" else [],
+        "base": options.base,
+        "tag": options.tag,
+        "engines": list(bundles) if options.engines == "copy" else [],
         "tensorrt": "tensorrt" in backends,
         "tensorrt_version": backends.get("tensorrt") or "",
         "bindings": DISTRIBUTION,
@@ -243,17 +248,17 @@ def _write_texts(folder: Path, bundles: Mapping[str, Bundle], recipe: Recipe) ->
     }
     for (place, target), manifest in zip(_charts(manifests).items(), manifests, strict=True):
         (folder / place).parent.mkdir(exist_ok=True)
-        max_batch = recipe.max_batch or manifest.options.get("max_batch")
-        write_chart(folder / place, recipe.tag, target, max_batch)
+        max_batch = options.max_batch or manifest.options.get("max_batch")
+        write_chart(folder / place, options.tag, target, max_batch)
     for name, text in render(facts).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def _charts(manifests: Sequence[Manifest]) -> dict[str, Target]:
-    """The targets by the places of their charts: `chart`, or `chart/<target>` for each of several.
+    """Return the targets by their charts' folders: `chart`, or `chart/<target>` for several.
 
-    Graphs can be built on several GPUs; the chart is for the first of those, and its values tell which.
+    Graphs may suit several GPUs; their chart is for the first, and its values say which.
     """
     found = {}
     for manifest in manifests:
@@ -270,14 +275,14 @@ def _charts(manifests: Sequence[Manifest]) -> dict[str, Target]:
 def _write_manifest(
     folder: Path,
     placed: Mapping[str, Bundle],
-    recipe: Recipe,
+    options: PackageOptions,
     described: Mapping[str, Bundle] | None = None,
     known: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """The engines' description, with its files where they lie now.
+    """Write the package's manifest: that of its engines, with the files' new paths.
 
-    With several bundles, each says the rest about itself in its own manifest. `described` are the
-    bundles that the package is of, where they are not the ones in it (mounted engines).
+    With several bundles, the details are in each one's own manifest. `described` are the package's
+    bundles, if they are not inside (mounted engines).
     """
     described = described or placed
     first = next(iter(described.values())).manifest
@@ -286,12 +291,12 @@ def _write_manifest(
     def moved(entry: Mapping[str, Any]) -> dict[str, Any]:
         return {**entry, "file": f"{place}/{entry['file']}"}
 
-    options = {
-        "max_batch": recipe.max_batch,
-        "engines": recipe.engines,
+    packaged = {
+        "max_batch": options.max_batch,
+        "engines": options.engines,
         "targets": [target_name(each.manifest) for each in described.values()],
         "image": {
-            "tag": recipe.tag,
+            "tag": options.tag,
             "labels": settings_for([each.manifest for each in described.values()]).labels,
             "architecture": architecture_of([each.manifest for each in described.values()]),
         },
@@ -302,7 +307,7 @@ def _write_manifest(
         made_from={where: each.manifest.digest for where, each in described.items()},
         options={
             **(first.options if len(described) == 1 else {}),
-            **{name: value for name, value in options.items() if value is not None},
+            **{name: value for name, value in packaged.items() if value is not None},
         },
         model=first.model,
         sampler=first.sampler,

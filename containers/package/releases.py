@@ -1,4 +1,4 @@
-"""Which TensorRT a Triton image carries, and whether it can load an engine."""
+"""Which TensorRT a Triton image has, and whether it can load an engine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from canvasrt.errors import CanvasError
 
 DEFAULT_BASE = "nvcr.io/nvidia/tritonserver:26.09-py3"
 
-# Tag of nvcr.io/nvidia/tritonserver → the TensorRT inside. What was not found is not here.
+# Tag of nvcr.io/nvidia/tritonserver → the TensorRT inside, for tags with a known version.
 # -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
-# -py3: TRT_VERSION in the image's own configuration, as users of it published it. NVIDIA's page for
-# all of them: https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
+# -py3: TRT_VERSION in the image's configuration, as published by users. NVIDIA's page for all of
+# them: https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html
 TENSORRT: Mapping[str, str] = {
     "26.07-py3": "11.1.0.106",
     "26.07-trtllm-python-py3": "10.14.1.48",
@@ -37,31 +37,31 @@ TENSORRT: Mapping[str, str] = {
     "25.01-trtllm-python-py3": "10.8.0.43",
     "24.09-py3": "10.4.0.26",
 }
-# The same page: Python 3.12 since 24.12, and 3.10 before.
+# From the same page: Python 3.12 since 24.12, 3.10 before.
 _PYTHON_3_12_SINCE = (24, 12)
 _TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d\S*)$")
 
 
 def tensorrt_of_name(name: str) -> str | None:
-    """The TensorRT in an image of NVIDIA's by its name; None when the table does not say."""
+    """Return the TensorRT in an NVIDIA image, by its name; None when it is not in the table."""
     match = _TRITON.search(name)
     return TENSORRT.get(match[1]) if match else None
 
 
 def tensorrt_of(environment: Mapping[str, str], names: Iterable[str] = ()) -> str | None:
-    """The TensorRT in an image by the variables that NVIDIA sets in it, else by its names."""
-    told = environment.get("TRT_VERSION", "").partition("+")[0]
-    return told or next((found for each in names if (found := tensorrt_of_name(each))), None)
+    """Return the TensorRT in an image, by the variables that NVIDIA sets, else by its names."""
+    version = environment.get("TRT_VERSION", "").partition("+")[0]
+    return version or next((found for each in names if (found := tensorrt_of_name(each))), None)
 
 
 def python_of_name(name: str) -> str | None:
-    """The version of Python in an image of NVIDIA's by its name; None for any other image."""
+    """Return the version of Python in an NVIDIA image, by its name; None for any other image."""
     match = _TRITON.search(name)
     return python_of({"NVIDIA_TRITON_SERVER_VERSION": match[1]}) if match else None
 
 
 def python_of(environment: Mapping[str, str]) -> str | None:
-    """The version of Python in a Triton image by its release; None for any other image."""
+    """Return the version of Python in a Triton image, by its release; None for any other image."""
     match = re.fullmatch(r"(\d\d)\.(\d\d).*", environment.get("NVIDIA_TRITON_SERVER_VERSION", ""))
     if match is None:
         return None
@@ -69,10 +69,10 @@ def python_of(environment: Mapping[str, str]) -> str | None:
 
 
 def check_engine(target: Mapping[str, Any] | None, tensorrt: str | None, image: str) -> None:
-    """CanvasError when an image cannot load the engines of a bundle's `target`.
+    """Raise CanvasError when an image cannot load the engines of a bundle's `target`.
 
-    TensorRT loads the engines of its own version only, all four numbers of it. TensorRT-RTX and ONNX
-    Runtime are put into the image in the version that the engines need.
+    TensorRT only loads engines of exactly its own version, all four numbers. TensorRT-RTX and ONNX
+    Runtime are installed into the image in the version that the engines need.
     """
     if target is None or target["backend"] != "tensorrt":
         return
@@ -81,18 +81,17 @@ def check_engine(target: Mapping[str, Any] | None, tensorrt: str | None, image: 
     hint = (
         f"give --base with {' or '.join(fitting)}, or build the engines with the image's TensorRT"
         if fitting
-        else "build the engines with the TensorRT of the image, or package the graphs instead:"
-        " the container then builds them on its GPU at the first start"
+        else "build the engines with the image's TensorRT, or package the graphs instead; the container then"
+        " builds the engines on its GPU at the first start"
     )
     if tensorrt is None:
         raise CanvasError(
-            f"the engines for {target['name']} need TensorRT {needed}, and which one {image} has is"
-            " not known",
-            f"{hint}; an image on disk says it itself (--base FOLDER)",
+            f"the engines for {target['name']} need TensorRT {needed}, but the version in {image} is not known",
+            f"{hint}; an image on disk (--base FOLDER) declares its version",
         )
     if tensorrt != needed:
         raise CanvasError(
-            f"the engines for {target['name']} were built with TensorRT {needed}, and {image} has"
-            f" {tensorrt}, which cannot load them",
+            f"the engines for {target['name']} were built with TensorRT {needed}, but {image} has {tensorrt},"
+            " which cannot load them",
             hint,
         )

@@ -1,4 +1,4 @@
-"""The text files of a package: Dockerfile, compose file, and what Kubernetes gets."""
+"""The text files of a package: the Dockerfile, its .dockerignore and the compose file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from canvasrt.containers.names import PACKAGE, ROOT
 from canvasrt.containers.package import settings as image
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
-# Template → its place in the package.
+# Template → its path in the package.
 _FILES = {
     "Dockerfile": "Dockerfile",
     "dockerignore": ".dockerignore",
@@ -20,7 +20,8 @@ _FILES = {
 
 
 def render(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Every file by its name. `facts`: `base`, `tag`, `engines`, `tensorrt` and the image's `settings`."""
+    """Return the text of each file, by path. `facts` are the templates' variables, such as `base`
+    and `settings`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -28,7 +29,7 @@ def render(facts: Mapping[str, Any]) -> dict[str, str]:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # none of these is HTML
+        autoescape=False,  # not HTML
     )
     environment.filters["exec"] = _exec
     settings: image.ImageSettings = facts["settings"]
@@ -47,5 +48,5 @@ def render(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _exec(words: Sequence[str]) -> str:
-    """A command in a Dockerfile's JSON form; jinja's own `tojson` would escape quotes for HTML."""
+    """Return a command in a Dockerfile's JSON form; jinja's `tojson` would escape it for HTML."""
     return json.dumps(list(words))

@@ -1,4 +1,5 @@
-"""Writes the Triton model repository: a decoupled model that holds the engines, and one for a single answer."""
+"""Writes the Triton model repository: a decoupled model that holds the engines, and one for single
+answers."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from canvasrt.containers.triton.backend import {name} as TritonPythonModel  # no
 
 
 def write_repository(folder: Path, engines: str, *, max_batch: int | None = None) -> None:
-    """Writes both models into `folder`.
+    """Write both models into `folder`.
 
-    `engines` is the engine bundle, relative to `folder`. `max_batch` canvases are denoised at once;
-    None takes the engines' own limit.
+    `engines` is the engine bundle, relative to `folder`. Up to `max_batch` canvases are denoised
+    together; None stands for the engines' limit.
     """
     options = {"engines": engines, "max_batch": max_batch}
     parameters = {name: str(value) for name, value in options.items() if value is not None}
@@ -27,13 +28,13 @@ def write_repository(folder: Path, engines: str, *, max_batch: int | None = None
 
 
 def model_config(model: str, parameters: dict[str, str]) -> str:
-    """The config.pbtxt of one model."""
+    """Return the config.pbtxt of one model."""
     lines = [f'name: "{model}"', 'backend: "python"', "max_batch_size: 0"]
     if model == STREAM_MODEL:
         lines.append("model_transaction_policy { decoupled: true }")
     lines += [_tensor("input", tensor, optional=True) for tensor in inputs_of(model)]
     lines += [_tensor("output", tensor) for tensor in outputs_of(model)]
-    # One process of each: requests share the engines' batches inside it.
+    # One process per model, in which requests share the engines' batches.
     lines.append("instance_group { kind: KIND_CPU count: 1 }")
     for name, value in parameters.items():
         # A JSON string is a valid protobuf text string.

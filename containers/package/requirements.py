@@ -1,4 +1,5 @@
-"""What an image needs from PyPI: every distribution by its version, and nothing that only building needs."""
+"""The distributions that an image needs from PyPI, with versions; nothing that only building
+needs."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-# What the code in the container imports: the command line, the runtime and the front end.
+# Imported in the container: by the command line, the runtime and the front end.
 _SERVING = (
     "fastapi",
     "huggingface-hub",
@@ -23,13 +24,13 @@ _SERVING = (
     "typer",
     "uvicorn",
 )
-# Backend of a target → what runs its engines.
+# A target's backend → the distributions that run its engines.
 _RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime",),
     "tensorrt-rtx": ("tensorrt-rtx", "cuda-bindings"),
     "tensorrt": ("tensorrt-cu13-bindings", "cuda-bindings"),
 }
-# Distributions that come in the versions of the engines' builder, with those that they pull in.
+# Distributions with the version of the engines' builder, including their dependencies.
 _OF_BUILDER = {
     "tensorrt-rtx": (
         "tensorrt-rtx",
@@ -39,14 +40,14 @@ _OF_BUILDER = {
     ),
     "tensorrt": ("tensorrt-cu13-bindings",),
 }
-# ONNX Runtime's two builds hold the same module.
+# Both builds of ONNX Runtime provide the same module.
 _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A distribution in one version."""
+    """One version of a distribution."""
 
     name: str
     version: str
@@ -59,10 +60,10 @@ class Pin:
 def requirements(
     backends: Mapping[str, str | None], python: str, architecture: str = "amd64"
 ) -> list[Pin]:
-    """Every distribution that an image needs for these backends, with what those need in turn.
+    """Return the distributions that an image needs for these backends, with their dependencies.
 
-    `backends` gives each the version of the engines' builder; without one, that of TensorRT is left out,
-    since it is the base image's. All other versions are those installed here.
+    `backends` has the version of each one's builder. TensorRT without a version is left out: the
+    base image provides it. All other distributions get the version installed here.
     """
     roots: dict[str, str] = dict.fromkeys(_SERVING, "")
     fixed: dict[str, str] = {}
@@ -124,28 +125,28 @@ def _metadata(name: str) -> Any:
             except importlib.metadata.PackageNotFoundError:
                 continue
     raise CanvasError(
-        f"{name} is not installed here, and a package takes its version from here",
+        f"{name} is not installed, but a package needs the version installed here",
         "run `pip install 'canvasrt[cpu,serve]'`",
     )
 
 
 def _license(name: str) -> str:
-    """The licence of a distribution, as it declares it; empty where it is not installed here."""
+    """Return the licence that a distribution declares; empty if it is not installed here."""
     try:
         metadata: Any = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-    told = metadata.get("License-Expression") or ""
-    if not told:
+    declared = metadata.get("License-Expression") or ""
+    if not declared:
         classifiers = [
             line.rpartition(" :: ")[2]
             for line in metadata.get_all("Classifier") or ()
             if line.startswith("License ::") and line != "License :: OSI Approved"
         ]
-        told = ", ".join(classifiers) or (metadata.get("License") or "").partition("\n")[0]
-    return told.strip()
+        declared = ", ".join(classifiers) or (metadata.get("License") or "").partition("\n")[0]
+    return declared.strip()
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a distribution's name."""
+    """Return the normalized name of a distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()

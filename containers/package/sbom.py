@@ -1,4 +1,5 @@
-"""The software bill of materials of a package, in CycloneDX: the same bytes for the same content."""
+"""The software bill of materials of a package, in CycloneDX; the same content gives the same
+bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def write_sbom(
     files: Mapping[str, Any],
     base: str,
 ) -> None:
-    """Lists the distributions, the models and every file (`sha256` by name) that an image gets."""
+    """Write the list of distributions, models and files (`sha256` by name) in an image."""
     require("cyclonedx", "serve")
     from cyclonedx.model.bom import Bom, BomMetaData
     from cyclonedx.output import make_outputter
@@ -75,7 +76,7 @@ def _library(pin: Pin) -> Any:
 
 
 def _licenses(text: str) -> list[Any]:
-    """An SPDX expression where it is one, else the name that the distribution gives."""
+    """Return the text as an SPDX expression if it is one, else as a name."""
     from cyclonedx.exception.factory import CycloneDxFactoryException
     from cyclonedx.factory.license import LicenseFactory
     from cyclonedx.model.license import DisjunctiveLicense

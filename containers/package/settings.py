@@ -1,4 +1,4 @@
-"""What an image says about itself and how it runs: the same for our writer and for the Dockerfile."""
+"""The settings of an image, shared by our image writer and the Dockerfile."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any
 
 import canvasrt
 from canvasrt.bundle import Manifest
-from canvasrt.containers.names import ROOT
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT, ROOT
 from canvasrt.hashes import canonical
 from canvasrt.targets import find_target
 
 CACHE = "/opt/nim/.cache"
 USER = 1000
-API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
-# Seconds: how long requests in flight may take at the end, and how long `docker stop` must then wait.
+# Seconds that requests in flight may take at shutdown, and that `docker stop` must wait.
 EXIT_TIMEOUT = 30
 STOP_GRACE = 45
-# What `docker run` serves with when it is given no other arguments.
-# Without the package's folder, which `serve` finds by itself: NIM_MODEL_PATH names another.
+# The arguments of `docker run` unless others are given. `serve` finds the package's folder by
+# itself, so that NIM_MODEL_PATH can name another.
 COMMAND = ("serve", "--host", "0.0.0.0", "--log", "-", "--exit-timeout", str(EXIT_TIMEOUT))
 _LICENSE = "Apache-2.0"
-_SECOND = 10**9  # nanoseconds, which an image's configuration counts in
+_SECOND = 10**9  # in nanoseconds, the unit of an image's configuration
 
 
 def created() -> str:
-    """The moment that the image says it was made: SOURCE_DATE_EPOCH, or the epoch itself."""
+    """Return the image's time of creation: SOURCE_DATE_EPOCH, or the epoch itself."""
     seconds = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True)
 class Health:
-    """The health check. The start period covers loading, and building engines at the first start."""
+    """The health check, in seconds. The start period covers loading, and building engines at the
+    first start."""
 
     interval: int = 10
     timeout: int = 5
@@ -56,10 +56,10 @@ class ImageSettings:
 
     @property
     def environment(self) -> dict[str, str]:
-        """`$PATH` stands for the base's."""
+        """The variables; `$PATH` stands for the base's."""
         variables = {
             "PATH": f"{ROOT}/venv/bin:$PATH",
-            "HOME": "/tmp",  # the one place that can be written to under a read-only root
+            "HOME": "/tmp",  # the only writable folder under a read-only root
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -75,12 +75,12 @@ class ImageSettings:
 
     @property
     def entrypoint(self) -> list[str]:
-        """The program; its arguments are `command` unless others are given to `docker run`."""
+        """The program. Its arguments are `command`, unless `docker run` gets others."""
         return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt"]
 
     @property
     def command(self) -> list[str]:
-        """Serves the package."""
+        """The arguments that serve the package."""
         return list(COMMAND)
 
     @property
@@ -89,7 +89,7 @@ class ImageSettings:
         return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.image.probe"]
 
     def to_config(self) -> dict[str, Any]:
-        """As an image's configuration has them."""
+        """Return the settings as an image's configuration."""
         health = self.health
         return {
             "User": f"{USER}:{USER}",
@@ -111,7 +111,7 @@ class ImageSettings:
 
 
 def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
-    """The settings of an image with these engines or graphs."""
+    """Return the settings of an image with these engines or graphs."""
     backends = {each.target["backend"] if each.target else "onnxruntime" for each in manifests}
     labels = {
         "org.opencontainers.image.title": "canvasrt",
@@ -131,12 +131,13 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
 
 
 def target_name(manifest: Manifest) -> str:
-    """The target of engines; `graphs` for a bundle that is built where it runs."""
+    """Return the target of engines; `graphs` for a bundle that is built where it runs."""
     return manifest.target["name"] if manifest.target else "graphs"
 
 
 def checkpoint_hash(manifest: Manifest) -> str:
-    """What names the checkpoint: the hash of its files' hashes, or the digest of the graphs from it."""
+    """Return an identifier of the checkpoint: the hash of its files' hashes, or the digest of its
+    graphs."""
     source = manifest.made_from.get("source", manifest.made_from)
     if set(source) == {"kind", "digest"}:
         return f"sha256:{source['digest']}"
@@ -144,13 +145,13 @@ def checkpoint_hash(manifest: Manifest) -> str:
 
 
 def architecture_of(manifests: Sequence[Manifest]) -> str | None:
-    """`amd64` or `arm64` where a target decides that; None for targets that run on either."""
+    """Return `amd64` or `arm64`; None for targets that run on either."""
     hosts = {find_target(each.target["name"]).host for each in manifests if each.target} - {"any"}
     return None if len(hosts) != 1 else {"x86_64": "amd64", "aarch64": "arm64"}[hosts.pop()]
 
 
 def _source() -> str | None:
-    """Where the source code is, as the project's metadata say it."""
+    """Return the address of the source code, from the project's metadata."""
     try:
         urls = importlib.metadata.metadata("canvasrt").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:

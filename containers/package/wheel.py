@@ -1,4 +1,4 @@
-"""Writes the installed canvasrt as a wheel, the same bytes every time, without a build tool."""
+"""Writes the installed canvasrt as a reproducible wheel, without a build tool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import canvasrt
 from canvasrt.errors import CanvasError
 
-# In an editable install the stages lie outside of the canvasrt folder.
+# In an editable install, the stages are outside the canvasrt folder.
 _STAGES = ("export", "build", "runtime", "containers")
 _LEFT_OUT = {"__pycache__", "checkpoint"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -21,9 +21,10 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: canvasrt\nRoot-Is-Purelib: true\nTag: p
 
 
 def write_wheel(folder: Path) -> Path:
-    """Writes `canvasrt-<version>-py3-none-any.whl` into `folder`.
+    """Write `canvasrt-<version>-py3-none-any.whl` into `folder`.
 
-    The demo checkpoint is left out, and so are dependencies: the package's requirements.txt has them.
+    It leaves out the demo checkpoint, and dependencies, which are in the package's
+    requirements.txt.
     """
     stem = f"canvasrt-{canvasrt.__version__}"
     info = f"{stem}.dist-info"
@@ -44,7 +45,7 @@ def write_wheel(folder: Path) -> Path:
 
 
 def _modules() -> dict[str, Path]:
-    """Every file of the package by its name in the wheel."""
+    """Return every file of the package, by path in the wheel."""
     found: dict[str, Path] = {}
     for package in ("canvasrt", *(f"canvasrt.{stage}" for stage in _STAGES)):
         spec = importlib.util.find_spec(package)

@@ -1,4 +1,4 @@
-"""Fetches wheels for another machine with pip."""
+"""Downloads wheels for another machine with pip."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from canvasrt.containers.package.requirements import Pin, canonical
 from canvasrt.errors import CanvasError
 
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
-# The oldest C library of an image that these run on is 2.35's, which tritonserver needs itself.
+# tritonserver itself needs glibc 2.35, so every image has at least that.
 _GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 _LEGACY = ("manylinux2014", "manylinux2010", "manylinux1")
 
 
 def fetch(pins: Sequence[Pin], python: str, architecture: str) -> list[Path]:
-    """The wheels of `pins` for a Linux machine, from the cache, else from the package index.
+    """Return the wheels of `pins` for a Linux machine, from the cache, else from the package index.
 
-    CanvasError when pip is missing, or finds none of a version.
+    CanvasError when pip is missing, or cannot find a version.
     """
     folder = cache_folder() / "wheels" / f"cp{python.replace('.', '')}-{architecture}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> list[Path]:
         if found[pin] is None:
             raise CanvasError(
                 f"there is no wheel of {pin} for Python {python} on {architecture}",
-                f"put one into {folder}, or use --format context and build on such a machine",
+                f"put one into {folder}, or use --format context and build the image on such a machine",
             )
     return [wheel for wheel in found.values() if wheel is not None]
 
@@ -62,14 +62,14 @@ def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str)
     failed = _pip(command, [str(pin) for pin in pins])
     if not failed:
         return
-    # pip stops at the first that it cannot have: one at a time tells which those are.
+    # pip stops at the first failure; one at a time shows which wheels are missing.
     for pin in pins:
         if _find(folder, pin) is None:
             _pip(command, [str(pin)])
 
 
 def _build(pin: Pin, folder: Path) -> None:
-    """For what is published as sources alone; only pure Python is right for any machine."""
+    """Build a wheel of a distribution that only has sources; only pure Python suits any machine."""
     scratch = folder / f".{pin.name}"
     failed = _pip(["wheel", "--no-deps", "--wheel-dir", str(scratch)], [str(pin)])
     wheels = list(scratch.glob("*.whl")) if scratch.exists() else []
@@ -83,15 +83,17 @@ def _build(pin: Pin, folder: Path) -> None:
     if failed:
         raise CanvasError(
             f"pip cannot get {pin}: {failed}",
-            "an image needs its wheels: connect to a package index (pip's settings apply), or fill"
-            f" {folder} on a machine that has one",
+            "connect to a package index (pip's settings apply), or fill"
+            f" {folder} on a machine that can reach one",
         )
 
 
 def _pip(command: Sequence[str], wanted: Sequence[str]) -> str:
-    """Runs pip; empty when it worked, else what it said."""
+    """Run pip; return its error, or an empty string."""
     if platform.system() != "Linux":
-        raise CanvasError("images are made on Linux", "use --format context on this machine")
+        raise CanvasError(
+            "images can only be written on Linux", "use --format context on this machine"
+        )
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", *command, *wanted],
         capture_output=True,

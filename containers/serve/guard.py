@@ -1,6 +1,6 @@
-"""A process of its own that outlives a killed `canvasrt serve`, and clears up after it.
+"""A process that outlives a killed `canvasrt serve` and cleans up after it.
 
-Told to stop, tritonserver waits for open gRPC streams without a limit; somebody has to end that.
+When it stops, tritonserver waits for open gRPC streams without a limit, so something must end it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 
 from canvasrt.containers.processes import is_running, processes_of, remove_stale
 
-GRACE = 6.0  # for a server without open streams, which ends by itself and clears up better
+GRACE = 6.0  # a server without open streams ends by itself, and cleans up better
 
 
 def start_guard(run_name: str) -> subprocess.Popen[bytes]:
-    """Starts the guard of one server. It waits until its standard input is closed, which the end of
-    this process does too, however it comes."""
+    """Start the guard of one server. It waits until its standard input closes, which also happens
+    however this process ends."""
     return subprocess.Popen(
         [sys.executable, "-m", "canvasrt.containers.serve.guard", run_name],
         stdin=subprocess.PIPE,
@@ -30,23 +30,23 @@ def start_guard(run_name: str) -> subprocess.Popen[bytes]:
 
 
 def dismiss(guard: subprocess.Popen[bytes]) -> None:
-    """Ends a guard whose server is gone already."""
+    """End a guard whose server has already ended."""
     if guard.stdin is not None:
         guard.stdin.close()
     guard.wait()
 
 
 def main(run_name: str, parent: int) -> None:
-    """Waits for the parent's end, then gives its server a while and kills what is left of it."""
+    """Wait for the parent to end, give its server some time, then kill what is left of it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
     if is_running(parent) and not processes_of(run_name):
         return
     deadline = time.monotonic() + GRACE
-    while left := processes_of(run_name):
+    while remaining := processes_of(run_name):
         if time.monotonic() > deadline:
-            for pid in left:
+            for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Finds a tritonserver on this machine, and what it needs to run this interpreter's models."""
+"""Finds a tritonserver on this machine, and sets it up to run models in this Python environment."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver. `bundled` is the folder in nvidia-pytriton's wheel, None for any other."""
+    """A tritonserver. `bundled` is its folder in nvidia-pytriton's wheel; None for any other."""
 
     binary: Path
     bundled: Path | None
 
     def prepare(self, folder: Path) -> list[str]:
-        """Puts a bundled server's backend into `folder`; the options that make it use that."""
+        """Put a bundled server's Python backend into `folder`; return the options that select it."""
         assert self.bundled is not None
         backends = folder / "backends"
         stub = self.bundled / "python_backend_stubs" / _python_version() / _STUB
@@ -35,7 +35,7 @@ class Installation:
                 "use Python 3.11, 3.12 or 3.13, or put another tritonserver on PATH",
             )
         shutil.copytree(self.bundled / "backends" / "python", backends / "python")
-        # A link and not a copy: the stub finds its libraries relative to where it really lies.
+        # A link, not a copy: the stub finds its libraries relative to its real path.
         (backends / "python" / _STUB).symlink_to(stub)
         return [
             f"--backend-directory={backends}",
@@ -43,7 +43,8 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, changed so that the models run in this interpreter's one."""
+        """Return this process's environment, changed so that models run in this interpreter's
+        environment."""
         env = dict(os.environ)
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -60,7 +61,8 @@ class Installation:
 
 
 def find_installation() -> Installation:
-    """`CANVASRT_TRITONSERVER`, else the one on PATH, else nvidia-pytriton's.
+    """Return the tritonserver that CANVASRT_TRITONSERVER names, else that on PATH, else
+    nvidia-pytriton's.
 
     CanvasError when there is none, or it cannot run here.
     """
@@ -69,7 +71,7 @@ def find_installation() -> Installation:
         if not os.access(named, os.X_OK) or Path(named).is_dir():
             raise CanvasError(
                 f"{VARIABLE} is {named}, which is not a program",
-                f"name the tritonserver program, or unset {VARIABLE}",
+                f"set {VARIABLE} to the path of tritonserver, or unset it",
             )
         return _installation(Path(named))
     on_path = shutil.which("tritonserver")
@@ -79,21 +81,22 @@ def find_installation() -> Installation:
     if bundled is None:
         raise CanvasError(
             "no tritonserver was found",
-            'run `pip install "canvasrt[serve]"`, which carries one, or put one on PATH',
+            'run `pip install "canvasrt[serve]"`, which includes one, or put one on PATH',
         )
     return _installation(bundled / "bin" / "tritonserver")
 
 
 def _installation(binary: Path) -> Installation:
-    """With the stub's folders beside it, the binary is nvidia-pytriton's, however it was found."""
+    """Return the installation of a binary. If the stubs' folder is next to it, it is
+    nvidia-pytriton's."""
     folder = binary.resolve().parent.parent
     bundled = folder if (folder / "python_backend_stubs").is_dir() else None
     if bundled is not None and not _libpython_folders() and not _loads_libpython():
         version = _python_version()
         raise CanvasError(
-            f"{_libpython_name()} was not found, and nvidia-pytriton's Python backend loads it",
+            f"{_libpython_name()} was not found; nvidia-pytriton's Python backend needs it",
             f"install it (Debian, Ubuntu: apt install libpython{version}), or use an interpreter"
-            " that carries it",
+            " that includes it",
         )
     return Installation(binary, bundled)
 
@@ -115,13 +118,15 @@ def _libpython_name() -> str:
 
 
 def _libpython_folders() -> list[Path]:
-    """Where this interpreter's shared library lies; empty when only the system's own could do."""
+    """Return the folders with this interpreter's shared library; empty if only the system can have
+    it."""
     folders = [Path(sysconfig.get_config_var("LIBDIR") or "/nowhere")]
     folders.append(Path(sys.base_prefix) / "lib")  # relocated interpreters have a wrong LIBDIR
     return [folder for folder in dict.fromkeys(folders) if (folder / _libpython_name()).exists()]
 
 
 def _loads_libpython() -> bool:
-    """Whether the dynamic linker finds it by itself; asked in another process, not to load it here."""
+    """Return whether the dynamic linker finds it; tried in another process, so as not to load it
+    here."""
     code = f"import ctypes; ctypes.CDLL({_libpython_name()!r})"
     return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

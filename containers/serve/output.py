@@ -1,4 +1,4 @@
-"""Where the output of a server goes: a log file, a stream, or a stream with one JSON object per line."""
+"""Directs a server's output to a log file, or to a stream as text or JSON lines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 class Output:
-    """The output of one run, a context manager. `log` is the file; None for `stream`, which `descriptor` leads to."""
+    """The output of one run, as a context manager. `log` is its file; without one, servers write to
+    `descriptor`, which leads to `stream`."""
 
     def __init__(self, settings: Settings, stream: TextIO) -> None:
         self._stream = stream
         self.log = settings.log_file
         self.descriptor: int | None = None
-        self.recent: deque[str] = deque(maxlen=_KEPT)  # what went to the stream
+        self.recent: deque[str] = deque(maxlen=_KEPT)  # the last lines sent to the stream
         self._verbose = settings.verbose and self.log is not None
-        self._json = settings.json_logs
+        self._json = settings.front.json_logs
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -37,7 +38,7 @@ class Output:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            self.log.write_bytes(b"")  # not an earlier server's
+            self.log.write_bytes(b"")  # drop an earlier server's log
             if self._verbose:
                 self._thread = threading.Thread(target=self._follow, args=(self.log,), daemon=True)
         if self._thread is not None:
@@ -53,11 +54,11 @@ class Output:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the lines reach the terminal as they are written."""
+        """Whether the lines also appear on the terminal."""
         return self.log is None or self._verbose
 
     def _follow(self, log: Path) -> None:
-        """Copies what is added to the log to the stream."""
+        """Copy what is added to the log to the stream."""
         position = 0
         while True:
             last = self._done.is_set()
@@ -71,7 +72,8 @@ class Output:
             self._done.wait(_LOOK_EVERY)
 
     def _pass_on(self, reader: int) -> None:
-        """Tritonserver's lines to the stream, and the last of them kept; as JSON without its tables."""
+        """Pass tritonserver's lines on to the stream, and keep the last ones; JSON leaves out its
+        tables."""
         with os.fdopen(reader, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 text = line.rstrip()

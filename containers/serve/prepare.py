@@ -1,4 +1,4 @@
-"""Engines that must be built on their GPU: built once, at the first start, into the cache."""
+"""Builds engines that need their GPU: once, at the first start, into the cache."""
 
 from __future__ import annotations
 
@@ -20,63 +20,74 @@ from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle
 from canvasrt.containers.openai.state import Phase
 from canvasrt.containers.processes import die_with_parent
-from canvasrt.containers.serve.profiles import Profile
+from canvasrt.containers.serve.profiles import ServingProfile
 from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-Tell = Callable[[Phase, str], None]
+Notify = Callable[[Phase, str], None]
 _LOOK_EVERY = 0.2
 _LAST_LINES = 20
 
 
 def prepare(
-    source: Bundle, profile: Profile, cache: Path | None, tell: Tell, stop: threading.Event
+    source: Bundle,
+    profile: ServingProfile,
+    cache: Path | None,
+    notify: Notify,
+    stop: threading.Event,
 ) -> Path | None:
-    """The folder of the profile's engines, built first where they must be; None when `stop` was set.
+    """Return the folder of a profile's engines, and build them first if needed; None when `stop`
+    was set.
 
-    `cache` is the folder to keep them in; None takes canvasrt's own. `tell` hears of the progress.
+    `cache` is the folder to keep them in; None stands for canvasrt's own. `notify` gets the
+    progress.
     """
     if not profile.builds:
         return profile.path
     out = engines_folder(profile, cache)
-    with _alone(out, tell, stop):
+    with _alone(out, notify, stop):
         if stop.is_set():
             return None
         if not (out / MANIFEST).exists():
-            log.info("building engines of %s for %s, once", profile.name, profile.target.name)
-            _build(profile, out, tell, stop)
+            log.info(
+                "building the engines of %s for %s; this happens once",
+                profile.name,
+                profile.target.name,
+            )
+            _build(profile, out, notify, stop)
             if stop.is_set():
                 return None
             log.info("built: %s", out)
     return out
 
 
-def engines_folder(profile: Profile, cache: Path | None) -> Path:
-    """Where the engines of a profile are kept, by all that decides them."""
+def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
+    """Return the folder in the cache for a profile's engines; its name covers all that determines
+    them."""
     from canvasrt.cache import cache_folder
 
     builder = profile.target.builder
-    decided = {
+    inputs = {
         "graphs": profile.digest,
         "canvasrt": canvasrt.__version__,
         builder: extras.version(builder),
     }
-    text = json.dumps(decided, sort_keys=True)
+    text = json.dumps(inputs, sort_keys=True)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return (cache or cache_folder()) / "profiles" / profile.id / key
 
 
 @contextlib.contextmanager
-def _alone(out: Path, tell: Tell, stop: threading.Event) -> Iterator[None]:
-    """Holds the lock on one profile's engines: several servers can share a cache."""
+def _alone(out: Path, notify: Notify, stop: threading.Event) -> Iterator[None]:
+    """Hold the lock on one profile's engines, since several servers can share a cache."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CanvasError(
             f"the cache {out.parent} cannot be written to: {error.strerror}",
-            "mount a volume there that this user can write to, or name another folder with --cache"
+            "mount a volume there that this user can write to, or give another folder with --cache"
             " or NIM_CACHE_PATH",
         ) from error
     try:
@@ -85,16 +96,16 @@ def _alone(out: Path, tell: Tell, stop: threading.Event) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                tell("building", "Another server builds them into the same cache.")
+                notify("building", "Another server is building them into the same cache.")
                 stop.wait(_LOOK_EVERY)
         yield
     finally:
         os.close(lock)
 
 
-def _build(profile: Profile, out: Path, tell: Tell, stop: threading.Event) -> None:
-    """Runs `canvasrt build` as a process of its own, which gives its memory back and can be ended."""
-    tell("building", "")
+def _build(profile: ServingProfile, out: Path, notify: Notify, stop: threading.Event) -> None:
+    """Run `canvasrt build` as a child process, which returns its memory and can be ended."""
+    notify("building", "")
     command = [sys.executable, "-m", "canvasrt", "build", str(profile.path)]
     command += ["--target", profile.target.name, "-o", str(out)]
     command += ["--max-context", str(profile.max_context), "--max-batch", str(profile.max_batch)]
@@ -110,8 +121,8 @@ def _build(profile: Profile, out: Path, tell: Tell, stop: threading.Event) -> No
         start_new_session=True,
         preexec_fn=die_with_parent(),
     )
-    said: list[str] = []
-    reader = threading.Thread(target=_report, args=(process, said, tell), daemon=True)
+    lines: list[str] = []
+    reader = threading.Thread(target=_report, args=(process, lines, notify), daemon=True)
     reader.start()
     try:
         while process.poll() is None:
@@ -125,24 +136,24 @@ def _build(profile: Profile, out: Path, tell: Tell, stop: threading.Event) -> No
             process.kill()
             process.wait()
     if process.returncode:
-        raise _failure(profile, said, process.returncode)
+        raise _failure(profile, lines, process.returncode)
 
 
-def _report(process: subprocess.Popen[str], said: list[str], tell: Tell) -> None:
+def _report(process: subprocess.Popen[str], lines: list[str], notify: Notify) -> None:
     assert process.stderr is not None
     for line in process.stderr:
         text = line.strip()
         if text:
-            said.append(text)
+            lines.append(text)
             log.info("build: %s", text)
-            tell("building", f"Now: {text}.")
+            notify("building", f"Now: {text}.")
 
 
-def _failure(profile: Profile, said: list[str], code: int) -> CanvasError:
-    """The build's own error, as it said it."""
-    last = {line.partition(": ")[0]: line.partition(": ")[2] for line in said[-_LAST_LINES:]}
+def _failure(profile: ServingProfile, lines: list[str], code: int) -> CanvasError:
+    """Return the build's error, with its own message."""
+    last = {line.partition(": ")[0]: line.partition(": ")[2] for line in lines[-_LAST_LINES:]}
     how = last.get("error") or f"it ended with exit code {code}"
     return CanvasError(
-        f"the engines of {profile.name} for {profile.target.name} could not be built: {how}",
-        last.get("hint", "the log has what the build said"),
+        f"cannot build the engines of {profile.name} for {profile.target.name}: {how}",
+        last.get("hint", "see the build's output in the log"),
     )

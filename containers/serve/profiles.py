@@ -1,4 +1,5 @@
-"""Profiles: which engines a package holds or can build, and which of them the GPU here can run."""
+"""Serving profiles: the engines that a package contains or can build, and which of them this
+machine can run."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from canvasrt.targets import TARGETS, Target, find_target
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Engines for one target, or the graphs that they are built from; `path` is their bundle."""
+class ServingProfile:
+    """Engines for one target, or the graphs to build them from; `path` is their bundle."""
 
     target: Target
     precision: str
@@ -31,13 +32,13 @@ class Profile:
     max_batch: int
     path: Path
     digest: str
-    memory: int | None  # bytes that serving takes on the GPU
+    memory: int | None  # bytes that serving needs on the GPU
     builds: bool = False
-    recipe: str | None = None  # the name of what quantized them, where a recipe did
+    recipe: str | None = None  # the name of the recipe that quantized them
 
     @cached_property
     def tags(self) -> dict[str, str]:
-        """What tells profiles apart."""
+        """The properties that distinguish serving profiles."""
         recipe = {"recipe": self.recipe} if self.recipe else {}
         return {
             "backend": self.target.builder.replace("-", "_"),
@@ -60,14 +61,14 @@ class Profile:
 
     @property
     def name(self) -> str:
-        """For example `tensorrt-fp8-tp1-pp1`, with the recipe in the precision's place where there is one; those of
-        several targets can share one."""
+        """For example `tensorrt-fp8-tp1-pp1`; a recipe's name replaces the precision. Targets can
+        share a name."""
         tags = self.tags
         weights = "-".join((self.recipe or self.precision).split())
         return f"{tags['backend']}-{weights}-tp{tags['tp']}-pp{tags['pp']}"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Return a JSON object."""
         return {
             "id": self.id,
             "name": self.name,
@@ -77,43 +78,45 @@ class Profile:
         }
 
     def misfit(self, gpus: Sequence[Gpu], host: str | None = None) -> str:
-        """Why this machine cannot run it; empty when it can."""
+        """Return why this machine cannot run it; empty when it can."""
         host = host or platform.machine()
         if self.target.host not in ("any", host):
-            return f"it is for hosts of {self.target.host}, and this is one of {host}"
+            return f"needs a host of {self.target.host}; this one is {host}"
         if self.target.capability is None:
             return ""
         if not gpus:
-            return f"it needs {self.target.gpu}, and there is no GPU here that nvidia-smi knows"
+            return f"needs {self.target.gpu}; nvidia-smi reports no GPU here"
         fitting = [gpu for gpu in gpus if gpu.capability == self.target.capability]
         if not fitting:
             found = ", ".join(f"{gpu.name} ({_version(gpu.capability)})" for gpu in gpus)
-            return f"it needs compute capability {self.target.capability_text}, and here is {found}"
+            return (
+                f"needs compute capability {self.target.capability_text}; this machine has {found}"
+            )
         most = max(gpu.memory for gpu in fitting)
         if self.memory is not None and self.memory > most:
-            return f"it takes {self.memory / 1e9:.1f} GB, and the GPU has {most / 1e9:.1f} GB"
+            return f"needs {self.memory / 1e9:.1f} GB; the GPU has {most / 1e9:.1f} GB"
         module, extra = machine.BUILDER_MODULES[self.target.builder]
         if not extras.is_installed(module):
-            return f"it needs {module}: pip install 'canvasrt[{extra}]'"
+            return f"needs {module}: pip install 'canvasrt[{extra}]'"
         return ""
 
 
 def open_source(path: Path | None) -> Bundle:
-    """The package, engines or graphs to serve; without a path, the image's own package."""
+    """Load the package, engines or graphs to serve; without a path, the image's package."""
     if path is None:
         path = Path(PACKAGE)
         if not (path / MANIFEST).exists():
             raise UsageError(
-                "nothing to serve was named", "give BUNDLE, or set NIM_MODEL_PATH to its folder"
+                "there is nothing to serve", "give BUNDLE, or set NIM_MODEL_PATH to its folder"
             )
-    # The engines' hashes are checked once, by the model that loads them.
+    # The model that loads the engines checks their hashes.
     return load_bundle(path, kind=("package", "engines", "graphs"), check=False)
 
 
-def profiles_of(source: Bundle) -> list[Profile]:
-    """Everything that a package, or a bundle by itself, can run as, best first.
+def profiles_of(source: Bundle) -> list[ServingProfile]:
+    """Return the serving profiles of a package, engines or graphs, best first.
 
-    CanvasError when a package holds no engines, as when those that it expects are not mounted.
+    CanvasError when a package contains no engines, for example because they are not mounted.
     """
     found = []
     for path in _bundles(source):
@@ -127,14 +130,17 @@ def profiles_of(source: Bundle) -> list[Profile]:
     return sorted(found, key=_preference)
 
 
-def choose(source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None) -> Profile:
-    """The profile for this machine; `wanted` is an id or a name. CanvasError when none fits."""
+def choose(
+    source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
+) -> ServingProfile:
+    """Return the serving profile for this machine; `wanted` is an id or a name. CanvasError when
+    none fits."""
     found = profiles_of(source)
     gpus = machine.gpus() if gpus is None else gpus
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
     if not named:
         known = "; ".join(f"{each.name} for {each.target.name} ({each.id})" for each in found)
-        raise CanvasError(f"there is no profile {wanted!r}", f"the profiles are: {known}")
+        raise CanvasError(f"there is no profile {wanted!r}", f"the profiles are {known}")
     fitting = [each for each in named if not each.misfit(gpus)]
     if not fitting:
         reasons = "; ".join(
@@ -143,7 +149,7 @@ def choose(source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None
         raise CanvasError(
             f"no profile of {source.path} runs on this machine: {reasons}",
             "build and package engines for this machine's GPU; `canvasrt targets` lists the names."
-            " In a container, give it the GPU with --gpus all",
+            " Give a container its GPU with --gpus all",
         )
     names = [gpu.name for gpu in gpus]
     exact = [each for each in fitting if any(each.target.gpu in name for name in names)]
@@ -151,7 +157,7 @@ def choose(source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None
 
 
 def _bundles(source: Bundle) -> list[Path]:
-    """The folders of the engines: the bundle itself, or a package's one or several."""
+    """Return the folders of the engines: the bundle itself, or those in a package."""
     if source.manifest.kind != "package":
         return [source.path]
     folder = source.path / ENGINES
@@ -160,13 +166,13 @@ def _bundles(source: Bundle) -> list[Path]:
     return sorted(each.parent for each in folder.glob(f"*/{MANIFEST}"))
 
 
-def _of_bundle(bundle: Bundle) -> list[Profile]:
+def _of_bundle(bundle: Bundle) -> list[ServingProfile]:
     manifest = bundle.manifest
     if manifest.target is not None:
         return [_profile(bundle, find_target(manifest.target["name"]))]
     precision = manifest.options.get("precision", "fp32")
     if precision == "fp32":
-        # Graphs run on a CPU as they are, and faster when there is what it takes to rewrite them.
+        # A CPU runs graphs as they are, but faster once they are rewritten, which needs onnx.
         return [_profile(bundle, find_target("cpu"), builds=extras.is_installed("onnx"))]
     return [
         _profile(bundle, target, builds=True)
@@ -175,14 +181,14 @@ def _of_bundle(bundle: Bundle) -> list[Profile]:
     ]
 
 
-def _profile(bundle: Bundle, target: Target, builds: bool = False) -> Profile:
+def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingProfile:
     manifest = bundle.manifest
     options = manifest.options
     limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
     precision = options.get("precision", "fp32")
     context = int(options.get("max_context") or limit)
     batch = int(options.get("max_batch") or MAX_BATCH)
-    return Profile(
+    return ServingProfile(
         target,
         precision,
         context,
@@ -196,7 +202,7 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> Profile:
 
 
 def _memory(manifest: Manifest, precision: str, context: int, batch: int) -> int:
-    """By what is in the bundle: which of its weights are quantized, and how it caches keys and values."""
+    """Estimate the memory from the bundle's quantized weights and its KV cache."""
     options = manifest.options
     formats = {
         name: form
@@ -214,8 +220,8 @@ def _memory(manifest: Manifest, precision: str, context: int, batch: int) -> int
     ).total
 
 
-def _preference(profile: Profile) -> tuple[bool, bool, int, str]:
-    """A GPU before the CPU, engines before what must be built, the larger GPU's before the smaller's."""
+def _preference(profile: ServingProfile) -> tuple[bool, bool, int, str]:
+    """Sort GPUs before the CPU, engines before graphs, and larger GPUs before smaller ones."""
     target = profile.target
     return target.capability is None, profile.builds, -(target.memory or 0), target.name
 

@@ -1,4 +1,5 @@
-"""Runs a real tritonserver as a child: starts it, waits until it is ready, and leaves nothing behind."""
+"""Runs tritonserver as a child process: starts it, waits until it is ready, stops it and cleans
+up."""
 
 from __future__ import annotations
 
@@ -16,12 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from canvasrt.containers.names import (
-    MAX_MODEL_LEN_VARIABLE,
-    SHARE_PASSES_VARIABLE,
-    STOPPING_VARIABLE,
-    THREADS_VARIABLE,
-)
+from canvasrt.containers.names import STOPPING_VARIABLE
+from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.processes import (
     die_with_parent,
@@ -37,16 +34,16 @@ from canvasrt.containers.serve.installation import Installation, find_installati
 from canvasrt.errors import CanvasError
 
 READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
-EXIT_TIMEOUT = 10  # for requests in flight when the server is told to stop
-UNLOAD_TIMEOUT = 3  # for the models to be unloaded after that
+EXIT_TIMEOUT = 10  # for requests in flight at shutdown
+UNLOAD_TIMEOUT = 3  # for unloading the models after that
 PROBE_TIMEOUT = 5.0
 SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
-_STOPPING = "stopping"
-# Calls that change the server, or name shared memory for it to read and write. No caller needs them.
+_STOPPING = "stopping"  # a file in the scratch folder
+# These change the server, or make it read and write shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
 POLL = 0.05
 _CAUSES = (
-    # The traceback follows in the same line, with its line breaks escaped.
+    # The traceback follows on the same line, with escaped line breaks.
     re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
     re.compile(r"^error: (.*)"),
     re.compile(r"^E\d{4} [^\"]*\"(.*)\""),
@@ -57,9 +54,9 @@ _CAUSES = (
 class Server:
     """One tritonserver over one model repository.
 
-    A context manager: entering starts it and waits until it is ready, leaving stops it and removes
-    its processes, its shared memory and its scratch folder. Start it on a thread that outlives it:
-    the server stops when that thread ends.
+    As a context manager, it starts the server and waits until it is ready, and at the end stops it
+    and removes its processes, shared memory and scratch folder. Start it on a thread that outlives
+    it: the server stops when that thread ends.
     """
 
     def __init__(
@@ -70,28 +67,24 @@ class Server:
         ports: Ports | None = None,
         log: Path | None = None,
         exit_timeout: float = EXIT_TIMEOUT,
-        threads: int | None = None,
-        max_model_len: int | None = None,
-        share_passes: bool = False,
+        model: ModelOptions | None = None,
         output: int | None = None,
         recent: Sequence[str] = (),
         options: Sequence[str] = (),
     ) -> None:
-        """`log` is the file for the server's output, appended to; None passes it on to stderr, or to
-        the descriptor `output`, whose last lines `recent` holds. `threads` are the engines' CPU threads; None takes
-        `CANVASRT_THREADS`, else every core. `max_model_len` limits a request's tokens further than
-        the engines do. `share_passes` is `open_model`'s. `options` are tritonserver's own."""
+        """Prepare a server; nothing is started yet.
+
+        log: a file to append the server's output to; None sends it to stderr, or to the descriptor
+        `output`, whose last lines are in `recent`.
+        model: what the models are given. options: further options of tritonserver.
+        """
         self.repository = repository
         self.host = host
         self.ports = ports or Ports()
         self.log = log
         self.exit_timeout = exit_timeout
-        self._variables = {
-            THREADS_VARIABLE: threads,
-            MAX_MODEL_LEN_VARIABLE: max_model_len,
-            SHARE_PASSES_VARIABLE: int(share_passes),
-        }
-        self._given_output = output
+        self._model_options = model or ModelOptions()
+        self._output_descriptor = output
         self._recent = recent
         self._options = tuple(options)
         self.run_name = run_name()
@@ -102,17 +95,17 @@ class Server:
 
     @property
     def address(self) -> str:
-        """The host to call it by: the loopback address where it listens on all."""
+        """The host to call: the loopback address if the server listens on all."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, None while there is none."""
+        """The server's process id; None while it is not running."""
         return self._process.pid if self._process else None
 
     @property
     def is_running(self) -> bool:
-        """Whether the process and those of its models are there."""
+        """Whether the server's process and those of its models are running."""
         alive = self._process is not None and self._process.poll() is None
         return alive and all(is_running(model) for model in self._models)
 
@@ -127,12 +120,12 @@ class Server:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         at_once = threading.Event()
-        if kind is not None:  # nobody waits for the answers any more
+        if kind is not None:  # nobody waits for answers any more
             at_once.set()
         self.stop(force=at_once)
 
     def start(self) -> None:
-        """Starts the process. CanvasError for a port in use, or when there is no tritonserver."""
+        """Start the process. CanvasError for a port in use, or without a tritonserver."""
         installation = find_installation()
         self.ports = self.ports.resolve(self.host)
         remove_stale()
@@ -145,7 +138,7 @@ class Server:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
-                    start_new_session=True,  # Ctrl-C is for us; we tell the server to stop
+                    start_new_session=True,  # Ctrl-C is for this process, which then stops the server
                     preexec_fn=die_with_parent(),
                 )
             self._guard = start_guard(self.run_name)
@@ -156,7 +149,7 @@ class Server:
             self._clean()
             if isinstance(error, OSError):
                 raise CanvasError(
-                    f"{installation.binary} does not start: {error}", "run `canvasrt doctor`"
+                    f"cannot start {installation.binary}: {error}", "run `canvasrt doctor`"
                 ) from error
             raise
 
@@ -166,8 +159,11 @@ class Server:
         interrupted: threading.Event | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Returns when every model is ready, or `interrupted` is set; calls `meanwhile` now and then.
-        CanvasError when the server ends first or `timeout` seconds pass."""
+        """Wait until every model is ready, or `interrupted` is set; `meanwhile` is called
+        repeatedly.
+
+        CanvasError when the server ends, or `timeout` seconds pass.
+        """
         deadline = time.monotonic() + timeout
         while not (interrupted and interrupted.is_set()):
             self.check_alive()
@@ -179,26 +175,27 @@ class Server:
             if time.monotonic() > deadline:
                 raise CanvasError(
                     f"tritonserver was not ready after {timeout:g} s",
-                    "allow more with --ready-timeout" + self._log_hint(),
+                    "allow more time with --ready-timeout" + self._log_hint(),
                     self.log_tail(),
                 )
             time.sleep(POLL)
 
     def is_ready(self) -> bool:
-        """Whether the server and all its models are ready."""
+        """Return whether the server and all its models are ready."""
         return bool(self._get("http", "/v2/health/ready"))
 
     def check_alive(self) -> None:
-        """CanvasError, with the cause from the log, when the server or a model's process has ended.
+        """Raise CanvasError, with the cause from the log, when the server or a model's process has
+        ended.
 
-        Triton goes on being ready without the process of a decoupled model, and every request fails.
+        Without a decoupled model's process Triton stays ready, but every request fails.
         """
         code = self._process.poll() if self._process else None
         if code is None:
             if any(not is_running(model) for model in self._models):
                 raise CanvasError(
-                    "a model's process has ended, perhaps for lack of memory",
-                    "start the server again; its output may say more" + self._log_hint(),
+                    "a model's process has ended, perhaps because memory ran out",
+                    "start the server again; its output may say why" + self._log_hint(),
                     self.log_tail(),
                 )
             return
@@ -206,18 +203,18 @@ class Server:
         cause = _cause(self.log_tail(1000))
         raise CanvasError(
             f"tritonserver stopped with {how}" + (f": {cause}" if cause else ""),
-            "its output says more" + self._log_hint(),
+            "see its output" + self._log_hint(),
             self.log_tail(),
         )
 
     def stop(self, force: threading.Event | None = None) -> bool:
-        """Stops the server and removes what it leaves; False when requests were cut off.
+        """Stop the server and clean up; return whether all requests finished.
 
         Requests in flight get `exit_timeout` seconds; setting `force` ends the wait at once.
         """
         try:
             return self._process is None or self._end(self._process, force)
-        except BaseException:  # a second Ctrl-C, where nobody handles it
+        except BaseException:  # a second Ctrl-C that nobody handles
             if self._process is not None:
                 end_group(self._process.pid, grace=0)
             raise
@@ -226,7 +223,7 @@ class Server:
             self._clean()
 
     def refuse(self) -> None:
-        """Has the models refuse what comes from now on; requests in flight go on."""
+        """Make the models refuse new requests; those in flight continue."""
         if self._folder is not None:
             (self._folder / _STOPPING).touch()
 
@@ -240,18 +237,18 @@ class Server:
         return drained
 
     def _model_processes(self) -> set[int]:
-        """Triton runs a process for each model, in its own process group."""
+        """Return the models' processes: Triton runs one for each, in its own process group."""
         return group_members(self._process.pid) - {self._process.pid} if self._process else set()
 
     def _drain(self, force: threading.Event | None) -> bool:
-        """Waits until no request is in flight.
+        """Wait until no request is in flight; return whether that happened in time.
 
-        Triton's own wait also counts idle connections, and a client that keeps one open, as most
-        do, would hold it up until its timeout.
+        Triton's own wait also counts idle connections. Most clients keep one open, which would hold
+        it up until its timeout.
         """
         deadline = time.monotonic() + self.exit_timeout
         self.refuse()
-        # Twice: a request may be on its way to where it counts.
+        # Look twice: a request may not be counted yet.
         quiet = 0
         while quiet < 2:
             quiet = 0 if self._in_flight() else quiet + 1
@@ -261,21 +258,21 @@ class Server:
         return True
 
     def _in_flight(self) -> int:
-        """Requests that run or wait, by the server's metrics; 0 when it does not tell."""
+        """Return how many requests run or wait, by the server's metrics; 0 without an answer."""
         found = re.search(
             rb"^canvasrt_requests_in_flight (\S+)", self._get("metrics", "/metrics"), re.M
         )
         return int(float(found[1])) if found else 0
 
     def _get(self, port: str, path: str) -> bytes:
-        """The body of a page of the server; empty unless it answers with 200."""
+        """Return the body of a page of the server; empty unless the status is 200."""
         connection = http.client.HTTPConnection(
             self.address, getattr(self.ports, port), timeout=PROBE_TIMEOUT
         )
         try:
             connection.request("GET", path)
             reply = connection.getresponse()
-            # An empty page is an answer too.
+            # An empty page counts as an answer.
             return reply.read() or b"\n" if reply.status == 200 else b""
         except (OSError, http.client.HTTPException):
             return b""
@@ -283,7 +280,7 @@ class Server:
             connection.close()
 
     def log_tail(self, lines: int = 20) -> list[str]:
-        """The last lines of the log, without Triton's tables."""
+        """Return the last lines of the log, without Triton's tables."""
         found: Sequence[str] = list(self._recent)
         if self.log is not None and self.log.exists():
             found = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -296,11 +293,12 @@ class Server:
             str(installation.binary),
             f"--model-repository={self.repository}",
             *backend,
-            # The configurations are complete; completing them would start every model's process twice.
+            # The configurations are complete; auto-completion would start each model's process
+            # twice.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.run_name}",
-            # The time that a model may take to load.
+            # How long a model may take to load.
             f"--backend-config=python,stub-timeout-seconds={READY_TIMEOUT:.0f}",
         ]
         for name in ("http", "grpc", "metrics"):
@@ -314,9 +312,9 @@ class Server:
 
     def _environment(self, installation: Installation) -> dict[str, str]:
         env = installation.environment()
-        for name in SECRETS:  # the models need none of them
+        for name in SECRETS:  # the models do not need them
             env.pop(name, None)
-        env |= {k: str(v) for k, v in self._variables.items() if v is not None}
+        env |= self._model_options.to_environment()
         if self._folder is not None:
             env[STOPPING_VARIABLE] = str(self._folder / _STOPPING)
         return env
@@ -327,8 +325,8 @@ class Server:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as file:
                 yield file
-        elif self._given_output is not None:
-            with open(self._given_output, "wb", closefd=False) as file:
+        elif self._output_descriptor is not None:
+            with open(self._output_descriptor, "wb", closefd=False) as file:
                 yield file
         else:
             yield None
@@ -347,7 +345,7 @@ class Server:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:
-    """Whether the process ended by itself, and so had its models end too."""
+    """Return whether the process ended by itself, and thus ended its models too."""
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline or (force and force.is_set()):
@@ -357,7 +355,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Eve
 
 
 def _cause(lines: list[str]) -> str:
-    """What the log most likely gives as the reason: a model's exception, else an error of Triton."""
+    """Return the likely cause from the log: a model's exception, else an error of Triton."""
     for pattern in _CAUSES:
         for line in reversed(lines):
             match = pattern.search(line)

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM as a request to stop, instead of an exception anywhere in the code."""
+"""Turns Ctrl-C and SIGTERM into a request to stop, rather than an exception anywhere in the
+code."""
 
 from __future__ import annotations
 
@@ -14,22 +15,22 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class StopRequest:
-    """`asked` is set by the first signal, `insisted` by the second."""
+    """The first signal sets `requested`, the second `forced`."""
 
-    asked: threading.Event = field(default_factory=threading.Event)
-    insisted: threading.Event = field(default_factory=threading.Event)
+    requested: threading.Event = field(default_factory=threading.Event)
+    forced: threading.Event = field(default_factory=threading.Event)
 
 
 @contextlib.contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Takes the signals over for as long as the block runs. Main thread only."""
+    """Handle the signals while the block runs. Main thread only."""
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
-        (request.insisted if request.asked.is_set() else request.asked).set()
+        (request.forced if request.requested.is_set() else request.requested).set()
 
-    # nohup ignores a closed terminal; so do we then. Scripts start background jobs with Ctrl-C ignored,
-    # and still stop them with it.
+    # Keep ignoring SIGHUP under nohup. Scripts start background jobs with SIGINT ignored, but still
+    # stop them with it.
     taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in taken}
     try:

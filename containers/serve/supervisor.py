@@ -1,4 +1,5 @@
-"""Keeps Triton and the front end together: both run, or neither does, and no request is lost at the end."""
+"""Runs Triton and the front end together: both run or neither does, and no request is lost at the
+end."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ _LOOK_EVERY = 0.2
 
 
 class Supervisor:
-    """One Triton and the front end over it.
+    """Supervises one Triton and its front end.
 
-    A front end that dies is replaced, since it holds nothing. When Triton dies, or a model's process,
-    everything ends with an error: whatever runs the container starts it afresh, and says so.
+    A front end that dies is replaced, since it holds no state. When Triton or a model's process
+    dies, everything ends with an error; restarting is up to what runs the container.
     """
 
     def __init__(self, server: Server, front: FrontEnd, stop: StopRequest) -> None:
@@ -25,27 +26,32 @@ class Supervisor:
         self._stop = stop
 
     def start(self, ready_timeout: float) -> None:
-        """Starts Triton; requests are taken once it is ready. CanvasError when it does not get there."""
-        self._front.tell("loading")
+        """Start Triton and accept requests once it is ready. CanvasError when it does not become
+        ready."""
+        self._front.notify("loading")
         self._server.start()
-        self._server.wait_ready(ready_timeout, self._stop.asked, self._front.check_alive)
-        if not self._stop.asked.is_set():
-            self._front.tell("serving")
+        self._server.wait_ready(ready_timeout, self._stop.requested, self._front.check_alive)
+        if not self._stop.requested.is_set():
+            self._front.notify("serving")
 
     def watch(self) -> None:
-        """Returns when it is to stop. CanvasError when Triton has ended, or the front end cannot run."""
-        while not self._stop.asked.wait(_LOOK_EVERY):
+        """Wait for a request to stop. CanvasError when Triton ends, or the front end cannot be kept
+        running."""
+        while not self._stop.requested.wait(_LOOK_EVERY):
             self._server.check_alive()
             self._front.check_alive()
 
     def stop(self, grace: float) -> bool:
-        """Takes no more requests, lets those in flight finish within `grace` seconds in all, and ends
-        both; False when some were cut off."""
+        """Refuse new requests, let those in flight finish within `grace` seconds, and end both
+        processes.
+
+        Return whether all finished.
+        """
         deadline = time.monotonic() + grace
-        force = threading.Event() if self._dead() else self._stop.insisted
+        force = threading.Event() if self._dead() else self._stop.forced
         if self._dead():
-            force.set()  # nobody can answer what is in flight
-        # First the front end, whose requests still need Triton.
+            force.set()  # nothing can answer the requests in flight
+        # The front end first: its requests still need Triton.
         finished = self._front.stop(grace, force)
         self._server.exit_timeout = max(0.0, deadline - time.monotonic())
         return self._server.stop(force=force) and finished

@@ -1,4 +1,4 @@
-"""The two models, as Triton's Python backend runs them: the stream model owns the engines."""
+"""The two models that Triton's Python backend runs; the stream model holds the engines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 
-# Only there inside Triton's Python backend.
+# Exists only inside Triton's Python backend.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
 from canvasrt.bundle import load_bundle
-from canvasrt.containers.names import (
-    MAX_MODEL_LEN_VARIABLE,
-    SHARE_PASSES_VARIABLE,
-    STOPPING_VARIABLE,
-    THREADS_VARIABLE,
-)
+from canvasrt.containers.names import STOPPING_VARIABLE
+from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import (
     ERROR_EVENT,
     ERRORS,
@@ -41,29 +37,30 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.tokenizer import Tokenizer
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Parameters that the answer model adds to the calls that it makes to the stream model. A failed
-# call between models loses its error code, so the error comes back as an event of its own.
+# The answer model adds these parameters to its calls to the stream model. A failed call between
+# models loses its error code, so the error comes back as an event.
 CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
 
 
 class StreamModel:
-    """The decoupled model: every request gets its drafts, blocks and result as they come."""
+    """The decoupled model, which sends a request's drafts, blocks and result as they come."""
 
     def initialize(self, args: dict[str, str]) -> None:
         config = json.loads(args["model_config"])
-        options = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
-        # `engines` is relative to the model repository, which holds this model's folder.
-        engines = Path(args["model_repository"]).parent / options["engines"]
+        parameters = {k: v["string_value"] for k, v in config.get("parameters", {}).items()}
+        # `engines` is relative to the model repository, the parent of this model's folder.
+        engines = Path(args["model_repository"]).parent / parameters["engines"]
+        options = ModelOptions.from_environment(os.environ)
         self._model = open_model(
-            engines,
-            threads=_number(THREADS_VARIABLE),
-            share_passes=bool(_number(SHARE_PASSES_VARIABLE)),
+            engines, threads=options.threads, share_passes=options.share_passes
         )
-        self._model.max_context = _context(self._model.max_context)
-        bundle = load_bundle(engines, check=False)  # the model has checked it
+        self._model.max_context = _max_context(self._model.max_context, options.max_model_len)
+        bundle = load_bundle(engines, check=False)  # open_model has checked it
         manifest = bundle.manifest
         self._tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
-        max_batch = int(options.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH)
+        max_batch = int(
+            parameters.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH
+        )
         self._worker = Worker(
             lambda: Generator(self._model, max_batch=max_batch), Metrics(pb_utils).update
         )
@@ -78,7 +75,7 @@ class StreamModel:
                 sender.send(flags=FINAL)
                 continue
             call = parameters.get(CALL)
-            sink = _Sink(sender, told_errors=call is not None or ERRORS in parameters)
+            sink = _Sink(sender, error_events=call is not None or ERRORS in parameters)
             try:
                 self._admit(request, parameters, sink, call)
             except Exception as error:
@@ -92,43 +89,44 @@ class StreamModel:
     ) -> None:
         check_parameters(parameters, STREAM_MODEL)
         if os.path.exists(os.environ.get(STOPPING_VARIABLE, "")):
-            raise Overloaded("the server is stopping", "send it to another server")
+            raise Overloaded("the server is stopping", "send the request to another server")
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        asked = read_request(arrays, self._model, self._tokenizer)
+        served = read_request(arrays, self._model, self._tokenizer)
         sink.replies = ReplyBuilder(
             self._tokenizer,
-            asked.request.params,
-            asked.drafts,
+            served.request.params,
+            served.drafts,
             only_final=bool(call),
-            stops=asked.stops,
-            prompt=asked.request.prompt_token_ids,
+            stops=served.stops,
+            prompt=served.request.prompt_token_ids,
         )
         if call is not None:
-            gone = sink.gone = self._cancelled_calls.setdefault(str(call), threading.Event())
-            sink.on_end = lambda: self._cancelled_calls.pop(str(call), gone)
-        self._worker.submit(asked.request, sink)
+            cancel = self._cancelled_calls.setdefault(str(call), threading.Event())
+            sink.cancel = cancel
+            sink.on_end = lambda: self._cancelled_calls.pop(str(call), cancel)
+        self._worker.submit(served.request, sink)
 
     def _cancel_call(self, call: str) -> None:
-        gone = self._cancelled_calls.get(call)
-        if gone is not None:
-            gone.set()
+        cancel = self._cancelled_calls.get(call)
+        if cancel is not None:
+            cancel.set()
 
 
 class _Sink:
     """Sends one request's events through its response sender."""
 
-    def __init__(self, sender: Any, told_errors: bool) -> None:
-        """`told_errors` makes an error an event, with its code."""
+    def __init__(self, sender: Any, error_events: bool) -> None:
+        """`error_events` sends an error as an event with its code."""
         self._sender = sender
-        self._told_errors = told_errors
+        self._error_events = error_events
         self._ended = False
         self.replies: ReplyBuilder | None = None
-        self.gone: threading.Event | None = None
+        self.cancel: threading.Event | None = None
         self.on_end: Any = None
 
     def event(self, event: Event) -> None:
         assert self.replies is not None
-        if self._ended:  # a stop string has ended it before the generator did
+        if self._ended:  # by a stop string, before the generator finished
             return
         replies = self.replies.replies(event)
         if self.replies.ended:
@@ -145,11 +143,11 @@ class _Sink:
             return
         self._end()
         code, message = describe(error)
-        if self._told_errors:
-            told = json.dumps({"code": code, "message": message}).encode()
+        if self._error_events:
+            failure = json.dumps({"code": code, "message": message}).encode()
             tensors = [
                 pb_utils.Tensor("event", np.array([ERROR_EVENT.encode()], object)),
-                pb_utils.Tensor("text", np.array([told], object)),
+                pb_utils.Tensor("text", np.array([failure], object)),
             ]
             self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
         else:
@@ -159,7 +157,7 @@ class _Sink:
         return (
             self._ended
             or self._sender.is_cancelled()
-            or (self.gone is not None and self.gone.is_set())
+            or (self.cancel is not None and self.cancel.is_set())
         )
 
     def _end(self) -> None:
@@ -169,10 +167,9 @@ class _Sink:
 
 
 class AnswerModel:
-    """The model for a single answer: asks the stream model and passes on its final event.
+    """The model for a single answer: calls the stream model and returns its final event.
 
-    Triton's HTTP `infer` refuses decoupled models. The engines stay where they are: this model
-    holds none.
+    Triton's HTTP `infer` refuses decoupled models. This model holds no engines.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -180,8 +177,8 @@ class AnswerModel:
         self._outputs = [tensor.name for tensor in outputs_of(self._name)]
         self._open: dict[str, Any] = {}  # call → response sender
         self._lock = threading.Lock()
-        # Triton 24.10's stub for Python 3.12 still reads a response after handing it over, and
-        # crashes when it is gone by then.
+        # Triton 24.10's stub for Python 3.12 reads a response after handing it over, and crashes if
+        # it was freed.
         self._recent: deque[Any] = deque(maxlen=1024)
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="canvasrt-watch", daemon=True)
@@ -195,7 +192,7 @@ class AnswerModel:
             except CanvasError as error:
                 sender.send(error_response(*describe(error)), flags=FINAL)
                 continue
-            # A thread a request, so that any number can wait for the stream model at once.
+            # One thread per request, so that any number can wait for the stream model at once.
             threading.Thread(target=self._answer, args=(sender, request)).start()
 
     def finalize(self) -> None:
@@ -215,7 +212,7 @@ class AnswerModel:
         sender.send(response, flags=FINAL)
 
     def _ask(self, call: str, inputs: list[Any]) -> Any:
-        """The stream model's final event as this model's response."""
+        """Return the stream model's final event as this model's response."""
         request = pb_utils.InferenceRequest(
             model_name=STREAM_MODEL,
             requested_output_names=["event", *self._outputs],
@@ -235,11 +232,11 @@ class AnswerModel:
         return pb_utils.InferenceResponse([tensors[name] for name in self._outputs])
 
     def _watch(self) -> None:
-        """Tells the stream model which callers have gone: a call between models does not pass it on."""
+        """Report cancelled requests to the stream model; calls between models do not pass that on."""
         while not self._stopping.wait(CANCEL_INTERVAL):
             with self._lock:
-                gone = {call for call, sender in self._open.items() if sender.is_cancelled()}
-            for call in gone:
+                cancelled = {call for call, sender in self._open.items() if sender.is_cancelled()}
+            for call in cancelled:
                 request = pb_utils.InferenceRequest(
                     model_name=STREAM_MODEL,
                     requested_output_names=["event"],
@@ -249,27 +246,18 @@ class AnswerModel:
                 self._recent.extend(request.exec(decoupled=True))
 
 
-def _number(variable: str) -> int | None:
-    """A number from the environment."""
-    value = os.environ.get(variable, "")
-    if value and not value.isdecimal():
-        raise CanvasError(f"{variable} is {value!r}", "give a number, or unset it")
-    return int(value) if value else None
-
-
-def _context(most: int) -> int:
-    """The most tokens of a request: what the engines were built for, or less."""
-    asked = _number(MAX_MODEL_LEN_VARIABLE)
-    if asked is not None and asked > most:
+def _max_context(most: int, limit: int | None) -> int:
+    """Return the most tokens of a request: `limit`, or `most`, what the engines support."""
+    if limit is not None and limit > most:
         raise CanvasError(
-            f"the longest context is to be {asked} tokens, and the engines take {most}",
+            f"--max-model-len is {limit}, but the engines support at most {most}",
             f"give at most {most}, or build engines with a larger --max-context",
         )
-    return most if asked is None else asked
+    return most if limit is None else limit
 
 
 def describe(error: Exception) -> tuple[str, str]:
-    """Triton's name for the kind of error, and a message that says the way out."""
+    """Return Triton's code for an error, and a message with its hint."""
     if isinstance(error, CanvasError):
         code = "UNAVAILABLE" if isinstance(error, Overloaded) else "INVALID_ARG"
         return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
@@ -277,7 +265,7 @@ def describe(error: Exception) -> tuple[str, str]:
 
 
 def error_response(code: str, message: str) -> Any:
-    """An error reply."""
+    """Return an error reply."""
     codes = pb_utils.TritonError
     return pb_utils.InferenceResponse(
         error=pb_utils.TritonError(message, getattr(codes, code, codes.INTERNAL))

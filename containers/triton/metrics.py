@@ -8,17 +8,17 @@ from typing import Any
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.passes import Counters
 
-INTERVAL = 0.25  # seconds; every change of a metric is a call to the server's process
+INTERVAL = 0.25  # seconds; each change of a metric is a call to the server's process
 GAUGES = {
     "requests_in_flight": "Requests running or waiting",
-    # Triton hands requests on as they come: its own pending count does not see them wait.
-    "requests_waiting": "Requests that wait for a place in the batch",
+    # Triton passes requests on at once, so its own pending count stays 0.
+    "requests_waiting": "Requests waiting for a place in the batch",
     "active_canvases": "Canvases in the last denoising pass",
 }
 _COUNTED = {
     "encode_tokens": "Tokens encoded into the KV cache",
     "encode_seconds": "Seconds in encoding passes",
-    "denoise_passes": "Denoising passes; one serves every canvas in its batch",
+    "denoise_passes": "Denoising passes; each serves every canvas in its batch",
     "denoise_seconds": "Seconds in denoising passes",
     "overflows": "Segment runs repeated because an expert's capacity was too small",
 }
@@ -28,7 +28,7 @@ class Metrics:
     """Gauges and counters named `canvasrt_*`. `pb_utils` is the Python backend's module."""
 
     def __init__(self, pb_utils: Any) -> None:
-        self._families: list[Any] = []  # a metric goes when its family is collected
+        self._families: list[Any] = []  # a metric disappears when its family is collected
         self._gauges = {
             name: self._metric(pb_utils, name, about, "GAUGE") for name, about in GAUGES.items()
         }
@@ -43,8 +43,8 @@ class Metrics:
         self._shown = dict.fromkeys(GAUGES, 0)
 
     def update(self, generator: Generator, in_flight: int) -> None:
-        """Reports a change of a gauge at once, since stopping waits for the requests in flight, and the
-        counters now and then, and when the work is done."""
+        """Report gauges at once, since stopping waits for requests in flight, and counters at
+        intervals and when idle."""
         values = {
             "requests_in_flight": in_flight,
             "requests_waiting": max(0, in_flight - generator.max_batch),

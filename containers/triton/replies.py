@@ -14,11 +14,11 @@ from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 
 class ReplyBuilder:
-    """Keeps what earlier events of a request said, since every reply holds all outputs.
+    """Builds the replies to one request, and keeps what later ones repeat: each has all outputs.
 
-    Without a tokenizer every text is empty. `drafts` asks for the canvas after every step;
-    `only_final` leaves out everything but the result. The text ends before the first of `stops`,
-    and then `prompt`, the prompt's tokens, is part of the last reply.
+    Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
+    `only_final` sends only the result. The text ends before the first of `stops`; `prompt` is the
+    prompt's tokens.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class ReplyBuilder:
         self.ended = False
 
     def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
-        """The output tensors by name, of each reply that is wanted. `ended` is set by the last one,
-        which a stop string can bring before the generator has finished."""
+        """Return the replies to an event, as output tensors by name.
+
+        The last one sets `ended`; with a stop string, that is before the generator has finished.
+        """
         if isinstance(event, Finished):
             self.ended = True
             result = event.result
@@ -78,7 +80,7 @@ class ReplyBuilder:
         return self._tensors("block", event.block, event.steps, text, tokens)
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
-        """How many tokens it takes until the text holds the stop string that was found."""
+        """Return how many tokens are needed for the text to include the stop string that was found."""
         assert self._cutter.found is not None
         needed = self._given + self._cutter.found
         low, high = 1, len(words)
@@ -91,7 +93,7 @@ class ReplyBuilder:
         return low
 
     def _stopped(self, event: Block) -> dict[str, np.ndarray]:
-        """The last reply of an answer that a stop string has ended."""
+        """Return the last reply of an answer that a stop string ended."""
         return self._tensors(
             "final", event.block, event.steps, self._given, self._done, self._prompt, "stop"
         )
@@ -110,7 +112,7 @@ class ReplyBuilder:
         )
 
     def _words(self, tokens: Sequence[int]) -> Sequence[int]:
-        """What comes before the end of the sequence: the token that ends it may have a spelling."""
+        """Return the tokens before the one that ends the sequence, which may have a spelling."""
         ends = (index for index, token in enumerate(tokens) if token in self._ends)
         return tokens[: next(ends, len(tokens))]
 

@@ -1,4 +1,4 @@
-"""Reads a request for the runtime out of the tensors that a caller sent."""
+"""Reads a caller's tensors as a request for the runtime."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 
-class Asked(NamedTuple):
-    """What the runtime does not need to know: whether drafts are wanted, and what ends the text."""
+class ServedRequest(NamedTuple):
+    """A request, and what only its replies depend on: whether to send drafts, and the stop strings."""
 
     request: Request
     drafts: bool
@@ -31,19 +31,19 @@ class Asked(NamedTuple):
 
 def read_request(
     arrays: Mapping[str, np.ndarray], model: Model, tokenizer: Tokenizer | None
-) -> Asked:
-    """A caller's request. CanvasError says which tensor is wrong."""
+) -> ServedRequest:
+    """Return a caller's request. CanvasError names the tensor that is wrong."""
     values = read_inputs(arrays)
-    # The options first: they are cheap to check, and a long prompt is not.
+    # Options before the prompt: checking them is cheap, encoding a long prompt is not.
     options = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
-    params = SamplingParams.from_defaults(
-        model.sampler, model.config, adaptive_stop=values.get("early_stop"), **options
-    )
+    params = SamplingParams.from_defaults(model.sampler, model.config, **options)
     stops = check_stops(values.get("stop") or ())
     if stops and tokenizer is None:
-        raise CanvasError("the model has no tokenizer, so it cannot look for stop", "leave it out")
+        raise CanvasError(
+            "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
+        )
     request = Request(_prompt(values, tokenizer), params)
-    return Asked(request, bool(values.get("drafts")), stops)
+    return ServedRequest(request, bool(values.get("drafts")), stops)
 
 
 def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
@@ -52,7 +52,7 @@ def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]
         return list(values["prompt_ids"])
     if tokenizer is None:
         raise CanvasError(
-            f"the model has no tokenizer, so it cannot read {chosen}", "send prompt_ids"
+            f"the model has no tokenizer, so it cannot encode {chosen}", "send prompt_ids"
         )
     if chosen == "messages":
         return tokenizer.encode_chat(read_messages(values["messages"]))
@@ -63,7 +63,7 @@ def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]
         return tokenizer.encode(text)
     if not tokenizer.has_template:
         raise CanvasError(
-            "the model's tokenizer has no chat template to put around prompt",
-            "set raw to true to send the prompt as it is, or send prompt_ids",
+            "the model's tokenizer has no chat template to apply to prompt",
+            "set raw to true to continue the prompt as it is, or send prompt_ids",
         )
     return tokenizer.encode_chat([{"role": "user", "content": text}])

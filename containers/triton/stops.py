@@ -1,4 +1,4 @@
-"""Cuts a growing text before one of some strings, and never shows a part of one too early."""
+"""Cuts a growing text before a stop string, and holds back what may be the beginning of one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class StopCutter:
-    """Takes a text in pieces and gives back what is certain to belong to the answer.
+    """Takes a text in pieces and returns what certainly belongs to the answer.
 
-    The stop string that is complete first ends the text, and of several that are, the longest. What
-    could be the beginning of one is kept back until more is known: so what comes out adds up to the
-    same text however it was divided.
+    The stop string that is complete first ends the text; of several, the longest. A possible
+    beginning of one is held back until more text decides, so the result does not depend on how the
+    text was split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -19,7 +19,8 @@ class StopCutter:
         self.found: str | None = None
 
     def put(self, piece: str, final: bool = False) -> str:
-        """What may be shown now. `found` is the stop string that ended the text; all else is dropped."""
+        """Return what can be shown now. After `found`, the stop string that ended the text, nothing
+        is."""
         if self.found is not None:
             return ""
         text = self._kept + piece
@@ -33,6 +34,6 @@ class StopCutter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` are the first ones of `stop`."""
+    """Return how many characters at the end of `text` begin `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

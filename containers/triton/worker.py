@@ -1,4 +1,4 @@
-"""The thread that owns the generator: admits requests as they arrive and hands out their events."""
+"""The thread that runs the generator: admits requests as they arrive, and delivers their events."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from canvasrt.runtime.generator import Event, Finished, Generator, Request
 
 log = logging.getLogger(__name__)
 
-# Asking Triton whether a caller has gone costs about 0.1 ms, so it is not done every step.
+# Asking Triton whether a request was cancelled takes about 0.1 ms, too long to do at each step.
 CANCEL_INTERVAL = 0.05
 MAX_WAITING = 1024
 
 
 class Sink(Protocol):
-    """Where one request's events go. Called on the worker's thread alone."""
+    """Receives one request's events. Called only on the worker's thread."""
 
     def event(self, event: Event) -> None: ...
 
     def fail(self, error: Exception) -> None:
-        """The request ends here, without a result."""
+        """End the request without a result."""
         ...
 
     def cancelled(self) -> bool: ...
 
 
 class Overloaded(CanvasError):
-    """Too many requests wait already; nothing is wrong with this one."""
+    """The server cannot take the request now; nothing is wrong with it."""
 
 
 class Worker:
     """Runs a generator in a thread of its own.
 
-    `make` builds the generator; it is called again after a failed pass, whose requests get the
-    error. `observe` is called around every step with the generator and
-    the number of requests in flight.
+    `make` returns the generator. It is called again after a failed pass, whose requests all get the
+    error. `observe` is called around each step, with the generator and the number of requests in
+    flight.
     """
 
     def __init__(
@@ -59,17 +59,16 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queues a request. CanvasError when it can never run, Overloaded when too many wait."""
-        model = self._generator.model
-        request.validate(model.config, model.max_context)
+        """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot
+        run."""
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} requests wait already", "send it again later")
+            raise Overloaded(f"{MAX_WAITING} requests are already waiting", "try again later")
         if self._closing:
-            raise Overloaded("the server is stopping", "send it to another server")
+            raise Overloaded("the server is stopping", "send the request to another server")
         self._arrived.put((request, sink))
 
     def close(self) -> None:
-        """Ends what is still running with an error, and the thread."""
+        """Fail the requests that are still running, and end the thread."""
         self._closing = True
         self._arrived.put(None)
         self._thread.join()
@@ -77,7 +76,7 @@ class Worker:
     def _run(self) -> None:
         while not self._closing:
             self._admit()
-            self._report()  # before anybody hears of a request that does not count yet
+            self._report()  # before a caller can hear of a request that is not counted yet
             self._drop_cancelled()
             try:
                 events = self._generator.step()
@@ -88,17 +87,17 @@ class Worker:
             for event in events:
                 self._deliver(event)
             self._report()
-        self._fail_all(Overloaded("the server is stopping", "send it to another server"))
+        self._fail_all(Overloaded("the server is stopping", "send the request to another server"))
 
     def _report(self) -> None:
         if self._observe is not None:
             try:
                 self._observe(self._generator, len(self._sinks) + self._arrived.qsize())
             except Exception:
-                log.exception("the metrics could not be updated")
+                log.exception("cannot update the metrics")
 
     def _admit(self) -> None:
-        """Takes in all that has arrived; waits for something when there is nothing to do."""
+        """Admit every request that has arrived; wait for one when idle."""
         wait = self._generator.idle
         while wait or not self._arrived.empty():
             arrived = self._arrived.get()
@@ -117,7 +116,7 @@ class Worker:
             return
         self._cancel_check = now + CANCEL_INTERVAL
         for id, sink in self._sinks.items():
-            if _is_gone(sink):
+            if _is_cancelled(sink):
                 self._generator.cancel(id)
 
     def _deliver(self, event: Event) -> None:
@@ -128,8 +127,8 @@ class Worker:
             return
         try:
             sink.event(event)
-        except Exception:  # nobody is there to take its events
-            log.exception("an event could not be sent")
+        except Exception:  # nobody takes its events any more
+            log.exception("cannot send an event")
             self._generator.cancel(event.id)
 
     def _restart(self, error: Exception) -> None:
@@ -147,17 +146,17 @@ class Worker:
             _fail(sink, error)
 
 
-def _is_gone(sink: Sink) -> bool:
+def _is_cancelled(sink: Sink) -> bool:
     try:
         return sink.cancelled()
     except Exception:
-        log.exception("a caller could not be asked whether it is there")
+        log.exception("cannot tell whether a request was cancelled")
         return True
 
 
 def _fail(sink: Sink, error: Exception) -> None:
-    """One caller's trouble is not the others'."""
+    """Fail one request; its errors must not reach the others."""
     try:
         sink.fail(error)
     except Exception:
-        log.exception("an error reply could not be sent")
+        log.exception("cannot send an error reply")

@@ -87,7 +87,7 @@ class Prompts:
             self.config,
             seed=self.settings.seed + index,
             max_new_tokens=self.settings.max_new_tokens,
-            adaptive_stop=taken[0] == taken[1],
+            early_stop=taken[0] == taken[1],
         )
 
     def _lines(self) -> Iterator[tuple[int, str]]:

@@ -102,7 +102,7 @@ class Reference:
             pad_token_id=PAD,
         )
         seeds = [each.seed for each in params]
-        with self._patched(seeds, first.adaptive_stop) as trace:
+        with self._patched(seeds, first.early_stop) as trace:
             output = self.model.generate(torch.tensor(prompts), generation_config=config)
         new = output.sequences[:, len(prompts[0]) :].tolist()
         tokens = []
@@ -121,7 +121,7 @@ class Reference:
         return ids[: params.max_new_tokens], len(ids) // self.canvas
 
     @contextmanager
-    def _patched(self, seeds: list[int], adaptive_stop: bool) -> Iterator[Trace]:
+    def _patched(self, seeds: list[int], early_stop: bool) -> Iterator[Trace]:
         trace = Trace([[] for _ in seeds], [[] for _ in seeds])
         at = {"block": -1, "step": 0}
         kind = type(self.model)
@@ -156,7 +156,7 @@ class Reference:
             patch.setattr(kind, "_denoising_step", denoising_step)
             patch.setattr(EntropyBoundSampler, "initialize_canvas", uniform_canvas)
             patch.setattr(torch, "multinomial", multinomial)
-            if not adaptive_stop:
+            if not early_stop:
                 patch.setattr(kind, "_prepare_diffusion_stopping_criteria", lambda *_: None)
             yield trace
 

@@ -14,9 +14,10 @@ from openai import OpenAI
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.client.triton import Client
+from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
-from canvasrt.containers.serve.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.pipeline import build
 from canvasrt.runtime.generator import Generator, Request, Result
@@ -80,14 +81,14 @@ def packaged(engines: Bundle) -> Bundle:
 
 @pytest.fixture(scope="session")
 def server(packaged: Bundle) -> Iterator[Server]:
-    """A ready server, stopped and checked for leftovers at the end."""
+    """A ready server, stopped and checked for stale processes and memory at the end."""
     log = packaged.path.parent / "triton.log"
     with (
         repository_of(packaged) as repository,
         Server(repository, ports=Ports(0, 0, 0), log=log) as running,
     ):
         yield running
-    assert not leftovers(running)
+    assert not stale(running)
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +139,7 @@ def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
     return generate
 
 
-def leftovers(server: Server) -> list[Path]:
+def stale(server: Server) -> list[Path]:
     """What a stopped server has left: shared memory and processes with its name."""
     found = list(Path("/dev/shm").glob(f"{server.run_name}*"))
     for file in Path("/proc").glob("[0-9]*/cmdline"):

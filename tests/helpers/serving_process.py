@@ -33,7 +33,7 @@ class Serving:
         self.process.send_signal(number)
         return self.process.communicate(timeout=60)[1]
 
-    def leftovers(self) -> list[str]:
+    def stale(self) -> list[str]:
         """Processes and shared memory that carry the number of the serving process."""
         mark = f"-{self.process.pid}-"
         shared = [each.name for each in Path("/dev/shm").glob(f"canvasrt-*{mark}*")]

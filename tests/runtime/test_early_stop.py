@@ -34,7 +34,7 @@ def params(stability: int, blocks: int = 1, adaptive: bool = True) -> SamplingPa
         max_denoising_steps=6,
         stability_threshold=stability,
         confidence_threshold=0.005,
-        adaptive_stop=adaptive,
+        early_stop=adaptive,
     )
 
 

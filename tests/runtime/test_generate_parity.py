@@ -52,7 +52,7 @@ def common_token(results: list[Result]) -> int:
 @pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
 @pytest.mark.parametrize("length", [1, 40, WINDOW - 1, WINDOW, WINDOW + 1, 150])
 def test_several_blocks(tiny, prompt: Prompt, length: int, adaptive: bool, batch: int) -> None:
-    base = replace(BASE, adaptive_stop=adaptive, max_new_tokens=96 if length < 100 else 64)
+    base = replace(BASE, early_stop=adaptive, max_new_tokens=96 if length < 100 else 64)
     prompts = [prompt(length, seed) for seed in range(batch)]
     results = check(tiny, prompts, seeds(base, batch, first=length))
     assert {result.finish_reason for result in results} == {"length"}
@@ -63,7 +63,7 @@ def test_several_blocks(tiny, prompt: Prompt, length: int, adaptive: bool, batch
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
 def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt, adaptive: bool, batch: int) -> None:
-    base = replace(BASE, adaptive_stop=adaptive, max_new_tokens=160)
+    base = replace(BASE, early_stop=adaptive, max_new_tokens=160)
     prompts = [prompt(20, seed) for seed in range(batch)]
     params = seeds(base, batch, first=300)
     # Make tokens that occur the ends of sequence: random weights would hardly ever write token 1.
@@ -150,7 +150,7 @@ def test_an_undertrained_checkpoint(undertrained, adaptive: bool) -> None:
         undertrained.model.sampler,
         undertrained.model.config,
         max_new_tokens=64,
-        adaptive_stop=adaptive,
+        early_stop=adaptive,
         max_denoising_steps=16,
     )
     results = check(undertrained, [prompt] * 4, seeds(base, 4))

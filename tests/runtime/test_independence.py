@@ -30,7 +30,7 @@ def requests() -> list[Request]:
         Request(prompt(70, 1), replace(BASE, seed=1)),
         Request(prompt(5, 2), replace(BASE, seed=2, max_new_tokens=96, t_max=0.5)),
         Request(prompt(63, 3), replace(BASE, seed=3, max_denoising_steps=3)),
-        Request(prompt(64, 4), replace(BASE, seed=4, entropy_bound=5.0, adaptive_stop=False)),
+        Request(prompt(64, 4), replace(BASE, seed=4, entropy_bound=5.0, early_stop=False)),
         Request(prompt(130, 5), replace(BASE, seed=5, stability_threshold=2)),
         Request(prompt(1, 6), replace(BASE, seed=2**64 - 1, max_new_tokens=1, t_min=0.1)),
     ]

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from canvasrt.runtime.noise import MAX_SEED, step_noise
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.sampling import MAX_UINT64 as MAX_SEED
 
 
 def test_the_published_values() -> None:

@@ -96,7 +96,7 @@ def test_the_schedule_is_the_references_to_the_last_bit(
 )
 def test_what_is_out_of_range_is_named_with_a_hint(change: dict, named: str) -> None:
     with pytest.raises(CanvasError, match=named) as error:
-        replace(SamplingParams(), **change).validate(CONFIG)
+        replace(SamplingParams(), **change).check_fits(CONFIG)
     assert error.value.hint
 
 
@@ -107,5 +107,5 @@ def test_unknown_parameters_are_named() -> None:
 
 def test_the_limits_are_allowed() -> None:
     params = SamplingParams(seed=2**64 - 1, t_min=0.5, t_max=0.5, stability_threshold=0)
-    params.validate(CONFIG)
+    params.check_fits(CONFIG)
     assert params.temperature(1) == params.temperature(48) == np.float32(0.5)

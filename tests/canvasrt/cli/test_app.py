@@ -88,28 +88,6 @@ def fails(done: subprocess.CompletedProcess[str], code: int, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("nothing", "'nothing'"),
-        ("--nothing", "--nothing"),
-        ("build", "CHECKPOINT_OR_GRAPHS"),
-        ("build demo", "--target"),
-        ("build demo -t cpu", "--out"),
-        ("build demo -t cpu -o out --max-batch 0", "--max-batch"),
-        ("build demo -t cpu -o out --max-context many", "--max-context"),
-        ("build demo -t gpu -o out", "unknown target 'gpu'"),
-        ("build demo -t cpu,warp -o out", "unknown target 'warp'"),
-        ("build demo -t rtx-5090 -p int1 -o out", "no precision 'int1'"),
-        ("inspect", "BUNDLE"),
-        ("verify a b", "b"),
-    ],
-)
-def test_wrong_usage_exits_with_2(line: str, said: str, command: Command, tmp_path: Path) -> None:
-    fails(command(*line.split(), cwd=tmp_path), 2, said)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
         ("export nowhere -o out", "no checkpoint at nowhere"),
         ("export some/model -o out", "some/model is no folder here"),
         ("build nowhere -t cpu -o out", "no checkpoint at nowhere"),

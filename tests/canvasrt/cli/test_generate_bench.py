@@ -144,39 +144,21 @@ def test_a_prompt_from_stdin_in_a_process_of_its_own(demo) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([""], "the prompt is empty"),
-        ([" \n "], "the prompt is empty"),
-        (["--prompt-ids", "3,x"], "'3,x'"),
-        (["--prompt-ids", ","], "the prompt is empty"),
         (["--prompt-ids", "3,112"], "112"),
-        (["--prompt-ids", "-3"], "-3"),
-        (["x", "--max-new-tokens", 0], "max_new_tokens is 0"),
-        (["x", "--max-new-tokens", -1], "max_new_tokens is -1"),
-        (["x", "--steps", 0], "max_denoising_steps is 0"),
-        (["x", "--seed", -1], "seed is -1"),
-        (["x", "--t-max", "nan"], "t_max is nan"),
+        (["x", "--max-new-tokens", 5000], "max_new_tokens is 5000"),
         (["x", "--t-min", 3], "below t_min"),
-        (["x", "--entropy-bound", 0], "entropy_bound is 0"),
         (["a" * 5000], "exceed the context of 4096"),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_bad_input(demo, capsys, arguments: list, named: str) -> None:
+def test_what_this_model_cannot_do(demo, capsys, arguments: list, named: str) -> None:
     assert named in refused(capsys, "generate", demo.bundle, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ([], "there is no prompt"),
-        (["x", "--prompt-ids", "3"], "--prompt-ids"),
-        (["x", "--n", 2, "--stream"], "--n 2"),
-        (["x", "--raw", "--system", "y"], "--system"),
-    ],
-    ids=str,
-)
-def test_options_that_exclude_each_other(demo, capsys, arguments: list, named: str) -> None:
-    assert named in refused(capsys, "generate", demo.bundle, *arguments, code=2)
+def test_an_empty_prompt_from_stdin(demo) -> None:
+    done = canvasrt("generate", demo.bundle, "-", stdin=" \n ")
+    assert done.returncode == 1
+    assert "error: the prompt is empty" in done.stderr
 
 
 def test_a_bundle_that_is_damaged(demo, capsys, tmp_path: Path) -> None:
@@ -206,7 +188,7 @@ def test_bench_reports_what_is_promised(demo, capsys) -> None:
     for name in ("forward_ms", "tokens_per_second", "first_tokens_ms"):
         assert 0 < side[name]["min"] <= side[name]["median"] <= side[name]["max"]
     shown = ask(capsys, *arguments)
-    for word in ("forward pass, ms", "steps a block", "tokens a second", "first tokens, ms"):
+    for word in ("forward pass, ms", "steps per block", "tokens per second", "first tokens, ms"):
         assert word in shown
 
 
@@ -219,15 +201,5 @@ def test_bench_against_the_reference(demo, capsys) -> None:
     assert data["ratio"]["median"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--against", "vllm"], "'vllm'"),
-        (["--against", "transformers"], "needs the checkpoint"),
-        (["--against", "transformers", "--checkpoint", "demo", "--early-stop"], "--early-stop"),
-        (["--prompt-tokens", 5000], "exceed the context"),
-    ],
-    ids=lambda value: str(value)[-40:],
-)
-def test_bench_refuses(demo, capsys, arguments: list, named: str) -> None:
-    assert named in refused(capsys, "bench", demo.bundle, *arguments)
+def test_bench_refuses_prompts_that_do_not_fit(demo, capsys) -> None:
+    assert "exceed the context" in refused(capsys, "bench", demo.bundle, "--prompt-tokens", 5000)

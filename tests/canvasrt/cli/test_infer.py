@@ -66,26 +66,6 @@ def test_a_refusal_of_the_server_is_shown_with_its_hint(server: Server):
     _fails(done, "the server refused the request: t_max 0.8 is below t_min 3.0", "t_max >= t_min")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "hint"),
-    [
-        (("x", "--protocol", "openai", "--drafts"), "drafts change", "grpc"),
-        (("x", "--protocol", "openai", "--url", "ftp://a"), "no address of a server", "http://"),
-        (("x", "--protocol", "smtp"), "unknown protocol 'smtp'", "grpc"),
-        (("x", "--stream"), "streams over gRPC", "--protocol grpc"),
-        ((), "there is no prompt", "--prompt-ids"),
-        (("x", "--prompt-ids", "3"), "stands for the whole prompt", "leave out"),
-        (("x", "--raw", "--system", "y"), "--raw has no place", "leave one"),
-        (("--prompt-ids", "3,x"), "not a list of token ids", "3,4,5"),
-        (("--prompt-ids", "99999999999"), "does not fit its type", "prompt_ids"),
-        (("x", "--seed", "-1"), "does not fit its type, UINT64", "seed"),
-        (("x", "--url", "https://a:1"), "scheme https", "host:port"),
-    ],
-)
-def test_what_it_refuses_itself(arguments: tuple[str, ...], error: str, hint: str):
-    _fails(infer(*arguments), error, hint)
-
-
 def _fails(done: subprocess.CompletedProcess[str], error: str, hint: str) -> None:
     assert done.returncode == 1
     assert done.stdout == ""

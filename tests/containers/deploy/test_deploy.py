@@ -16,7 +16,7 @@ from canvasrt.containers.deploy import deploy as deploying
 from canvasrt.containers.deploy.command import Options, run_command
 from canvasrt.containers.deploy.engine import Engine, find_engine
 from canvasrt.containers.deploy.packages import Package, open_package
-from canvasrt.containers.package.package import Recipe, package
+from canvasrt.containers.package.package import PackageOptions, package
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 
@@ -74,12 +74,12 @@ def test_limits_ports_and_variables_are_passed_on(tmp_path: Path):
 
 
 def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):
-    with pytest.raises(CanvasError, match="is not there") as refused:
+    with pytest.raises(CanvasError, match="there is no cache folder") as refused:
         words(CPU, cache=str(tmp_path / "none"))
     assert "mkdir" in refused.value.hint
     (folder := tmp_path / "root").mkdir(mode=0o700)
     if os.geteuid() == 0:
-        with pytest.raises(CanvasError, match="user 1000, who cannot write"):
+        with pytest.raises(CanvasError, match="user 1000, which cannot write"):
             words(CPU, cache=str(folder))
     folder.chmod(0o777 | stat.S_ISVTX)
     assert f"--volume {folder}:/opt/nim/.cache" in words(CPU, cache=str(folder))
@@ -87,7 +87,7 @@ def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):
 
 def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Engine, "architecture", "arm64")
-    with pytest.raises(CanvasError, match="is for amd64, and this machine is arm64"):
+    with pytest.raises(CanvasError, match="is for amd64, but this machine is arm64"):
         deploying.check_architecture(GPU, DOCKER)
 
 
@@ -146,8 +146,8 @@ def test_a_package_says_what_it_is(packaged: Bundle, engines: Bundle, tmp_path: 
     found = open_package(str(packaged.path), None)
     assert (found.kind, found.tag, found.needs_gpu) == ("context", "canvasrt:latest", False)
     assert found.engines is None
-    recipe = Recipe(engines="mount", tag="mine:2")
-    mounted = package(engines.path, tmp_path / "mounted", recipe=recipe)
+    options = PackageOptions(engines="mount", tag="mine:2")
+    mounted = package(engines.path, tmp_path / "mounted", options=options)
     found = open_package(str(mounted.path), None)
     assert found.tag == "mine:2"
     folder = mounted.path / "engines"

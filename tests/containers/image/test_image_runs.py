@@ -22,7 +22,7 @@ from canvasrt.containers.image.layout import write_archive
 from canvasrt.containers.image.standin import TAG as BASE
 from canvasrt.containers.image.standin import standin
 from canvasrt.containers.image.verify import verify_image
-from canvasrt.containers.package.package import Recipe, package
+from canvasrt.containers.package.package import PackageOptions, package
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
 from tests.helpers.serving import needs_triton
@@ -96,7 +96,9 @@ def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", SECRET)
         patch.setenv("NGC_API_KEY", KEY)
-        return write_image(engines.path, out, format="docker", base=base, recipe=Recipe(tag=TAG))
+        return write_image(
+            engines.path, out, format="docker", base=base, options=PackageOptions(tag=TAG)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_the_image_is_whole(made: Made):
 
 def test_another_run_gives_the_same_image(made: Made, base: Path, engines: Bundle, tmp_path: Path):
     again = write_image(
-        engines.path, tmp_path / "layout", format="oci", base=base, recipe=Recipe(tag=TAG)
+        engines.path, tmp_path / "layout", format="oci", base=base, options=PackageOptions(tag=TAG)
     )
     assert again.image.digest == made.image.digest
     write_archive(again.image.path, TAG, tmp_path / "archive.tar")
@@ -234,14 +236,14 @@ def test_docker_builds_the_same_without_a_network(
 ):
     write_archive(base, BASE, tmp_path / "base.tar")
     docker.out("load", "--input", str(tmp_path / "base.tar"))
-    recipe = Recipe(wheels=True, tag="canvasrt-built:1").on(BASE, "3.11")
-    context = package(engines.path, tmp_path / "context", recipe=recipe)
+    options = PackageOptions(wheels=True, tag="canvasrt-built:1").on(BASE, "3.11")
+    context = package(engines.path, tmp_path / "context", options=options)
     offline = ("--network", "none", "--build-arg", "PIP_NO_INDEX=1")
-    docker.out("build", *offline, "--tag", recipe.tag, str(context.path))
-    with tools.container(docker, recipe.tag, *tools.HARDENED) as name:
+    docker.out("build", *offline, "--tag", options.tag, str(context.path))
+    with tools.container(docker, options.tag, *tools.HARDENED) as name:
         healthy(docker, name)
         assert tools.inside(docker, name, _THREE_PROTOCOLS)["openai"]
-    built, written = (docker.inspect("image", tag) for tag in (recipe.tag, TAG))
+    built, written = (docker.inspect("image", tag) for tag in (options.tag, TAG))
     assert built is not None
     assert written is not None
     for setting in ("Entrypoint", "Cmd", "User", "Healthcheck", "WorkingDir", "StopSignal"):

@@ -11,7 +11,8 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
-from canvasrt.containers.serve.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import needs_triton
 
@@ -28,7 +29,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
 # Fields of a chat → (the parameter that is named, the code, what the message says).
 CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
-    ({"temperature": 0}, "temperature", UNSUPPORTED, "t_max, t_min"),
+    (
+        {"temperature": 0},
+        "temperature",
+        UNSUPPORTED,
+        "sampler has max_denoising_steps, entropy_bound",
+    ),
     ({"temperature": True}, "temperature", UNSUPPORTED, "or send 1"),
     ({"top_p": 0.9}, "top_p", UNSUPPORTED, "top_p is not supported"),
     ({"presence_penalty": 0.5}, "presence_penalty", UNSUPPORTED, "or send 0"),
@@ -72,7 +78,7 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
     ),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "invalid_value", "tool"),
     ({"messages": user(None)}, "messages[0].content", "invalid_type", "text parts"),
-    ({"messages": user([IMAGE])}, "messages[0].content[0]", UNSUPPORTED, "text alone"),
+    ({"messages": user([IMAGE])}, "messages[0].content[0]", UNSUPPORTED, "text only"),
     (
         {"messages": user([{"type": "text"}])},
         "messages[0].content[0]",

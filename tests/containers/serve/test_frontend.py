@@ -16,8 +16,9 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
+from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.serve import frontend
-from canvasrt.containers.serve.frontend import FrontEnd, FrontOptions
+from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
 from tests.helpers.serving import ENDLESS, eventually, metric, needs_triton
@@ -75,7 +76,7 @@ def test_until_the_model_is_loaded_requests_are_put_off(server: Server):
     front.start()
     try:
         for phase, says in (("building", "built"), ("loading", "loaded")):
-            front.tell(phase, "More.")  # type: ignore[arg-type]
+            front.notify(phase, "More.")  # type: ignore[arg-type]
             assert eventually(lambda: status(front, "/v1/health/live")[1]["phase"] == phase)  # noqa: B023
             with asking(front) as connection:
                 reply = connection.getresponse()
@@ -182,7 +183,7 @@ def test_while_it_stops_new_requests_are_sent_away(server: Server):
     front = FrontEnd.over(server, FrontOptions(port=0))
     with front, asking(front, **ENDLESS):
         assert eventually(lambda: in_flight(server) == 1)
-        front.tell("stopping")
+        front.notify("stopping")
         assert eventually(lambda: status(front, "/v1/health/ready")[0] == 503)
         with asking(front) as connection:
             reply = connection.getresponse()

@@ -16,7 +16,7 @@ from canvasrt.build.memory import estimate
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.containers.serve import prepare as preparing
 from canvasrt.containers.serve.prepare import engines_folder, prepare
-from canvasrt.containers.serve.profiles import Profile, choose, profiles_of
+from canvasrt.containers.serve.profiles import ServingProfile, choose, profiles_of
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
 from canvasrt.recipes.recipe import Recipe, load_recipe
@@ -164,7 +164,7 @@ def test_memory_is_that_of_the_recipe(tmp_path: Path, engines: Bundle):
     assert taken["nvfp4-experts", None] > taken["nvfp4", None] > taken["nvfp4", "fp8"]
 
 
-def test_a_profile_can_be_asked_for(several: Bundle):
+def test_a_profile_can_be_requested(several: Bundle):
     wanted = next(each for each in profiles_of(several) if each.target.name == "cpu")
     for name in (wanted.id, wanted.name, "cpu"):
         assert choose(several, name, gpus=[RTX_5090]) == wanted
@@ -177,8 +177,11 @@ def test_a_profile_can_be_asked_for(several: Bundle):
     ("gpus", "says"),
     [
         ([], "no GPU here"),
-        ([RTX_4090], r"needs compute capability 12.0, and here is NVIDIA GeForce RTX 4090 \(8.9\)"),
-        ([replace(RTX_5090, memory=GB // 10**6)], r"takes \S+ GB, and the GPU has 0.0 GB"),
+        (
+            [RTX_4090],
+            r"needs compute capability 12.0; this machine has NVIDIA GeForce RTX 4090 \(8.9\)",
+        ),
+        ([replace(RTX_5090, memory=GB // 10**6)], r"needs \S+ GB; the GPU has 0.0 GB"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
@@ -193,7 +196,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 def test_another_architecture_is_refused(tmp_path: Path, engines: Bundle):
     spark = load_bundle(make(tmp_path / "a", engines, "dgx-spark"))
     here = Gpu("NVIDIA GB10", 128 * GB, (12, 1), "580.1")
-    with pytest.raises(CanvasError, match="for hosts of aarch64, and this is one of x86_64"):
+    with pytest.raises(CanvasError, match="needs a host of aarch64; this one is x86_64"):
         choose(spark, gpus=[here])
 
 
@@ -205,39 +208,39 @@ def test_a_package_whose_engines_are_not_mounted_says_so(tmp_path: Path, several
 
 
 @pytest.fixture
-def told() -> list[tuple[str, str]]:
+def reports() -> list[tuple[str, str]]:
     return []
 
 
 def test_graphs_are_built_once_into_the_cache(
-    graphs: Bundle, tmp_path: Path, told: list[Any], monkeypatch: pytest.MonkeyPatch
+    graphs: Bundle, tmp_path: Path, reports: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     (profile,) = profiles_of(graphs)
     assert profile.builds
     stop = threading.Event()
 
-    def tell(*said: str) -> None:
-        told.append(said)
+    def notify(*report: str) -> None:
+        reports.append(report)
 
-    out = prepare(graphs, profile, tmp_path, tell, stop)
+    out = prepare(graphs, profile, tmp_path, notify, stop)
     assert out == engines_folder(profile, tmp_path)
     assert out is not None
     assert out.is_relative_to(tmp_path)
     built = load_bundle(out, kind="engines")
     assert built.manifest.target
     assert built.manifest.target["name"] == "cpu"
-    assert ("building", "") in told
-    assert any("Now: " in detail for _, detail in told)
+    assert ("building", "") in reports
+    assert any("Now: " in detail for _, detail in reports)
     # The second time nothing is built: not even a program to build with is there.
     monkeypatch.setattr(preparing.sys, "executable", "/nowhere")
-    assert prepare(graphs, profile, tmp_path, tell, stop) == out
+    assert prepare(graphs, profile, tmp_path, notify, stop) == out
 
 
-def test_a_build_that_fails_says_why(graphs: Bundle, tmp_path: Path, told: list[Any]):
+def test_a_build_that_fails_says_why(graphs: Bundle, tmp_path: Path, reports: list[Any]):
     (profile,) = profiles_of(graphs)
     wrong = replace(profile, max_context=10**9)
-    with pytest.raises(CanvasError, match="could not be built: --max-context 1000000000") as caught:
-        prepare(graphs, wrong, tmp_path, lambda *said: told.append(said), threading.Event())
+    with pytest.raises(CanvasError, match="--max-context 1000000000") as caught:
+        prepare(graphs, wrong, tmp_path, lambda *report: reports.append(report), threading.Event())
     assert caught.value.hint.startswith("give at most")
     assert not list(tmp_path.rglob("manifest.json"))
 
@@ -246,10 +249,10 @@ def test_a_build_can_be_interrupted(graphs: Bundle, tmp_path: Path):
     (profile,) = profiles_of(graphs)
     stop = threading.Event()
 
-    def tell(phase: str, detail: str) -> None:
+    def notify(phase: str, detail: str) -> None:
         stop.set()
 
-    assert prepare(graphs, profile, tmp_path, tell, stop) is None  # type: ignore[arg-type]
+    assert prepare(graphs, profile, tmp_path, notify, stop) is None  # type: ignore[arg-type]
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -285,7 +288,9 @@ def test_two_servers_build_once(graphs: Bundle, tmp_path: Path, monkeypatch: pyt
 
 
 def test_other_versions_and_graphs_have_folders_of_their_own(engines: Bundle):
-    profile = Profile(find_target("h100"), "fp8", 4096, 4, engines.path, "a" * 64, None, True)
+    profile = ServingProfile(
+        find_target("h100"), "fp8", 4096, 4, engines.path, "a" * 64, None, True
+    )
     other = replace(profile, digest="b" * 64)
     assert engines_folder(profile, Path("/c")) != engines_folder(other, Path("/c"))
     assert engines_folder(profile, Path("/c")).parent.name == profile.id

@@ -32,10 +32,10 @@ def test_a_signal_stops_everything(packaged: Bundle, tmp_path: Path, number: int
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
         with running.client() as client:
             assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
-        assert running.leftovers()  # it does look where they would be
+        assert running.stale()  # it does look where they would be
         running.stop(number)
         assert running.process.returncode == 0
-        assert not running.leftovers()
+        assert not running.stale()
         assert not running.scratch()
 
 
@@ -43,11 +43,11 @@ def test_a_signal_during_the_start_stops_everything(packaged: Bundle, tmp_path: 
     command = [sys.executable, "-m", "canvasrt", "serve", str(packaged.path), *ANY_PORTS]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     running = Serving(process, {}, tmp_path)
-    assert eventually(lambda: bool(running.leftovers()))
+    assert eventually(lambda: bool(running.stale()))
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0] == ""
     assert process.returncode == 0
-    assert not running.leftovers()
+    assert not running.stale()
 
 
 def test_a_closed_terminal_does_not_stop_what_nohup_started(packaged: Bundle, tmp_path: Path):
@@ -82,7 +82,7 @@ def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path
         if busy:
             _endless_request(running, [])
         running.stop(signal.SIGKILL)
-        assert eventually(lambda: not running.leftovers() and not running.scratch())
+        assert eventually(lambda: not running.stale() and not running.scratch())
 
 
 def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle, tmp_path: Path):
@@ -95,7 +95,7 @@ def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle,
         assert running.process.returncode == 1
         assert "error: requests were still running after 1 s" in stderr
         assert "hint: " in stderr
-        assert not running.leftovers()
+        assert not running.stale()
         assert not running.scratch()
 
 
@@ -131,7 +131,7 @@ def test_an_idle_connection_does_not_hold_up_the_end(packaged: Bundle, tmp_path:
         running.stop(signal.SIGTERM)  # while the client keeps its connection open
         assert time.monotonic() - before < 30
         assert running.process.returncode == 0
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
@@ -142,7 +142,7 @@ def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
         errors = running.process.communicate(timeout=60)[1]
         assert running.process.returncode == 1
         assert "error: a model's process has ended" in errors
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
             running.process.wait(1)
         running.stop(signal.SIGINT)
         thread.join(30)
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(packaged: Bundle):

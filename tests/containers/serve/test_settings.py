@@ -1,4 +1,4 @@
-"""What `canvasrt serve` is told, by whom, and who wins."""
+"""The settings of `canvasrt serve`: where they come from, and which of them wins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -26,9 +27,9 @@ def from_environment(**variables: str) -> Settings:
 
 def test_the_defaults_are_nims_ports():
     settings = from_environment()
-    assert (settings.port, settings.ports.http) == (8000, 8080)
+    assert (settings.front.port, settings.ports.http) == (8000, 8080)
     assert (settings.ports.grpc, settings.ports.metrics) == (8001, 8002)
-    assert settings.host == "127.0.0.1"
+    assert settings.front.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,13 @@ def test_the_defaults_are_nims_ports():
         ("NIM_MODEL_PROFILE", "tensorrt-fp8-tp1-pp1", "profile", "tensorrt-fp8-tp1-pp1"),
         ("NIM_MODEL_PATH", "/models/a", "bundle", Path("/models/a")),
         ("NIM_CACHE_PATH", "/cache", "cache", Path("/cache")),
-        ("NIM_SERVER_PORT", "9000", "port", 9000),
-        ("NIM_HEALTH_PORT", "9001", "health_port", 9001),
-        ("NIM_LOG_LEVEL", "debug", "log_level", "DEBUG"),
-        ("NIM_LOG_LEVEL", "DEFAULT", "log_level", "INFO"),
-        ("NIM_JSONL_LOGGING", "1", "json_logs", True),
-        ("NIM_SERVED_MODEL_NAME", "a, b", "names", ("a", "b")),
-        ("NIM_MAX_MODEL_LEN", "2048", "max_model_len", 2048),
+        ("NIM_SERVER_PORT", "9000", "front.port", 9000),
+        ("NIM_HEALTH_PORT", "9001", "front.health_port", 9001),
+        ("NIM_LOG_LEVEL", "debug", "front.log_level", "DEBUG"),
+        ("NIM_LOG_LEVEL", "DEFAULT", "front.log_level", "INFO"),
+        ("NIM_JSONL_LOGGING", "1", "front.json_logs", True),
+        ("NIM_SERVED_MODEL_NAME", "a, b", "front.names", ("a", "b")),
+        ("NIM_MAX_MODEL_LEN", "2048", "model.max_model_len", 2048),
         ("NIM_SSL_MODE", "MTLS", "ssl_mode", "mtls"),
         ("NIM_SSL_CERTS_PATH", "/c", "ssl_cert", Path("/c")),
         ("NIM_SSL_KEY_PATH", "/k", "ssl_key", Path("/k")),
@@ -51,7 +52,7 @@ def test_the_defaults_are_nims_ports():
     ],
 )
 def test_a_variable_of_nims(variable: str, value: str, setting: str, expected: Any):
-    assert getattr(from_environment(**{variable: value}), setting) == expected
+    assert attrgetter(setting)(from_environment(**{variable: value})) == expected
 
 
 def test_every_variable_of_nims_contract_is_known():
@@ -64,15 +65,15 @@ def test_every_variable_of_nims_contract_is_known():
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
-        ("NIM_SERVER_PORT", "tcp://10.0.0.1:80", "not a port"),
-        ("NIM_SERVER_PORT", "70000", "not a port"),
-        ("NIM_MAX_MODEL_LEN", "0", "not a number above 0"),
-        ("NIM_JSONL_LOGGING", "maybe", "neither 0 nor 1"),
-        ("NIM_DISABLE_MODEL_DOWNLOAD", "often", "neither 0 nor 1"),
-        ("NIM_LOG_LEVEL", "loud", "none of TRACE"),
-        ("NIM_SSL_MODE", "on", "none of disabled"),
+        ("NIM_SERVER_PORT", "tcp://10.0.0.1:80", "not a port number"),
+        ("NIM_SERVER_PORT", "70000", "not a port number"),
+        ("NIM_MAX_MODEL_LEN", "0", "not a whole number above 0"),
+        ("NIM_JSONL_LOGGING", "maybe", "not 0 or 1"),
+        ("NIM_DISABLE_MODEL_DOWNLOAD", "often", "not 0 or 1"),
+        ("NIM_LOG_LEVEL", "loud", "not one of TRACE"),
+        ("NIM_SSL_MODE", "on", "not one of disabled"),
         ("NIM_MODEL_PATH", "hf://a/b", "nothing is downloaded"),
-        ("NIM_SERVED_MODEL_NAME", ",", "holds no name"),
+        ("NIM_SERVED_MODEL_NAME", ",", "contains no name"),
         ("NIM_TENSOR_PARALLEL_SIZE", "2", "is not supported"),
         ("NIM_ENABLE_KV_CACHE_REUSE", "1", "is not supported"),
     ],
@@ -96,14 +97,15 @@ def test_the_command_line_wins_over_passthrough_over_the_environment():
         {"port": 20, "health_port": 20},
         environment,
     )
-    assert (settings.port, settings.health_port, settings.max_model_len) == (10, 20, 3)
+    assert (settings.front.port, settings.front.health_port) == (10, 20)
+    assert settings.model.max_model_len == 3
 
 
 def test_keys_come_from_the_environment_or_a_file(tmp_path: Path):
     file = tmp_path / "keys"
     file.write_text("first\n\n second \n")
-    assert from_environment(CANVASRT_API_KEYS="a, b,").keys == ("a", "b")
-    assert from_environment(CANVASRT_API_KEYS_FILE=str(file)).keys == ("first", "second")
+    assert from_environment(CANVASRT_API_KEYS="a, b,").front.keys == ("a", "b")
+    assert from_environment(CANVASRT_API_KEYS_FILE=str(file)).front.keys == ("first", "second")
     assert "first" not in repr(from_environment(CANVASRT_API_KEYS_FILE=str(file)))
 
 
@@ -125,7 +127,7 @@ def test_tls_needs_its_files(tmp_path: Path):
     given: dict[str, Any] = {"ssl_mode": "tls", "ssl_cert": file}
     with pytest.raises(UsageError, match="needs --ssl-key"):
         assert resolve(given, {}, {}).tls
-    with pytest.raises(CanvasError, match="cannot be read"):
+    with pytest.raises(CanvasError, match="cannot read"):
         assert resolve({**given, "ssl_key": tmp_path / "no"}, {}, {}).tls
     found = resolve({**given, "ssl_key": file, "ssl_mode": "mtls", "ssl_ca": file}, {}, {}).tls
     assert found == {"certificate": str(file), "key": str(file), "ca": str(file)}
@@ -162,14 +164,14 @@ def test_a_dry_run_shows_what_was_decided(command: Command, engines: Bundle):
         ({"NIM_LOG_LEVEL": "x"}, "NIM_LOG_LEVEL"),
     ],
 )
-def test_what_it_cannot_be_told_ends_it(
+def test_settings_that_are_wrong_end_it(
     command: Command, engines: Bundle, environment: dict[str, str], says: str
 ):
     refused(command("serve", engines.path, "--dry-run", env=environment), says, 2)
 
 
 def test_without_anything_to_serve_it_says_so(command: Command):
-    refused(command("serve", "--dry-run"), "nothing to serve was named", 2)
+    refused(command("serve", "--dry-run"), "there is nothing to serve", 2)
 
 
 def refused(done: subprocess.CompletedProcess[str], says: str, code: int) -> None:
@@ -184,9 +186,9 @@ def refused(done: subprocess.CompletedProcess[str], says: str, code: int) -> Non
 def test_shared_passes_are_asked_for_and_reach_the_model(
     engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
-    assert not from_environment().share_passes
+    assert not from_environment().model.share_passes
     settings = resolve({"share_passes": True}, {}, {})
-    server = Server(engines.path, share_passes=settings.share_passes)
+    server = Server(engines.path, model=settings.model)
     environment = server._environment(find_installation())
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

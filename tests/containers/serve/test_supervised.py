@@ -44,18 +44,18 @@ def ask(openai: OpenAI, **options: Any) -> Any:
 def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_path: Path):
     """Every request is answered whole or turned away; none is cut off."""
     outcomes: list[str] = []
-    told = threading.Event()
+    stopping = threading.Event()
 
     def load(running: Serving, number: int) -> None:
         with client(running) as openai:
             while True:
-                before = told.is_set()
+                before = stopping.is_set()
                 try:
                     outcomes.append(one(openai, stream=number % 2 == 1))
                 except sdk.APIStatusError as error:
                     outcomes.append(f"turned away with {error.status_code}")
                 except sdk.APIConnectionError as error:
-                    # Right for what is asked after the signal, which nobody has accepted.
+                    # Right for what is sent after the signal, which nobody has accepted.
                     outcomes.append("refused" if before else f"lost: {error.__cause__!r}")
                     return
 
@@ -71,12 +71,12 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
         for thread in threads:
             thread.start()
         assert eventually(lambda: len(outcomes) > 12)
-        told.set()
+        stopping.set()
         running.stop(signal.SIGTERM)
         for thread in threads:
             thread.join(30)
         assert running.process.returncode == 0
-        assert not running.leftovers()
+        assert not running.stale()
         assert not running.scratch()
     counted = {outcome: outcomes.count(outcome) for outcome in set(outcomes)}
     answered = counted.pop("length", 0) + counted.pop("stop", 0)
@@ -87,7 +87,7 @@ def test_no_request_is_lost_when_it_is_stopped_under_load(packaged: Bundle, tmp_
 
 
 def test_tritons_callers_lose_nothing_either(packaged: Bundle, tmp_path: Path):
-    """Those that call Triton itself are served until the end, or told that it is stopping."""
+    """Those that call Triton itself are served until the end, or learn that it is stopping."""
     from canvasrt.containers.client.triton import Client
     from canvasrt.errors import CanvasError
 
@@ -128,9 +128,9 @@ def test_a_front_end_that_dies_is_replaced(packaged: Bundle, tmp_path: Path):
             answer = ask(openai)
         assert answer.choices[0].finish_reason in ("stop", "length")
         stderr = running.stop(signal.SIGTERM)
-        assert "the OpenAI front end stopped with signal 9; starting it again" in stderr
+        assert "the OpenAI front end stopped with signal 9; restarting it" in stderr
         assert running.process.returncode == 0
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def test_when_triton_dies_everything_ends_and_callers_are_told(packaged: Bundle, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_when_triton_dies_everything_ends_and_callers_are_told(packaged: Bundle,
         assert running.process.returncode == 1
         assert "error: tritonserver stopped with signal SIGKILL" in errors
         assert isinstance(failures[0], (sdk.InternalServerError, sdk.APIConnectionError))
-        assert not running.leftovers()
+        assert not running.stale()
 
 
 def requests(running: Serving) -> float:
@@ -187,7 +187,7 @@ def test_keys_and_the_context_reach_the_servers(
 def test_a_context_beyond_the_engines_is_refused(packaged: Bundle, tmp_path: Path):
     done = serve(packaged, tmp_path, "--max-model-len", "5000")
     assert done.returncode == 1
-    assert "to be 5000 tokens, and the engines take 4096" in done.stderr
+    assert "--max-model-len is 5000, but the engines support at most 4096" in done.stderr
 
 
 def serve(bundle: Bundle, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -268,7 +268,7 @@ def test_graphs_are_built_at_the_first_start_and_the_server_lives_meanwhile(
             if "Started HTTPService" in message:
                 break
         messages = [line["message"] for line in lines]
-        assert any(each.startswith("building engines of onnxruntime-fp32") for each in messages)
+        assert any(each.startswith("building the engines of onnxruntime-fp32") for each in messages)
         assert any(each.startswith("built: ") for each in messages)
         assert {line["source"] for line in lines} >= {
             "tritonserver",

@@ -22,7 +22,7 @@ from canvasrt.runtime.sampling import SamplingParams
 class Caller:
     """A sink that keeps how its request ended."""
 
-    gone: bool = False
+    disconnected: bool = False
     ends: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
 
     def event(self, event: Event) -> None:
@@ -33,7 +33,7 @@ class Caller:
         self.ends.put(error)
 
     def cancelled(self) -> bool:
-        return self.gone
+        return self.disconnected
 
 
 class Failing(Generator):
@@ -74,7 +74,7 @@ def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
 def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
     class Broken(Caller):
         def event(self, event: Event) -> None:
-            raise OSError("gone")
+            raise OSError("disconnected")
 
     worker = Worker(lambda: Generator(model))
     worker.submit(request(model, max_denoising_steps=10_000, stability_threshold=10_000), Broken())
@@ -84,10 +84,13 @@ def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
     worker.close()
 
 
-def test_a_request_that_cannot_run_is_refused_at_once(model: Model):
+def test_a_request_that_cannot_run_is_refused(model: Model):
     worker = Worker(lambda: Generator(model))
-    with pytest.raises(CanvasError, match="exceed the context"):
-        worker.submit(request(model, max_new_tokens=4096), Caller())
+    caller = Caller()
+    worker.submit(request(model, max_new_tokens=4096), caller)
+    error = caller.ends.get(timeout=10)
+    assert isinstance(error, CanvasError)
+    assert "exceed the context" in error.message
     worker.close()
 
 
@@ -98,7 +101,7 @@ def test_too_many_requests_are_refused(model: Model, monkeypatch: pytest.MonkeyP
     endless = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
     for caller in callers[:2]:
         worker.submit(request(model, **endless), caller)
-    with pytest.raises(Overloaded, match="2 requests wait already"):
+    with pytest.raises(Overloaded, match="2 requests are already waiting"):
         worker.submit(request(model), callers[2])
     worker.close()
     for caller in callers[:2]:

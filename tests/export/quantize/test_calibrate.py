@@ -186,7 +186,7 @@ def test_prompts_that_take_all_steps_are_spread(
     file = tmp_path / "many.jsonl"
     file.write_text('{"prompt_ids": [5, 6]}\n' * 10)
     requests = list(replace(tiny.prompts(all_steps=share), file=file))
-    assert [str(i) for i, each in enumerate(requests) if not each.params.adaptive_stop] == [*full]
+    assert [str(i) for i, each in enumerate(requests) if not each.params.early_stop] == [*full]
     assert [each.params.seed for each in requests] == list(range(10))
 
 

@@ -105,7 +105,7 @@ class Engines:
 def test_tokens_are_those_of_the_cpu(rtx: bool, tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
     """All steps: the same calls come again and again."""
     engines = Engines(tiny.graphs, tmp_path, rtx)
-    wanted = requests(tiny, prompt, [40, 150, 9], max_new_tokens=3 * CANVAS, adaptive_stop=False)
+    wanted = requests(tiny, prompt, [40, 150, 9], max_new_tokens=3 * CANVAS, early_stop=False)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
     replayed = engines.device.replayed
     if rtx:
@@ -141,7 +141,7 @@ def test_few_graphs_are_kept(
 ) -> None:
     monkeypatch.setattr(tensorrt, "GRAPHS", 2)
     engines = Engines(tiny.graphs, tmp_path, rtx=False)
-    wanted = requests(tiny, prompt, [40, 150, 300, 9], adaptive_stop=False)
+    wanted = requests(tiny, prompt, [40, 150, 300, 9], early_stop=False)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
     for engine in engines.backend.engines:
         assert len(engine._known) <= 2
@@ -191,7 +191,7 @@ def test_contexts_share_what_was_compiled(tiny: Pair, prompt: Prompt, tmp_path: 
 
 def test_a_context_is_told_only_what_changed(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
     engines = Engines(tiny.graphs, tmp_path, rtx=True)
-    wanted = requests(tiny, prompt, [40], adaptive_stop=False, max_denoising_steps=4)
+    wanted = requests(tiny, prompt, [40], early_stop=False, max_denoising_steps=4)
     Generator(engines.model).run(wanted)
     context = max(engines.contexts(2), key=lambda each: each.config.cuda_graph_strategy)
     tensors = len(engines.backend.engines[2].inputs) * 2 + len(engines.backend.engines[2].outputs)

@@ -94,7 +94,7 @@ def test_a_cancelled_request_gives_its_slot_to_the_next(
     tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
 ) -> None:
     model, _ = fake
-    wanted = requests(tiny, prompt, [30] * 6, adaptive_stop=False)
+    wanted = requests(tiny, prompt, [30] * 6, early_stop=False)
     generator = Generator(model, 4)
     ids = [generator.add(each) for each in wanted]
     generator.step()

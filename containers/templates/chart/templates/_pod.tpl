@@ -28,7 +28,7 @@ containers:
     image: {{ include "canvasrt.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
     {{- with .Values.args }}
-    # Kubernetes puts these in the place of the image's own arguments, which are repeated: the last of an option wins.
+    # These replace the image's own arguments, so they repeat them. If an option is repeated, the last one wins.
     args:
       - serve
       - --host=0.0.0.0
@@ -71,7 +71,7 @@ containers:
       timeoutSeconds: 5
     lifecycle:
       preStop:
-        # Until no service names this replica any more; only then is it told to stop.
+        # Stop only after every service has dropped this replica.
         exec: {command: [sleep, "5"]}
     livenessProbe:
       httpGet: {path: /v1/health/live, port: 8000}

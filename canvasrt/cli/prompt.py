@@ -1,0 +1,87 @@
+"""The prompt of `generate` and `infer`: their arguments, and the one function that reads them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.runtime.sampling import MAX_INT32
+
+PromptText = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROMPT", show_default=False, help="The user's message; - reads it from stdin."
+    ),
+]
+PromptIds = Annotated[
+    str | None,
+    typer.Option(
+        "--prompt-ids",
+        metavar="3,4,5",
+        show_default=False,
+        help="Token ids to continue as they are, instead of PROMPT.",
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", show_default=False, help="The system message."),
+]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")
+]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to continue: `ids` if they were given, else `text`, as a chat unless it is `raw`."""
+
+    text: str = ""
+    ids: list[int] | None = None
+    system: str | None = None
+    raw: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The text as a chat."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.text}]
+
+
+def read_prompt(
+    text: str | None, ids: str | None = None, system: str | None = None, raw: bool = False
+) -> Prompt:
+    """Return the prompt that the arguments of a command name; `-` reads its text from stdin.
+
+    UsageError unless they name exactly one that is not empty.
+    """
+    if ids is not None:
+        if text is not None or system is not None or raw:
+            raise UsageError(
+                "--prompt-ids is the whole prompt",
+                "leave out PROMPT, --system and --raw, or leave out --prompt-ids",
+            )
+        return Prompt(ids=_token_ids(ids))
+    if text is None:
+        raise UsageError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
+    if raw and system is not None:
+        raise UsageError("--raw does not allow --system", "leave out one of them")
+    kind: type[CanvasError] = UsageError
+    if text == "-":
+        text, kind = sys.stdin.read(), CanvasError
+    if not text.strip():
+        raise kind("the prompt is empty", "give some text, or token ids with --prompt-ids")
+    return Prompt(text, system=system, raw=raw)
+
+
+def _token_ids(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) <= MAX_INT32 for word in words):
+        raise UsageError(
+            f"--prompt-ids is not a list of token ids: {text!r}",
+            "give whole numbers separated by commas: --prompt-ids 3,4,5",
+        )
+    return [int(word) for word in words]

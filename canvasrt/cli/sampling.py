@@ -1,0 +1,61 @@
+"""The sampling options of `generate` and `infer`: one per sampling parameter of the runtime."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check
+
+
+def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option per sampling parameter, in place of its argument `sampling`.
+
+    The command gets the values that have one, by parameter name. UsageError for a value out of
+    range.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    arguments: list[inspect.Parameter] = []
+    for each in signature.parameters.values():
+        arguments += map(_argument, PARAMETERS) if each.name == "sampling" else [each]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        values = {each.name: given.pop(each.name) for each in PARAMETERS}
+        sampling = {name: value for name, value in values.items() if value is not None}
+        _check(sampling)
+        command(**given, sampling=sampling)
+
+    del wrapped.__wrapped__  # Typer would read its signature instead
+    wrapped.__signature__ = signature.replace(parameters=arguments)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in arguments}
+    return wrapped
+
+
+def _argument(parameter: Parameter) -> inspect.Parameter:
+    """Return the option of one parameter. None stands for the checkpoint's default."""
+    about = parameter.about.partition(";")[0]
+    default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)
+    option = typer.Option(
+        parameter.option,
+        show_default="the checkpoint's" if parameter.from_checkpoint else True,
+        help=f"{about[0].upper()}{about[1:]}.",
+    )
+    return inspect.Parameter(
+        parameter.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[parameter.kind | None, option],
+    )
+
+
+def _check(sampling: dict[str, Any]) -> None:
+    try:
+        check(sampling, {each.name: each.option.partition("/")[0] for each in PARAMETERS})
+    except CanvasError as error:
+        raise UsageError(error.message, error.hint) from None

@@ -1,0 +1,129 @@
+"""How few places know an option of the server, or a field of a request."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from canvasrt.containers.openai.schema import OWN
+from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.errors import CanvasError
+
+ROOT = Path(__file__).parents[2]
+SERVING = [*(ROOT / "containers").rglob("*.py"), *(ROOT / "canvasrt" / "cli").rglob("*.py")]
+# These describe a manifest, or set the reference up; they pass nothing on.
+REPORTS = {"canvasrt/cli/inspect.py", "canvasrt/cli/bench.py", "canvasrt/cli/against.py"}
+# Declared for `generate` and `bench`, which pass it to `open_model` themselves.
+LOCAL = {"canvasrt/cli/generate.py", "canvasrt/cli/bench.py", "canvasrt/cli/options.py"}
+
+_REPLACED = """
+import sys, types
+from pathlib import Path
+
+def replace(name, line, new):
+    '''Load a module with a line added after another.'''
+    import importlib.util
+    spec = importlib.util.find_spec(name)
+    text = Path(spec.origin).read_text()
+    assert text.count(line) == 1, line
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    exec(compile(text.replace(line, line + new), spec.origin, "exec"), module.__dict__)
+"""
+_NEW_FIELD = (
+    _REPLACED
+    + """
+replace(
+    "canvasrt.runtime.sampling",
+    "    seed: int =",
+    ' _parameter(0, "UINT64", "seed", most=MAX_UINT64)\\n'
+    '    haste: float = _parameter(0.5, "FP32", "how fast to go")\\n    unused: int =',
+)
+from canvasrt.cli.app import parsed_command, run
+from canvasrt.containers.openai.inputs import inputs_of as openai_inputs
+from canvasrt.containers.openai.schema import ChatRequest, read_body
+from canvasrt.containers.package.repository import model_config
+from canvasrt.containers.tensors import STREAM_MODEL, inputs_of
+from canvasrt.containers.triton.request import OPTIONS
+
+assert ("haste", "FP32") in [(each.name, each.datatype) for each in inputs_of(STREAM_MODEL)]
+assert "haste" in [each.name for each in OPTIONS]
+assert 'name: "haste" data_type: TYPE_FP32' in model_config(STREAM_MODEL, {})
+body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "haste": 0.75}'
+assert openai_inputs(read_body(ChatRequest, body))[0]["haste"] == 0.75
+for command in ("generate", "infer"):
+    assert "--haste" in [name for each in parsed_command(command).params for name in each.opts]
+assert run(["infer", "x", "--haste", "nan"]) == 2
+"""
+)
+_NEW_OPTION = (
+    _REPLACED
+    + """
+replace(
+    "canvasrt.containers.options",
+    "    share_passes: bool = False\\n",
+    '    haste: int = field(default=1, metadata=nim("NIM_HASTE", read_count))\\n',
+)
+from canvasrt.containers.options import ModelOptions
+from canvasrt.containers.serve.installation import find_installation
+from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.settings import resolve
+
+for given in (({"haste": 7}, {}, {}), ({}, {"haste": 7}, {}), ({}, {}, {"NIM_HASTE": "7"})):
+    settings = resolve(*given)
+    environment = Server(Path("repository"), model=settings.model)._environment(find_installation())
+    assert ModelOptions.from_environment(environment).haste == 7
+"""
+)
+
+
+def files_with(name: str) -> set[str]:
+    """The modules of serving and of the command line that contain a word."""
+    word = re.compile(rf"\b{name}\b")
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in SERVING
+        if word.search(path.read_text(encoding="utf-8"))
+    }
+
+
+@pytest.mark.parametrize("name", [each.name for each in OWN])
+def test_serving_passes_request_fields_on_without_their_names(name: str) -> None:
+    assert files_with(name) <= REPORTS
+
+
+def test_an_option_of_the_models_is_named_where_it_is_declared_and_read() -> None:
+    declared = {"canvasrt/cli/serve.py", "containers/options.py"}
+    assert files_with("share_passes") - LOCAL == declared | {"containers/triton/backend.py"}
+
+
+def test_an_option_of_the_front_end_is_named_where_it_is_declared_and_read() -> None:
+    assert files_with("max_body") == {
+        "containers/options.py",
+        "containers/openai/app.py",
+        "containers/openai/middleware.py",
+    }
+
+
+@pytest.mark.parametrize("code", [_NEW_FIELD, _NEW_OPTION], ids=["field", "option"])
+def test_a_new_one_arrives_without_a_change_elsewhere(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_options_survive_the_environment_and_json() -> None:
+    options = ModelOptions(threads=3, max_model_len=64, share_passes=True)
+    assert ModelOptions.from_environment(options.to_environment()) == options
+    assert ModelOptions.from_environment({}) == ModelOptions()
+    for value in ("many", "1.5", '"3"'):
+        with pytest.raises(CanvasError, match="CANVASRT_THREADS"):
+            ModelOptions.from_environment({"CANVASRT_THREADS": value})
+    front = FrontOptions(names=("a", "b"), keys=("k",))
+    data = {each.name: getattr(front, each.name) for each in fields(front)}
+    data |= {"names": ["a", "b"], "keys": ["k"]}
+    assert FrontOptions.from_json(data) == front
