@@ -14,14 +14,13 @@ from canvasrt.defaults import (
     PREFILL_CHUNK,
     SOFT_TOKENS,
 )
+from canvasrt.formats import FORMATS
+from canvasrt.recipes.recipe import quantizable
 
-# Bytes a weight. NVFP4 is 4 bits and an 8-bit scale for each 16.
-_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# Bytes per weight that is not quantized.
+_PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
 # Engines share one workspace, the largest; builders take somewhat more than the tensors that are counted here.
 SPARE = 1.1
-# The most tokens of a row and of an image that one call takes, the query heads of a group whose scores are there at
-# once, and the largest head with a fused kernel: as build.profiles and export.layers have them.
-# The most tokens of a shared encoding pass, as runtime.resident has it, and the usual layers of a segment.
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,9 @@ def segment_bytes(
     """Bytes of the weights of each segment; `widened` is the fp32 form of a CPU."""
     base = "fp32" if widened or precision == "fp32" else "bf16"
     if formats is None:
-        quantized = precision if precision in ("fp8", "nvfp4") else base
+        quantized = precision if precision in FORMATS else base
         formats = dict.fromkeys(_quantizable(model), quantized)
+    widths = quantizable(model)
     sizes: dict[str, float] = {}
     for name, count in parameters(model).items():
         segment = "head"
@@ -101,8 +101,9 @@ def segment_bytes(
             segment = f"body_{int(name.split('.')[1]) // layers_per_segment}"
         elif name == "vision":
             segment = name
-        width = _WEIGHT_BYTES[base if widened else formats.get(name, base)]
-        sizes[segment] = sizes.get(segment, 0) + count * width
+        format = FORMATS.get(formats.get(name, base))
+        each = _PLAIN_BYTES[base] if widened or not format else format.weight_bytes(widths[name])
+        sizes[segment] = sizes.get(segment, 0) + count * each
     return {segment: round(size) for segment, size in sizes.items()}
 
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.formats import PLAIN
 from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import Target, check_precision
-
-# What graphs are exported in.
-PLAIN = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)

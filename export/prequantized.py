@@ -15,10 +15,11 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import Codes, read_codes
-from canvasrt.export.quantize.formats import LARGEST, Form
 from canvasrt.export.quantize.forms import quantize_graph, stored
+from canvasrt.export.quantize.packed import Form
 from canvasrt.export.segments import Segment
 from canvasrt.export.weights import Weight, weights
+from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
 from canvasrt.recipes.recipe import (
     Choice,
@@ -77,10 +78,12 @@ class Prequantized:
     @property
     def saved(self) -> int:
         """Bytes by which the graphs are smaller than without quantized weights."""
-        count = {"fp8": 8, "nvfp4": 4.5}
         forms = [self._held[name].form for name in self._packed]
-        sizes = [(torch.Size(form.shape).numel(), count[form.format]) for form in forms]
-        return int(sum(n * (self._dtype.itemsize - bits / 8) for n, bits in sizes))
+        sizes = [
+            (torch.Size(form.shape).numel(), FORMATS[form.format].weight_bytes(form.shape[-1]))
+            for form in forms
+        ]
+        return int(sum(count * (self._dtype.itemsize - each) for count, each in sizes))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -126,9 +129,8 @@ class Prequantized:
         recipe = _recipe(self._how, forms, self._config)
         with scratch(out.resolve().parent / f"{out.name}.calibration") as folder:
             found = calibrate(export_wide(folder / "graphs"), recipe, prompts)
-        # Where all that came in was zero any scale will do: this one is 1.
         self._inputs = {
-            name: (found.amax[name] or LARGEST[form.format]) / LARGEST[form.format]
+            name: FORMATS[form.format].scale(found.amax[name])
             for name, form in forms.items()
             if self._held[name].input_scale is None
         }
@@ -205,7 +207,9 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
 
 
 def _by_channel(form: Form) -> bool:
-    return bool(form.format == "fp8" and (form.scale_shape or (form.factor_shape or (1,))[-1] > 1))
+    if FORMATS[form.format].blocks:
+        return False
+    return bool(form.scale_shape or (form.factor_shape or (1,))[-1] > 1)
 
 
 def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from canvasrt.formats import FORMATS
+
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
-BLOCK = 16
+E4M3_MAX, E2M1_MAX = FORMATS["fp8"].largest, 6.0
+BLOCK = FORMATS["nvfp4"].blocks[0]
 
 
 def _e4m3_values() -> Floats:

@@ -12,6 +12,7 @@ then the MatMul, and where there are factors a multiplication with them after it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.formats import Form, Format, Packed
+from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.lowbits import BLOCK
@@ -42,7 +43,7 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     is quantized once, by the first one's `input_scale`. Raises `CanvasError` for a name that is no weight of a matrix
     product alone, and for another shape.
     """
-    inputs: dict[tuple[str, Format], ir.Value] = {}
+    inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
         _Product(model.graph, name, form).rewrite(inputs)
     model.opset_imports.setdefault(_TENSORRT, 1)
@@ -72,7 +73,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
 def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """The parts of the weight `name` that a rewritten graph has, to be written as external data."""
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
-        (VALUES, E4M3 if packed.format == "fp8" else E2M1, packed.shape, packed.values),
+        (VALUES, _KINDS[packed.format].numbers, packed.shape, packed.values),
         (BLOCK_SCALES, E4M3, (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
@@ -156,15 +157,16 @@ class _Product:
         self.weight, self.dtype = weight, weight.dtype
         self.node = self._find()
 
-    def rewrite(self, inputs: dict[tuple[str, Format], ir.Value]) -> None:
+    def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
         """Put the quantized form in the product's place; `inputs` are those that are quantized already."""
         x = self.node.inputs[0]
         assert x is not None
         rank = len(self.form.shape)
         perm = [*range(rank - 2), rank - 1, rank - 2]
+        kind = _KINDS[self.form.format]
         if (str(x.name), self.form.format) not in inputs:
-            inputs[str(x.name), self.form.format] = self._input(x)
-        turned = self._add("Transpose", [self._weight()], "turned", perm=perm)
+            inputs[str(x.name), self.form.format] = kind.input(self, x)
+        turned = self._add("Transpose", [kind.weight(self)], "turned", perm=perm)
         quantized = inputs[str(x.name), self.form.format]
         product = self._add("MatMul", [quantized, turned], "product")
         if self.form.factor_shape is not None:
@@ -177,13 +179,21 @@ class _Product:
         old.replace_all_uses_with(product, replace_graph_outputs=True)
         self._remove()
 
-    def _input(self, x: ir.Value) -> ir.Value:
+    def fp8_input(self, x: ir.Value) -> ir.Value:
         scale = self._initializer(INPUT_SCALE, FLOAT, ())
-        if self.form.format == "fp8":
-            bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=int(E4M3))
-            return self._add(
-                "DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype)
-            )
+        bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=int(E4M3))
+        return self._add("DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype))
+
+    def fp8_weight(self) -> ir.Value:
+        values = self._initializer(VALUES, E4M3, self.form.shape)
+        scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
+        axis = {"axis": 0} if self.form.scale_shape else {}
+        return self._add(
+            "DequantizeLinear", [values, scale], "weight", output_dtype=int(self.dtype), **axis
+        )
+
+    def nvfp4_input(self, x: ir.Value) -> ir.Value:
+        scale = self._initializer(INPUT_SCALE, FLOAT, ())
         quantize = ir.node(
             "TRT_FP4DynamicQuantize",
             [x, scale],
@@ -198,17 +208,11 @@ class _Product:
         scales = self._add("DequantizeLinear", [blocks, scale], "input_scales")
         return self._widen(bits, scales, "input")
 
-    def _weight(self) -> ir.Value:
+    def nvfp4_weight(self) -> ir.Value:
         *rows, last = self.form.shape
-        scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
-        if self.form.format == "fp8":
-            values = self._initializer(VALUES, E4M3, self.form.shape)
-            axis = {"axis": 0} if self.form.scale_shape else {}
-            return self._add(
-                "DequantizeLinear", [values, scale], "weight", output_dtype=int(self.dtype), **axis
-            )
         values = self._initializer(VALUES, E2M1, self.form.shape)
         blocks = self._initializer(BLOCK_SCALES, E4M3, (*rows, last // BLOCK))
+        scale = self._initializer(SCALE, FLOAT, ())
         scales = self._add("DequantizeLinear", [blocks, scale], "weight_scales")
         return self._widen(values, scales, "weight")
 
@@ -250,6 +254,21 @@ class _Product:
         if transpose is not None:
             self.graph.remove(transpose, safe=True)
         del self.graph.initializers[self.name]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a format stands in a graph: its numbers, a quantized input, and a dequantized weight."""
+
+    numbers: ir.DataType
+    input: Callable[[_Product, ir.Value], ir.Value]
+    weight: Callable[[_Product], ir.Value]
+
+
+_KINDS = {
+    "fp8": _Kind(E4M3, _Product.fp8_input, _Product.fp8_weight),
+    "nvfp4": _Kind(E2M1, _Product.nvfp4_input, _Product.nvfp4_weight),
+}
 
 
 def _is_plain_gemm(node: ir.Node) -> bool:

@@ -14,17 +14,18 @@ import onnx_ir as ir
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize import formats
+from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.calibrate import Calibration, calibrate, local_names
-from canvasrt.export.quantize.formats import LARGEST, Packed, form_of
 from canvasrt.export.quantize.forms import KEY_SCALE, VALUE_SCALE, quantize_file
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantizers import form_of
+from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import external, lowbits
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, scratch, staging
 
 CALIBRATION_FILE = "calibration.json"
-PLAIN = ("fp32", "bf16")
 _PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
 
 
@@ -60,7 +61,7 @@ def quantize(
             calibration = calibrate(graphs, chosen, prompts, report, folder)
     _load_modelopt()
     with staging(out) as tmp:
-        _write(graphs, tmp, choices, chosen.kv_cache is not None, calibration, report)
+        _write(graphs, tmp, choices, chosen.kv_cache, calibration, report)
         text = json.dumps(calibration.to_json(), indent=2) + "\n"
         (tmp / CALIBRATION_FILE).write_text(text, encoding="utf-8")
         _describe(graphs, tmp, chosen, choices, calibration)
@@ -94,7 +95,7 @@ def _write(
     graphs: Bundle,
     out: Path,
     choices: Mapping[str, Choice],
-    cache: bool,
+    cache: str | None,
     calibration: Calibration,
     report: Progress,
 ) -> None:
@@ -140,7 +141,7 @@ class _Segment:
         self._read = 0
         self._report: Callable[[int], object] = lambda read: None
 
-    def write(self, out: Path, cache: bool, report: Callable[[int], object]) -> None:
+    def write(self, out: Path, cache: str | None, report: Callable[[int], object]) -> None:
         """Write the quantized graph; `report` is told how many bytes of weights have been read."""
         self._report = report
         quantize_file(
@@ -148,10 +149,10 @@ class _Segment:
             out,
             {local: self._form(local) for local in self._names},
             self._pack,
-            self._cache_scales() if cache and "layers" in self._entry else None,
+            self._cache_scales(cache) if cache and "layers" in self._entry else None,
         )
 
-    def _form(self, local: str) -> formats.Form:
+    def _form(self, local: str) -> Form:
         choice = self._choices[self._names[local]]
         shape = _shape(self._tensor(local))
         return form_of(shape, choice.format, choice.weights, experts=len(shape) == 3)
@@ -160,8 +161,8 @@ class _Segment:
         name = self._names[local]
         choice, tensor = self._choices[name], self._tensor(local)
         # Where all that came in was zero any scale will do: this one is 1.
-        amax = self._calibration.amax[name] or LARGEST[choice.format]
-        packed = formats.quantize(
+        amax = self._calibration.amax[name] or FORMATS[choice.format].largest
+        packed = quantizers.quantize(
             _matrices(tensor),
             choice.format,
             amax,
@@ -174,11 +175,10 @@ class _Segment:
         self._report(self._read)
         return packed
 
-    def _cache_scales(self) -> dict[str, float]:
+    def _cache_scales(self, format: str) -> dict[str, float]:
         found = self._calibration.cache
         return {
-            f"layers.{place}.{suffix}": (found[f"layers.{layer}.{part}"] or LARGEST["fp8"])
-            / LARGEST["fp8"]
+            f"layers.{place}.{suffix}": FORMATS[format].scale(found[f"layers.{layer}.{part}"])
             for place, layer in enumerate(self._entry["layers"])
             for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE))
         }

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.bundle import Bundle
-from canvasrt.export.quantize.formats import dequantize
+from canvasrt.export.quantize.packed import dequantize
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph

@@ -15,7 +15,8 @@ from onnx import TensorProto, helper
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import forms
-from canvasrt.export.quantize.formats import Form, Packed, quantize
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantizers import quantize
 from canvasrt.graphs import lowbits
 from tests.helpers.quantized import EXPERTS
 

@@ -1,4 +1,4 @@
-"""Weights in FP8 and NVFP4 as they stand in a graph, quantized by ModelOpt.
+"""Weights into FP8 and NVFP4 by ModelOpt's quantizers.
 
 Imports neither torch nor ModelOpt until something is quantized.
 """
@@ -6,97 +6,28 @@ Imports neither torch nor ModelOpt until something is quantized.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from canvasrt.errors import CanvasError
-from canvasrt.graphs import lowbits
-from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX, E4M3_MAX, Bytes, Floats
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.formats import FORMATS
+from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Format = Literal["fp8", "nvfp4"]
-FORMATS: tuple[Format, ...] = ("fp8", "nvfp4")
-# What a scale of 1 reaches: FP8's largest number, NVFP4's times the largest block scale.
-LARGEST = {"fp8": E4M3_MAX, "nvfp4": E2M1_MAX * E4M3_MAX}
-
-
-@dataclass(frozen=True)
-class Form:
-    """A quantized weight's format and shapes, without its numbers; the attributes are `Packed`'s."""
-
-    format: Format
-    shape: tuple[int, ...]
-    scale_shape: tuple[int, ...] = ()
-    factor_shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Packed:
-    """One quantized weight. It stands for `values × block_scales × scale × factor`, `[out, in]` or `[E, out, in]`.
-
-    Attributes:
-        format: `fp8` or `nvfp4`.
-        values: uint8; E4M3 codes `[…, out, in]`, or two E2M1 codes a byte `[…, out, in / 2]`, the first one low.
-        scale: float32, a scalar; of a 2-D FP8 weight also one for each output, `[out]`.
-        input_scale: float32 scalar, the scale of what the weight is multiplied with.
-        block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`.
-        factor: float32 by which the product is multiplied: `[E, 1, 1]`, `[E, 1, out]`, of a 2-D weight `[out]`.
-    """
-
-    format: Format
-    values: Bytes
-    scale: Floats
-    input_scale: Floats
-    block_scales: Bytes | None = None
-    factor: Floats | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("scale", "input_scale", "factor"):
-            found = getattr(self, name)
-            if found is not None and not (np.isfinite(found) & (found > 0)).all():
-                raise CanvasError(
-                    f"a weight's {name} holds numbers that are not positive and finite",
-                    "calibrate again, or take a checkpoint with whole scales",
-                )
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The weight's shape, `[out, in]` or `[E, out, in]`."""
-        *rows, last = self.values.shape
-        return (*rows, last * 2 if self.format == "nvfp4" else last)
-
-    @property
-    def form(self) -> Form:
-        """What the graph has to know of it."""
-        factor = None if self.factor is None else self.factor.shape
-        return Form(self.format, self.shape, self.scale.shape, factor)
-
-
-def dequantize(packed: Packed) -> Floats:
-    """The weight that `packed` stands for, its factor included."""
-    if packed.block_scales is None:
-        weight = lowbits.dequantize_fp8(packed.values, packed.scale)
-    else:
-        weight = lowbits.dequantize_nvfp4(packed.values, packed.block_scales, packed.scale)
-    if packed.factor is None:
-        return weight
-    factor = packed.factor if packed.factor.ndim == 1 else packed.factor[..., 0, :]
-    return weight * factor[..., None]
-
 
 def form_of(
     shape: tuple[int, ...],
-    format: Format,
+    format: str,
     weights: Literal["per_tensor", "per_channel"] = "per_tensor",
     experts: bool = False,
 ) -> Form:
     """The form of what `quantize` makes of a weight of this shape."""
-    channels = format == "fp8" and weights == "per_channel"
+    channels = not FORMATS[format].blocks and weights == "per_channel"
     if experts:
         return Form(format, shape, (), (shape[0], 1, shape[1] if channels else 1))
     return Form(format, shape, (shape[0],) if channels else ())
@@ -104,7 +35,7 @@ def form_of(
 
 def quantize(
     parts: Iterable[np.ndarray],
-    format: Format,
+    format: str,
     input_amax: float,
     method: Literal["max", "mse"] = "max",
     weights: Literal["per_tensor", "per_channel"] = "per_tensor",
@@ -123,15 +54,15 @@ def quantize(
         raise CanvasError(
             f"{name}: its input's largest magnitude is {input_amax}", "calibrate with more prompts"
         )
-    input_scale = np.float32(input_amax / LARGEST[format])
-    channels = format == "fp8" and weights == "per_channel"
+    input_scale = np.float32(input_amax / FORMATS[format].largest)
+    channels = not FORMATS[format].blocks and weights == "per_channel"
     each = parts if experts else [np.concatenate(list(parts))]
     quantized = [_quantize_one(part, format, method, channels, experts, name) for part in each]
     values = np.stack([one.values for one in quantized])
     scales = np.stack([one.scale for one in quantized])
     blocks = (
         np.stack([one.block_scales for one in quantized if one.block_scales is not None])
-        if format == "nvfp4"
+        if FORMATS[format].blocks
         else None
     )
     if not experts:
@@ -144,7 +75,7 @@ def quantize(
 
 
 def _quantize_one(
-    part: np.ndarray, format: Format, method: str, channels: bool, short_scale: bool, name: str
+    part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
 ) -> Packed:
     """A matrix with a scale of its own; `short_scale` rounds it up to a bfloat16."""
     import torch
@@ -152,20 +83,18 @@ def _quantize_one(
     weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
     if not torch.isfinite(weight).all():
         raise CanvasError(f"{name} holds numbers that are not finite", "the checkpoint is damaged")
-    if format == "nvfp4" and weight.shape[-1] % BLOCK:
+    if not FORMATS[format].divides(weight.shape[-1]):
         raise CanvasError(
-            f"{name} has rows of {weight.shape[-1]}, and NVFP4 has blocks of {BLOCK}",
+            f"{name} has rows of {weight.shape[-1]}, and {format} has {FORMATS[format].blocks_text}",
             "leave it out of the recipe, or quantize it to fp8",
         )
     amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
     # Zeros need a scale too, and any will do.
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
-    if format == "fp8" and method == "mse":
-        amax = _least_error_fp8(weight, amax)
-    scale = amax / LARGEST[format]
+    search, encode = _QUANTIZERS[format][method]
+    scale = (search(weight, amax) if search else amax) / FORMATS[format].largest
     if short_scale:
         scale = _round_up(scale)
-    encode = _fp8 if format == "fp8" else _nvfp4_mse if method == "mse" else _nvfp4_max
     values, block_scales = encode(weight, scale)
     blocks = None if block_scales is None else block_scales.view(torch.uint8).numpy()
     flat = scale.numpy().reshape(-1) if channels else scale.numpy()
@@ -199,7 +128,9 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
     blocks = weight.reshape(-1, BLOCK)
     amax = blocks.abs().amax(dim=-1)
-    calibrator = NVFP4MSECalibrator(amax, scale * LARGEST["nvfp4"], axis=0, quant_func=round_with)
+    calibrator = NVFP4MSECalibrator(
+        amax, scale * FORMATS["nvfp4"].largest, axis=0, quant_func=round_with
+    )
     calibrator.collect(blocks)
     best = calibrator.compute_amax() / (E2M1_MAX * scale)
     scales = best.to(torch.float8_e4m3fn).reshape(*weight.shape[:-1], -1)
@@ -226,3 +157,12 @@ def _round_up(scale: Tensor) -> Tensor:
 
     bits = scale.view(torch.int32)
     return (bits + 0xFFFF & ~0xFFFF).view(torch.float32)
+
+
+Search = Callable[["Tensor", "Tensor"], "Tensor"]
+Encode = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor | None]"]
+# By format and method: what finds the largest magnitude that the scale reaches, if not the weight's own, and what encodes.
+_QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
+    "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
+    "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
+}

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.formats import FORMATS, Packed, dequantize, form_of, quantize
+from canvasrt.export.quantize.packed import Packed, dequantize
+from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 
 # The grids, number by number, in the order of their codes.
@@ -209,7 +211,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     bad[3, 3] = np.nan
     with pytest.raises(CanvasError, match=r"mlp\.down holds numbers that are not finite"):
         quantize([bad], "fp8", 1.0, name="mlp.down")
-    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and NVFP4 has blocks of 16"):
+    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and nvfp4 has blocks of 16"):
         quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
     one = np.ones((), np.float32)
     for scale in (-one, 0 * one, np.float32("nan") * one):
