@@ -63,7 +63,7 @@ def estimate(
         for layer in model.layers
     )
     number = 1 if kv_cache and not on_cpu else element
-    weights = segment_bytes(model, precision, len(model.layers), formats, widened=on_cpu)
+    weights = segment_bytes(model, precision, len(model.layers), formats, on_cpu)
     return Estimate(
         weights=sum(weights.values()),
         kv_cache=cached * max_batch * number,
@@ -86,10 +86,10 @@ def segment_bytes(
     precision: str,
     layers_per_segment: int,
     formats: Mapping[str, str] | None = None,
-    widened: bool = False,
+    on_cpu: bool = False,
 ) -> dict[str, int]:
-    """Bytes of the weights of each segment; `widened` is the fp32 form of a CPU."""
-    base = "fp32" if widened or precision == "fp32" else "bf16"
+    """Bytes of the weights of each segment, on a CPU in the form that it reads."""
+    base = "fp32" if on_cpu or precision == "fp32" else "bf16"
     if formats is None:
         quantized = precision if precision in FORMATS else base
         formats = dict.fromkeys(_quantizable(model), quantized)
@@ -102,7 +102,10 @@ def segment_bytes(
         elif name == "vision":
             segment = name
         format = FORMATS.get(formats.get(name, base))
-        each = _PLAIN_BYTES[base] if widened or not format else format.weight_bytes(widths[name])
+        if format is None:
+            each = _PLAIN_BYTES[base]
+        else:
+            each = (format.cpu_bytes if on_cpu else format.weight_bytes)(widths[name])
         sizes[segment] = sizes.get(segment, 0) + count * each
     return {segment: round(size) for segment, size in sizes.items()}
 

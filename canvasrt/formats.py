@@ -26,8 +26,10 @@ class NumberFormat:
             that is a tenth off does not. (A norm behind a product may hide a wrong scale from everything else.)
         blocks: how many inputs share a scale; of several lengths, the first that divides a row is used. Empty: one
             scale per matrix or per output.
+        least_blocks: how many blocks a row has at least: shorter ones are taken for that.
         scale_bits: of a block's scale.
         rounds_inputs: whether what the weight multiplies is quantized too, with a scale that calibration finds.
+        packed_on_cpu: whether a CPU multiplies it as it is; other formats are widened to float32 there.
         caches: whether keys and values can be cached in it.
         modelopt, compressed: how checkpoints name it, if they can hold it.
     """
@@ -38,15 +40,18 @@ class NumberFormat:
     capability: tuple[int, int]
     weight_error: float
     blocks: tuple[int, ...] = ()
+    least_blocks: int = 1
     scale_bits: int = 0
     rounds_inputs: bool = True
+    packed_on_cpu: bool = False
     caches: bool = False
     modelopt: str | None = None
     compressed: Compressed | None = None
 
     def block(self, width: int) -> int | None:
         """The length of the blocks in rows of `width`; None if no length divides them, or it has no blocks."""
-        return next((each for each in self.blocks if width % each == 0), None)
+        fitting = (each for each in self.blocks if width % each == 0)
+        return next((each for each in fitting if width // each >= self.least_blocks), None)
 
     def divides(self, width: int) -> bool:
         """Whether rows of `width` can be quantized to it."""
@@ -57,6 +62,13 @@ class NumberFormat:
         block = self.block(width)
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
+    def cpu_bytes(self, width: int) -> float:
+        """The same on a CPU: codes and float32 scales, or float32 numbers."""
+        block = self.block(width)
+        if not self.packed_on_cpu or block is None:
+            return 4.0
+        return self.bits / 8 + 4 / block
+
     def scale(self, amax: float) -> float:
         """The scale that reaches `amax`. If calibration saw only zeros, any scale works: 1."""
         return (amax or self.largest) / self.largest
@@ -64,7 +76,8 @@ class NumberFormat:
     @property
     def blocks_text(self) -> str:
         """For a reader: `blocks of 16`."""
-        return f"blocks of {' or '.join(map(str, self.blocks))}"
+        *others, last = map(str, self.blocks)
+        return f"blocks of {', '.join(others)} or {last}" if others else f"blocks of {last}"
 
 
 # In the order in which a GPU that has several prefers them.
@@ -92,6 +105,19 @@ _TABLE = (
         compressed=Compressed(
             "float8", ("float-quantized", "naive-quantized"), ("tensor", "channel")
         ),
+    ),
+    # −8 … 7 in two's complement, with bfloat16 scales: weights alone, products are in 16 bits.
+    NumberFormat(
+        name="int4",
+        bits=4,
+        largest=7.0,
+        capability=(8, 0),
+        weight_error=0.13,
+        blocks=(64, 32, 16),
+        least_blocks=2,  # TensorRT widens a weight whose rows have one scale before the product
+        scale_bits=16,
+        rounds_inputs=False,
+        packed_on_cpu=True,
     ),
 )
 FORMATS = {each.name: each for each in _TABLE}

@@ -142,7 +142,8 @@ def _read(weight: Weight, format: NumberFormat) -> Codes:
             f"{weight.checkpoint.path} has no tensor {missing[0]}.input_scale, but others beside it",
             _AGAIN,
         )
-    form = Form(format.name, weight.shape, scale.shape, None if factor is None else factor.shape)
+    shape = None if factor is None else factor.shape
+    form = Form(format.name, weight.shape, scale.shape, shape, format.block(weight.shape[-1]))
     found = None if missing else np.array(max(value for value in inputs if value is not None))
     return Codes(weight, form, scale, factor, found)
 

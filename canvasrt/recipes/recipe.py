@@ -112,6 +112,12 @@ class Recipe:
         """What a GPU must be able to multiply in: the name in a target's `precisions`."""
         return most_demanding({rule.choice.format for rule in self.rules})
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it needs prompts: for the scales of inputs, or of a cache."""
+        formats = {rule.choice.format for rule in self.rules}
+        return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
+
     def suits(self, target: Target) -> bool:
         """Whether it is meant for a target. A CPU runs every recipe, lowered."""
         return target.capability is None or target.name in self.targets

@@ -3,6 +3,7 @@
 Each `weight → Transpose → MatMul` becomes, with every scale in float32 and T the graph's dtype,
 
 - FP8: `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the weight;
+- INT4: `DequantizeLinear → Transpose` of the weight, with scales in T, the input as it is;
 - NVFP4: `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input, `DequantizeLinear → Cast(T) → Transpose`
   of the weight, the block scales being dequantized by the global scale first;
 
@@ -26,6 +27,7 @@ from canvasrt.graphs.external import Stored
 from canvasrt.graphs.lowbits import BLOCK
 
 E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
+INT4, BFLOAT16 = ir.DataType.INT4, ir.DataType.BFLOAT16
 # What a weight's parts are called behind its name.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE = "factor", "input_scale"
@@ -74,7 +76,7 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """The parts of the weight `name` that a rewritten graph has, to be written as external data."""
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
         (VALUES, _KINDS[packed.format].numbers, packed.shape, packed.values),
-        (BLOCK_SCALES, E4M3, (), packed.block_scales),
+        (BLOCK_SCALES, _scales(packed), (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
         (FACTOR, FLOAT, (), packed.factor),
@@ -83,9 +85,15 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
         found = model.graph.initializers.get(f"{name}.{suffix}")
         if found is None or data is None:
             continue
-        if suffix == FACTOR and found.dtype == ir.DataType.BFLOAT16:
-            dtype, data = ir.DataType.BFLOAT16, lowbits.to_bf16(data)
+        if data.dtype == np.float32 and found.dtype == BFLOAT16:
+            dtype, data = BFLOAT16, lowbits.to_bf16(data)
         yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
+
+
+def _scales(packed: Packed) -> ir.DataType:
+    """What stands for the scales of blocks."""
+    blocks = packed.block_scales
+    return FLOAT if blocks is not None and blocks.dtype == np.float32 else E4M3
 
 
 def quantize_file(
@@ -164,11 +172,12 @@ class _Product:
         rank = len(self.form.shape)
         perm = [*range(rank - 2), rank - 1, rank - 2]
         kind = _KINDS[self.form.format]
-        if (str(x.name), self.form.format) not in inputs:
-            inputs[str(x.name), self.form.format] = kind.input(self, x)
+        if kind.input is not None:
+            if (str(x.name), self.form.format) not in inputs:
+                inputs[str(x.name), self.form.format] = kind.input(self, x)
+            x = inputs[str(x.name), self.form.format]
         turned = self._add("Transpose", [kind.weight(self)], "turned", perm=perm)
-        quantized = inputs[str(x.name), self.form.format]
-        product = self._add("MatMul", [quantized, turned], "product")
+        product = self._add("MatMul", [x, turned], "product")
         if self.form.factor_shape is not None:
             factor = self._initializer(FACTOR, self.dtype, self.form.factor_shape)
             product = self._add("Mul", [product, factor], "scaled")
@@ -216,6 +225,15 @@ class _Product:
         scales = self._add("DequantizeLinear", [blocks, scale], "weight_scales")
         return self._widen(values, scales, "weight")
 
+    def int4_weight(self) -> ir.Value:
+        *rows, last = self.form.shape
+        block = self.form.block
+        assert block is not None
+        values = self._initializer(VALUES, INT4, self.form.shape)
+        # In another dtype than the graph's TensorRT would write the whole weight out, wide.
+        scales = self._initializer(BLOCK_SCALES, self.dtype, (*rows, last // block))
+        return self._add("DequantizeLinear", [values, scales], "weight", axis=-1, block_size=block)
+
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
         """TensorRT dequantizes E2M1 to float32 alone; the cast to the graph's dtype costs nothing."""
         wide = self._add(
@@ -258,16 +276,17 @@ class _Product:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a format stands in a graph: its numbers, a quantized input, and a dequantized weight."""
+    """How a format stands in a graph: its numbers, a quantized input if any, and a dequantized weight."""
 
     numbers: ir.DataType
-    input: Callable[[_Product, ir.Value], ir.Value]
+    input: Callable[[_Product, ir.Value], ir.Value] | None
     weight: Callable[[_Product], ir.Value]
 
 
 _KINDS = {
     "fp8": _Kind(E4M3, _Product.fp8_input, _Product.fp8_weight),
     "nvfp4": _Kind(E2M1, _Product.nvfp4_input, _Product.nvfp4_weight),
+    "int4": _Kind(INT4, None, _Product.int4_weight),
 }
 
 

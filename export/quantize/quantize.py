@@ -41,7 +41,7 @@ def quantize(
 
     Args: `graphs` a bundle that `canvasrt export` wrote, bf16 for GPUs or fp32; `recipe` one of canvasrt's by name, a
     file, or a loaded one; `calibration_file` JSONL prompts, by default those that come with canvasrt; `calibration` what
-    was observed before, in place of running any. Raises
+    was observed before, in place of running any; none is needed when weights alone are quantized. Raises
     `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and when
     `out` holds something; then nothing is left behind.
     """
@@ -54,6 +54,8 @@ def quantize(
             graphs, "graphs", progress=lambda done, total: report("checking graphs", done, total)
         )
     choices = _check(graphs, chosen)
+    if calibration is None and not chosen.is_calibrated:
+        calibration = Calibration()
     if calibration is None:
         prompts = None if calibration_file is None else Path(calibration_file).expanduser()
         # On the disk of the result, which has room for graphs.
@@ -160,8 +162,10 @@ class _Segment:
     def _pack(self, local: str) -> Packed:
         name = self._names[local]
         choice, tensor = self._choices[name], self._tensor(local)
-        # Where all that came in was zero any scale will do: this one is 1.
-        amax = self._calibration.amax[name] or FORMATS[choice.format].largest
+        amax = None
+        if FORMATS[choice.format].rounds_inputs:
+            # If calibration saw only zeros, any scale works: 1.
+            amax = self._calibration.amax[name] or FORMATS[choice.format].largest
         packed = quantizers.quantize(
             _matrices(tensor),
             choice.format,
@@ -227,7 +231,7 @@ def _describe(
         made_from={
             **manifest.made_from,
             "graphs": manifest.digest,
-            "calibration": calibration.sha256,
+            **({"calibration": calibration.sha256} if calibration.sha256 else {}),
         },
         options={
             **manifest.options,

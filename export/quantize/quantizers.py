@@ -1,4 +1,4 @@
-"""Weights into FP8 and NVFP4 by ModelOpt's quantizers.
+"""Weights into FP8, NVFP4 and INT4 by ModelOpt's quantizers.
 
 Imports neither torch nor ModelOpt until something is quantized.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -14,10 +15,23 @@ import numpy as np
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.formats import FORMATS
-from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX, Bytes, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Of a block's largest magnitude, what the search for its scale tries at least: less never won in any weight seen.
+_LEAST_REACH = 0.7
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix; the attributes are `Packed`'s."""
+
+    values: Bytes
+    scale: Floats
+    block_scales: Bytes | None
 
 
 def form_of(
@@ -27,16 +41,19 @@ def form_of(
     experts: bool = False,
 ) -> Form:
     """The form of what `quantize` makes of a weight of this shape."""
+    block = FORMATS[format].block(shape[-1])
+    if not FORMATS[format].rounds_inputs:
+        return Form(format, shape, block=block)
     channels = not FORMATS[format].blocks and weights == "per_channel"
     if experts:
-        return Form(format, shape, (), (shape[0], 1, shape[1] if channels else 1))
-    return Form(format, shape, (shape[0],) if channels else ())
+        return Form(format, shape, (), (shape[0], 1, shape[1] if channels else 1), block)
+    return Form(format, shape, (shape[0],) if channels else (), block=block)
 
 
 def quantize(
     parts: Iterable[np.ndarray],
     format: str,
-    input_amax: float,
+    input_amax: float | None,
     method: Literal["max", "mse"] = "max",
     weights: Literal["per_tensor", "per_channel"] = "per_tensor",
     experts: bool = False,
@@ -45,12 +62,15 @@ def quantize(
     """Quantize a weight with ModelOpt.
 
     Args: `parts` float32 matrices `[out, in]`, read one at a time: one an expert with `experts`, else stacked along
-    the first axis to one weight; `input_amax` the largest magnitude of what it is multiplied with; `method` how scales
-    are chosen, `max` so that nothing saturates and `mse` for the least squared error; `weights` whether FP8 has a scale
-    for each output; `name` what errors call it. Raises `CanvasError` for numbers that are not finite, an
-    `input_amax` that is not positive, and an NVFP4 weight whose rows are no multiple of 16.
+    the first axis to one weight; `input_amax` the largest magnitude of what it is multiplied with, which formats for
+    weights alone do not ask for; `method` how scales are chosen, `max` so that nothing saturates and `mse` for the
+    least squared error; `weights` whether FP8 has a scale for each output; `name` what errors call it. Raises
+    `CanvasError` for numbers that are not finite, an `input_amax` that is not positive, and rows that the format's
+    blocks do not divide.
     """
-    if not (math.isfinite(input_amax) and input_amax > 0):
+    if not FORMATS[format].rounds_inputs:
+        return _quantize_weights(parts, format, method, experts, name)
+    if input_amax is None or not (math.isfinite(input_amax) and input_amax > 0):
         raise CanvasError(
             f"{name}: its input's largest magnitude is {input_amax}", "calibrate with more prompts"
         )
@@ -60,11 +80,8 @@ def quantize(
     quantized = [_quantize_one(part, format, method, channels, experts, name) for part in each]
     values = np.stack([one.values for one in quantized])
     scales = np.stack([one.scale for one in quantized])
-    blocks = (
-        np.stack([one.block_scales for one in quantized if one.block_scales is not None])
-        if FORMATS[format].blocks
-        else None
-    )
+    found = [one.block_scales for one in quantized if one.block_scales is not None]
+    blocks = np.stack(found) if found else None
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
@@ -76,18 +93,11 @@ def quantize(
 
 def _quantize_one(
     part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
-) -> Packed:
+) -> _Matrix:
     """A matrix with a scale of its own; `short_scale` rounds it up to a bfloat16."""
     import torch
 
-    weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
-    if not torch.isfinite(weight).all():
-        raise CanvasError(f"{name} holds numbers that are not finite", "the checkpoint is damaged")
-    if not FORMATS[format].divides(weight.shape[-1]):
-        raise CanvasError(
-            f"{name} has rows of {weight.shape[-1]}, and {format} has {FORMATS[format].blocks_text}",
-            "leave it out of the recipe, or quantize it to fp8",
-        )
+    weight = _checked(part, format, name)
     amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
     # Zeros need a scale too, and any will do.
     amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
@@ -98,7 +108,35 @@ def _quantize_one(
     values, block_scales = encode(weight, scale)
     blocks = None if block_scales is None else block_scales.view(torch.uint8).numpy()
     flat = scale.numpy().reshape(-1) if channels else scale.numpy()
-    return Packed(format, values.view(torch.uint8).numpy(), flat, np.ones((), np.float32), blocks)
+    return _Matrix(values.view(torch.uint8).numpy(), flat, blocks)
+
+
+def _quantize_weights(
+    parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
+) -> Packed:
+    """A weight whose inputs stay as they are."""
+    each = parts if experts else [np.concatenate(list(parts))]
+    encode = _WEIGHTS_ALONE[format]
+    made = [encode(_checked(part, format, name), method == "mse") for part in each]
+    values, scales = np.stack([each for each, _ in made]), np.stack([each for _, each in made])
+    if not experts:
+        values, scales = values[0], scales[0]
+    return Packed(format, values, None, None, scales)
+
+
+def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
+    """A matrix as a tensor; CanvasError if it cannot be quantized."""
+    import torch
+
+    weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
+    if not torch.isfinite(weight).all():
+        raise CanvasError(f"{name} holds numbers that are not finite", "the checkpoint is damaged")
+    if not FORMATS[format].divides(weight.shape[-1]):
+        raise CanvasError(
+            f"{name} has rows of {weight.shape[-1]}, and {format} has {FORMATS[format].blocks_text}",
+            "leave it out of the recipe, or quantize it to fp8",
+        )
+    return weight
 
 
 def _fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, None]:
@@ -140,6 +178,42 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return quantized._quantized_data, scales
 
 
+def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
+    """Codes `[out, in / 2]` and bfloat16 scales in float32 `[out, in / block]`, each block's for itself.
+
+    With `search`, a scale may let a block's largest numbers saturate, if that makes the squared error smaller.
+    """
+    import torch
+    from modelopt.torch.quantization.calib.mse import MseCalibrator
+
+    block = FORMATS["int4"].block(weight.shape[-1])
+    assert block is not None
+    blocks = weight.reshape(-1, block)
+    amax = blocks.abs().amax(dim=-1)
+    # Zeros need a scale too, and any will do.
+    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+
+    def scale_of(reach: Tensor) -> Tensor:
+        return (reach / FORMATS["int4"].largest).bfloat16().float()[:, None]
+
+    def codes_of(x: Tensor, reach: Tensor) -> Tensor:
+        return (x / scale_of(reach)).round_().clamp_(-8, 7)
+
+    if search:
+        calibrator = MseCalibrator(
+            amax,
+            axis=0,
+            start_multiplier=_LEAST_REACH,
+            stop_multiplier=1.0,
+            quant_func=lambda x, reach: codes_of(x, reach).mul_(scale_of(reach)),
+        )
+        calibrator.collect(blocks)
+        amax = calibrator.compute_amax().reshape(-1)
+    codes = codes_of(blocks, amax).to(torch.int8).view(torch.uint8).numpy() & np.uint8(15)
+    scales = scale_of(amax).numpy().reshape(*weight.shape[:-1], -1)
+    return lowbits.pack(codes.reshape(weight.shape)), scales
+
+
 def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
     """The amax, for all of it or for each row, with the least squared error."""
     from modelopt.torch.quantization.calib.mse import MseCalibrator
@@ -166,3 +240,5 @@ _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
 }
+# Formats for weights alone: what gives codes and scales, with or without a search for the scales.
+_WEIGHTS_ALONE = {"int4": _int4}

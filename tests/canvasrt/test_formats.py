@@ -55,13 +55,18 @@ def test_blocks_divide_rows() -> None:
     assert [format.block(width) for width in (16, 704, 24)] == [16, 16, None]
     assert not format.divides(24)
     assert format.weight_bytes(704) == 0.5625
+    shorter = FORMATS["int4"]
+    assert [shorter.block(width) for width in (704, 96, 64, 32, 16)] == [64, 32, 32, 16, None]
+    assert shorter.blocks_text == "blocks of 64, 32 or 16"
+    assert shorter.weight_bytes(704) == 0.5 + 2 / 64
     assert FORMATS["fp8"].divides(24)
     assert FORMATS["fp8"].weight_bytes(24) == 1
 
 
 def test_a_gpu_has_what_its_capability_has() -> None:
-    assert formats_of((8, 9)) == ("fp8",)
-    assert formats_of((12, 0))[:2] == ("nvfp4", "fp8")
+    assert formats_of((8, 6)) == ("int4",)
+    assert formats_of((8, 9)) == ("fp8", "int4")
+    assert formats_of((12, 0)) == ("nvfp4", "fp8", "int4")
     for target in TARGETS:
         assert target.precisions[0] == target.precision
         assert len(set(target.precisions)) == len(target.precisions)
@@ -70,4 +75,5 @@ def test_a_gpu_has_what_its_capability_has() -> None:
 
 def test_of_several_formats_the_one_that_the_fewest_gpus_have() -> None:
     assert most_demanding({"fp8", "nvfp4"}) == "nvfp4"
-    assert most_demanding({"fp8"}) == "fp8"
+    assert most_demanding({"fp8", "int4"}) == "fp8"
+    assert most_demanding({"int4"}) == "int4"
