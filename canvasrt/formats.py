@@ -118,6 +118,7 @@ _TABLE = (
         scale_bits=16,
         rounds_inputs=False,
         packed_on_cpu=True,
+        compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
 )
 FORMATS = {each.name: each for each in _TABLE}

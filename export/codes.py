@@ -27,13 +27,18 @@ _AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one wi
 
 @dataclass(frozen=True)
 class Codes:
-    """One weight of a graph as the checkpoint has it quantized. `input_scale` is None where the checkpoint has none."""
+    """One weight of a graph as the checkpoint has it in FP8 or NVFP4; `input_scale` is None if the checkpoint has none."""
 
     weight: Weight
     form: Form
     scale: Floats
     factor: Floats | None
     input_scale: Floats | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has all of its scales."""
+        return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
         """Read codes and block scales; `input_scale` for a checkpoint that has none."""

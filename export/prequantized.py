@@ -15,6 +15,7 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import Codes, read_codes
+from canvasrt.export.int4 import Int4Codes, read_int4
 from canvasrt.export.quantize.forms import quantize_graph, stored
 from canvasrt.export.quantize.packed import Form
 from canvasrt.export.segments import Segment
@@ -54,10 +55,10 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        self._held: dict[str, Codes] = {}
+        self._held: dict[str, Codes | Int4Codes] = {}
         for part in parts:
             for weight in weights(part.module, part.sources, source):
-                found = read_codes(weight)
+                found = read_int4(weight) or read_codes(weight)
                 if found is not None:
                     self._held[global_name(part, weight.name)] = found
         able = quantizable(config)
@@ -72,8 +73,8 @@ class Prequantized:
 
     @property
     def static(self) -> bool:
-        """Whether the checkpoint has scales for the inputs of all that stays quantized."""
-        return all(self._held[name].input_scale is not None for name in self._packed)
+        """Whether the checkpoint has every scale that the inputs of its weights need."""
+        return all(self._held[name].is_complete for name in self._packed)
 
     @property
     def saved(self) -> int:
@@ -132,7 +133,7 @@ class Prequantized:
         self._inputs = {
             name: FORMATS[form.format].scale(found.amax[name])
             for name, form in forms.items()
-            if self._held[name].input_scale is None
+            if not self._held[name].is_complete
         }
         self._prompts = found.sha256
 
@@ -159,7 +160,7 @@ class Prequantized:
             else:
                 yield self._widened(weight, held)
 
-    def _widened(self, weight: Weight, held: Codes) -> Stored:
+    def _widened(self, weight: Weight, held: Codes | Int4Codes) -> Stored:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 

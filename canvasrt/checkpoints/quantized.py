@@ -23,7 +23,7 @@ _LAYOUTS = {
 }
 _INPUTS = ("tensor", "token")  # how inputs' scales are shared
 _HINT = (
-    "canvasrt reads ModelOpt's NVFP4 and FP8 and compressed-tensors' FP8;"
+    "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
 )
 
@@ -103,9 +103,11 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
     for name, group in groups.items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
         _check(file, f"{name}'s weights", weights, compressed.kind, compressed.strategies)
+        if inputs and not format.rounds_inputs:
+            raise _unknown(file, f"{name}'s weights in {format.name} and inputs that are quantized")
         if inputs:
             _check(file, f"{name}'s input_activations", inputs, compressed.kind, _INPUTS)
-        static &= bool(inputs) and not inputs.get("dynamic")
+        static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     return Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
 
@@ -118,6 +120,10 @@ def _check(
         raise _unknown(file, f"{name} of {kind}")
     if found.get("strategy") not in strategies:
         raise _unknown(file, f"{name} with scales by {found.get('strategy')!r}")
+    if found.get("symmetric") is False:
+        raise _unknown(file, f"{name} with zero points (symmetric: false)")
+    if found.get("actorder") in (True, "group"):
+        raise _unknown(file, f"{name} with reordered inputs (actorder: {found['actorder']})")
 
 
 def _producer(method: str, producer: object) -> str:

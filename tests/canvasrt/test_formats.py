@@ -19,6 +19,7 @@ NAMED_IN = {
     "export/quantize/quantizers.py",
     "export/quantize/forms.py",
     "export/codes.py",
+    "export/int4.py",
     # Defaults of targets, and tools that measure one format.
     "canvasrt/targets.py",
     "export/synthetic.py",
