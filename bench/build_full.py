@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="an empty folder")
     parser.add_argument("--shape", default="released", help="default: released")
     parser.add_argument("--layers", type=int, help="default: the shape's own number")
-    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "int4", "bf16"))
     parser.add_argument("--target", default="rtx-5090")
     parser.add_argument("--keep", action="store_true", help="keep graphs and engines")
     args = parser.parse_args()

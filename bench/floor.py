@@ -12,11 +12,14 @@ from bench.shape import Prepared
 from canvasrt.extras import is_installed
 from canvasrt.runtime.tables import pass_work
 
+# The products that torch has on a GPU.
+_MEASURED = ("bf16", "fp8")
+
 
 def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
     """Bytes a second of a copy (read and written ones both count), and operations a second of a matrix product.
 
-    On a GPU products are in bf16 or fp8. Those of nvfp4 are not measured: their floor is what reading takes.
+    On a GPU products are in bf16 or fp8. Others are not measured: their floor is what reading takes.
     """
     if is_installed("torch"):
         import torch
@@ -54,7 +57,7 @@ def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "copy_bytes_per_second": 2 * size / copied,
     }
-    if precision == "nvfp4":
+    if precision not in _MEASURED:
         return found
     multiplied = _best(timed(_product(torch, width, precision)))
     return found | {

@@ -17,6 +17,7 @@ import numpy as np
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.extras import require
+from canvasrt.formats import FORMATS
 
 # A sliding and a full layer, a few experts, and the released canvas.
 _SMALL: dict[str, Any] = {
@@ -61,7 +62,7 @@ SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
 # The largest input of every product, in a calibration that is made up: that of normalised states is of this order.
 MADE_UP_AMAX = 8.0
 # What engines may be measured at, besides the precision of a shape.
-QUANTIZED = ("fp8", "nvfp4")
+QUANTIZED = tuple(FORMATS)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Any
 from canvasrt.build.graphs import is_cached
 from canvasrt.build.needs import check_disk, check_memory_here, same_disk
 from canvasrt.build.plan import Plan
-from canvasrt.build.precision import PLAIN, Precision, parse_precision
+from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder, check_cache
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, require
+from canvasrt.formats import PLAIN
 from canvasrt.machine import BUILDER_MODULES, has_gpu
 from canvasrt.targets import TARGETS, Target
 

@@ -1,6 +1,6 @@
-"""Engines for the CPU: ONNX Runtime runs the graphs; only the experts get a form that suits it better.
+"""Engines for the CPU: ONNX Runtime runs the graphs; experts and INT4 products get a form that suits it better.
 
-Quantized graphs are lowered first: the same numbers in float32.
+Quantized graphs are lowered first: the same numbers in float32, or for INT4 the same codes and scales.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         for number, name in enumerate(taken):
             progress(f"taking over graphs for {plan.target.name}", number, len(taken))
             link_or_copy(graphs.path / name, tmp / name)
-        bodies = [entry["file"] for entry in manifest.segments if "layers" in entry]
-        rewritten = [name for name in bodies if _rewrite(tmp / name)]
+        files = [entry["file"] for entry in manifest.segments]
+        rewritten = [name for name in files if _rewrite(tmp / name)]
         write_manifest(
             tmp,
             kind="engines",
@@ -55,12 +55,14 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 
 
 def _rewrite(file: Path) -> bool:
-    """Splits the experts of a body graph; its weights stay in the file that was taken over."""
+    """Gives experts and INT4 products the form that suits a CPU; weights stay in the file that was taken over."""
     onnx = require("onnx", "export")
     from canvasrt.graphs.experts import split_experts
+    from canvasrt.graphs.nbits import use_nbits
 
     model = onnx.load(file, load_external_data=False)
-    if not split_experts(model):
+    changed = [split_experts(model), use_nbits(model)]
+    if not any(changed):
         return False
     # The file may be a link to the graph bundle's: replaced, never written through.
     file.unlink()

@@ -16,14 +16,13 @@ from canvasrt.defaults import (
     SOFT_TOKENS,
     octets,
 )
+from canvasrt.formats import FORMATS
+from canvasrt.recipes.recipe import quantizable
 
-# Bytes a weight. NVFP4 is 4 bits and an 8-bit scale for each 16.
-_WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# Bytes per weight that is not quantized.
+_PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
 # Engines share one workspace, the largest; builders take somewhat more than the tensors that are counted here.
 SPARE = 1.1
-# The most tokens of a row and of an image that one call takes, the query heads of a group whose scores are there at
-# once, and the largest head with a fused kernel: as build.profiles and export.layers have them.
-# The most tokens of a shared encoding pass, as runtime.resident has it, and the usual layers of a segment.
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def estimate(
         for layer in model.layers
     )
     number = 1 if kv_cache and not on_cpu else element
-    weights = segment_bytes(model, precision, len(model.layers), formats, widened=on_cpu)
+    weights = segment_bytes(model, precision, len(model.layers), formats, on_cpu)
     return Estimate(
         weights=sum(weights.values()),
         kv_cache=cached * max_batch * number,
@@ -89,13 +88,14 @@ def segment_bytes(
     precision: str,
     layers_per_segment: int,
     formats: Mapping[str, str] | None = None,
-    widened: bool = False,
+    on_cpu: bool = False,
 ) -> dict[str, int]:
-    """Bytes of the weights of each segment; `widened` is the fp32 form of a CPU."""
-    base = "fp32" if widened or precision == "fp32" else "bf16"
+    """Bytes of the weights of each segment, on a CPU in the form that it reads."""
+    base = "fp32" if on_cpu or precision == "fp32" else "bf16"
     if formats is None:
-        quantized = precision if precision in ("fp8", "nvfp4") else base
+        quantized = precision if precision in FORMATS else base
         formats = dict.fromkeys(_quantizable(model), quantized)
+    widths = quantizable(model)
     sizes: dict[str, float] = {}
     for name, count in parameters(model).items():
         segment = "head"
@@ -103,8 +103,12 @@ def segment_bytes(
             segment = f"body_{int(name.split('.')[1]) // layers_per_segment}"
         elif name == "vision":
             segment = name
-        width = _WEIGHT_BYTES[base if widened else formats.get(name, base)]
-        sizes[segment] = sizes.get(segment, 0) + count * width
+        format = FORMATS.get(formats.get(name, base))
+        if format is None:
+            each = _PLAIN_BYTES[base]
+        else:
+            each = (format.cpu_bytes if on_cpu else format.weight_bytes)(widths[name])
+        sizes[segment] = sizes.get(segment, 0) + count * each
     return {segment: round(size) for segment, size in sizes.items()}
 
 

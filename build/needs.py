@@ -48,9 +48,7 @@ def host_needs(
     on_cpu: bool,
 ) -> Needs:
     """The needs of a build, nothing of which is in the cache."""
-    built = memory.segment_bytes(
-        source.model, precision.name, layers_per_segment, formats, widened=on_cpu
-    )
+    built = memory.segment_bytes(source.model, precision.name, layers_per_segment, formats, on_cpu)
     graphs = 0
     if source.graphs is None:
         exported = source.precision or precision.exported

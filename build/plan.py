@@ -83,7 +83,7 @@ class Plan:
     @cached_property
     def calibration_hash(self) -> str | None:
         """The SHA-256 of the calibration file; None without one of the user's."""
-        if self.calibration is None or not self.precision.is_quantized:
+        if self.calibration is None or not self.precision.is_calibrated:
             return None
         return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
 

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import Target, check_precision
-
-# What graphs are exported in.
-PLAIN = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,13 @@ class Precision:
     @property
     def is_quantized(self) -> bool:
         return self.name not in PLAIN
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether prompts decide some of its scales."""
+        if self.recipe is not None:
+            return self.recipe.is_calibrated
+        return self.is_quantized and FORMATS[self.name].rounds_inputs
 
     @property
     def exported(self) -> str:

@@ -87,10 +87,11 @@ def plan_all(
     """
     found = find_source(source)
     precisions = choose(targets, options.precision, found.precision)
-    if options.calibration is not None and not any(each.is_quantized for each in precisions):
+    if options.calibration is not None and not any(each.is_calibrated for each in precisions):
         raise UsageError(
-            f"--calibration is for quantized weights, and these stay {precisions[0].text}",
-            "name a recipe with --precision, or leave --calibration out",
+            f"--calibration is for recipes whose scales depend on prompts, and {precisions[0].text}"
+            " has none of these",
+            "name another recipe with --precision, or leave --calibration out",
         )
     for target in targets if check else ():
         check_buildable(target)

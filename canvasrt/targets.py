@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from canvasrt.errors import UsageError
+from canvasrt.formats import FORMATS, formats_of
 
 Builder = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
 GB = 10**9
@@ -13,16 +14,28 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Target:
-    """One row of the target table. `memory` is the GPU's in bytes; None where the host decides."""
+    """One row of the target table.
+
+    Attributes:
+        memory: the GPU's in bytes; None where the host decides.
+        precision: what is built unless something else is asked for.
+    """
 
     name: str
     gpu: str
     memory: int | None
     capability: tuple[int, int] | None
     builder: Builder
-    precisions: tuple[str, ...]
+    precision: str
     host: str = "x86_64"
     note: str = ""
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What engines can compute in, the default first. A CPU runs every format, lowered."""
+        able = tuple(FORMATS) if self.capability is None else formats_of(self.capability)
+        others = (*able, "bf16") if self.capability else able
+        return (self.precision, *(each for each in others if each != self.precision))
 
     @property
     def builds_anywhere(self) -> bool:
@@ -39,41 +52,28 @@ class Target:
         data = asdict(self)
         data["capability"] = self.capability_text if self.capability else None
         data["precisions"] = list(self.precisions)
+        del data["precision"]
         return data
 
 
 _RTX: Builder = "tensorrt-rtx"
 _TRT: Builder = "tensorrt"
 TARGETS: tuple[Target, ...] = (
-    Target("cpu", "none", None, None, "onnxruntime", ("fp32", "fp8", "nvfp4"), host="any"),
-    Target(
-        "rtx-4090",
-        "GeForce RTX 4090",
-        24 * GB,
-        (8, 9),
-        _RTX,
-        ("fp8", "bf16"),
-        note="the 26B model needs 4-bit weights to fit",
-    ),
-    Target("rtx-5090", "GeForce RTX 5090", 32 * GB, (12, 0), _RTX, ("nvfp4", "fp8")),
-    Target(
-        "rtx-pro-6000", "RTX PRO 6000 Blackwell", 96 * GB, (12, 0), _RTX, ("nvfp4", "fp8", "bf16")
-    ),
-    Target(
-        "dgx-spark",
-        "GB10 (unified memory)",
-        128 * GB,
-        (12, 1),
-        _RTX,
-        ("nvfp4", "fp8", "bf16"),
-        host="aarch64",
-    ),
-    Target("h100", "H100", 80 * GB, (9, 0), _TRT, ("fp8", "bf16")),
-    Target("h200", "H200", 141 * GB, (9, 0), _TRT, ("fp8", "bf16")),
-    Target("b200", "B200", 180 * GB, (10, 0), _TRT, ("nvfp4", "fp8", "bf16")),
-    Target(
-        "dgx-station", "GB300", 252 * GB, (10, 3), _TRT, ("nvfp4", "fp8", "bf16"), host="aarch64"
-    ),
+    Target("cpu", "none", None, None, "onnxruntime", "fp32", host="any"),
+    Target("rtx-3090", "GeForce RTX 3090", 24 * GB, (8, 6), _RTX, "int4"),
+    Target("rtx-a6000", "RTX A6000", 48 * GB, (8, 6), _RTX, "int4"),
+    Target("rtx-4090", "GeForce RTX 4090", 24 * GB, (8, 9), _RTX, "int4"),
+    Target("l4", "L4", 24 * GB, (8, 9), _RTX, "int4"),
+    Target("rtx-6000-ada", "RTX 6000 Ada", 48 * GB, (8, 9), _RTX, "fp8"),
+    Target("l40s", "L40S", 48 * GB, (8, 9), _RTX, "fp8"),
+    Target("rtx-5090", "GeForce RTX 5090", 32 * GB, (12, 0), _RTX, "nvfp4"),
+    Target("rtx-pro-6000", "RTX PRO 6000 Blackwell", 96 * GB, (12, 0), _RTX, "nvfp4"),
+    Target("dgx-spark", "GB10 (unified memory)", 128 * GB, (12, 1), _RTX, "nvfp4", host="aarch64"),
+    Target("a100", "A100", 80 * GB, (8, 0), _TRT, "int4"),
+    Target("h100", "H100", 80 * GB, (9, 0), _TRT, "fp8"),
+    Target("h200", "H200", 141 * GB, (9, 0), _TRT, "fp8"),
+    Target("b200", "B200", 180 * GB, (10, 0), _TRT, "nvfp4"),
+    Target("dgx-station", "GB300", 252 * GB, (10, 3), _TRT, "nvfp4", host="aarch64"),
 )
 _BY_NAME = {target.name: target for target in TARGETS}
 

@@ -14,25 +14,31 @@ import torch
 from torch import Tensor
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.formats import Form, Format, Packed
+from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.weights import Weight
-from canvasrt.graphs.lowbits import BLOCK, Bytes, Floats, dequantize_nvfp4, from_e4m3
+from canvasrt.formats import FORMATS, NumberFormat
+from canvasrt.graphs.lowbits import Bytes, Floats, dequantize_nvfp4, from_e4m3
 
 # The dtype of a quantized weight in the file tells its format.
-_FORMATS: dict[torch.dtype, Format] = {torch.uint8: "nvfp4", torch.float8_e4m3fn: "fp8"}
+_FORMATS = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
 _NAN = 0x7F  # of E4M3, without its sign
 _AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
 
 @dataclass(frozen=True)
 class Codes:
-    """One weight of a graph as the checkpoint has it quantized. `input_scale` is None where the checkpoint has none."""
+    """One weight of a graph as the checkpoint has it in FP8 or NVFP4; `input_scale` is None if the checkpoint has none."""
 
     weight: Weight
     form: Form
     scale: Floats
     factor: Floats | None
     input_scale: Floats | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has all of its scales."""
+        return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
         """Read codes and block scales; `input_scale` for a checkpoint that has none."""
@@ -43,9 +49,10 @@ class Codes:
                 "give prompts to calibrate with: canvasrt export CHECKPOINT --calibration FILE",
             )
         *rows, width = self.form.shape
-        nvfp4 = self.form.format == "nvfp4"
-        values = self._stack("weight", (*rows, width // 2 if nvfp4 else width))
-        blocks = self._stack("weight_scale", (*rows, width // BLOCK)) if nvfp4 else None
+        format = FORMATS[self.form.format]
+        values = self._stack("weight", (*rows, width * format.bits // 8))
+        block = format.block(width)
+        blocks = self._stack("weight_scale", (*rows, width // block)) if block else None
         return Packed(self.form.format, values, self.scale, found, blocks, self.factor)
 
     def wide(self) -> Iterator[Tensor]:
@@ -59,7 +66,7 @@ class Codes:
             codes = self._codes(part, "weight")
             scale = scales.reshape(-1, 1)[first : first + len(codes)]
             first += len(codes)
-            if self.form.format == "fp8":
+            if not FORMATS[self.form.format].blocks:
                 yield torch.from_numpy(from_e4m3(codes) * scale)
             else:
                 blocks = self._codes(part, "weight_scale")
@@ -85,7 +92,8 @@ class Codes:
             wrong = (codes == 0) | (codes >= _NAN)
             what = "block scales that are zero, negative or not finite"
         else:
-            wrong = (codes & _NAN == _NAN) if self.form.format == "fp8" else np.zeros(0, bool)
+            bytes_apart = FORMATS[self.form.format].bits == 8
+            wrong = (codes & _NAN == _NAN) if bytes_apart else np.zeros(0, bool)
             what = "numbers that are not finite"
         if wrong.any():
             raise self._damaged(name, f"{int(wrong.sum())} {what}")
@@ -110,8 +118,8 @@ def read_codes(weight: Weight) -> Codes | None:
         first, *others = formats
         other = next(part for part in others if formats[part] != formats[first])
         raise CanvasError(
-            f"{first} is {formats[first] or 'not quantized'} and {other} is"
-            f" {formats[other] or 'not quantized'}, but they are one product in the graph",
+            f"{first} is {_said(formats[first])} and {other} is {_said(formats[other])},"
+            " but they are one product in the graph",
             "quantize the bf16 checkpoint with canvasrt instead",
         )
     (format,) = kinds
@@ -119,7 +127,11 @@ def read_codes(weight: Weight) -> Codes | None:
     return _read(weight, format)
 
 
-def _read(weight: Weight, format: Format) -> Codes:
+def _said(format: NumberFormat | None) -> str:
+    return format.name if format else "not quantized"
+
+
+def _read(weight: Weight, format: NumberFormat) -> Codes:
     experts = weight.shape[0] if len(weight.shape) == 3 else 1
     each = [_PartScales(weight, part, format) for part in weight.parts]
     rows = sum(part.rows for part in each)
@@ -135,16 +147,17 @@ def _read(weight: Weight, format: Format) -> Codes:
             f"{weight.checkpoint.path} has no tensor {missing[0]}.input_scale, but others beside it",
             _AGAIN,
         )
-    form = Form(format, weight.shape, scale.shape, None if factor is None else factor.shape)
+    shape = None if factor is None else factor.shape
+    form = Form(format.name, weight.shape, scale.shape, shape, format.block(weight.shape[-1]))
     found = None if missing else np.array(max(value for value in inputs if value is not None))
     return Codes(weight, form, scale, factor, found)
 
 
-def _split(scales: Floats, format: Format, batched: bool) -> tuple[Floats, Floats | None]:
+def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:
     """Scales of each row `[E, out]` as the graph takes them: what stands before the product, and factors behind it."""
     if (scales == scales[0, 0]).all():
         return np.array(scales[0, 0]), None
-    if format == "fp8" and not batched:
+    if not format.blocks and not batched:
         return scales[0], None
     # A power of two, so that the factors are the checkpoint's scales to the last bit.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
@@ -160,17 +173,19 @@ def _split(scales: Floats, format: Format, batched: bool) -> tuple[Floats, Float
 class _PartScales:
     """The scales of one part of a weight, checked."""
 
-    def __init__(self, weight: Weight, part: str, format: Format) -> None:
+    def __init__(self, weight: Weight, part: str, format: NumberFormat) -> None:
         self._weight, self.module = weight, _module(part)
         shape = weight.checkpoint.shape(part)
         width = weight.shape[-1]
-        packed = width // 2 if format == "nvfp4" else width
+        packed = width * format.bits // 8
         if len(shape) != 2 or shape[1] != packed:
-            weight.refuse(part, f"shape {shape}", f"{packed} columns of {format}")
+            weight.refuse(part, f"shape {shape}", f"{packed} columns of {format.name}")
         self.rows = shape[0]
-        if format == "nvfp4":
-            blocks = (self.rows, width // BLOCK)
-            self._check_blocks(f"{self.module}.weight_scale", blocks)
+        if not format.divides(width):
+            weight.refuse(part, f"{format.name} in {format.blocks_text}", f"rows of {width}")
+        block = format.block(width)
+        if block:
+            self._check_blocks(f"{self.module}.weight_scale", (self.rows, width // block))
             self._scales = self._numbers("weight_scale_2", ((), (1,)))
         else:
             rows = self.rows

@@ -15,10 +15,12 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import Codes, read_codes
-from canvasrt.export.quantize.formats import LARGEST, Form
+from canvasrt.export.int4 import Int4Codes, read_int4
 from canvasrt.export.quantize.forms import quantize_graph, stored
+from canvasrt.export.quantize.packed import Form
 from canvasrt.export.segments import Segment
 from canvasrt.export.weights import Weight, weights
+from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
 from canvasrt.recipes.recipe import (
     Choice,
@@ -53,10 +55,10 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        self._held: dict[str, Codes] = {}
+        self._held: dict[str, Codes | Int4Codes] = {}
         for part in parts:
             for weight in weights(part.module, part.sources, source):
-                found = read_codes(weight)
+                found = read_int4(weight) or read_codes(weight)
                 if found is not None:
                     self._held[global_name(part, weight.name)] = found
         able = quantizable(config)
@@ -71,16 +73,18 @@ class Prequantized:
 
     @property
     def static(self) -> bool:
-        """Whether the checkpoint has scales for the inputs of all that stays quantized."""
-        return all(self._held[name].input_scale is not None for name in self._packed)
+        """Whether the checkpoint has every scale that the inputs of its weights need."""
+        return all(self._held[name].is_complete for name in self._packed)
 
     @property
     def saved(self) -> int:
         """Bytes by which the graphs are smaller than without quantized weights."""
-        count = {"fp8": 8, "nvfp4": 4.5}
         forms = [self._held[name].form for name in self._packed]
-        sizes = [(torch.Size(form.shape).numel(), count[form.format]) for form in forms]
-        return int(sum(n * (self._dtype.itemsize - bits / 8) for n, bits in sizes))
+        sizes = [
+            (torch.Size(form.shape).numel(), FORMATS[form.format].weight_bytes(form.shape[-1]))
+            for form in forms
+        ]
+        return int(sum(count * (self._dtype.itemsize - each) for count, each in sizes))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -126,11 +130,10 @@ class Prequantized:
         recipe = _recipe(self._how, forms, self._config)
         with scratch(out.resolve().parent / f"{out.name}.calibration") as folder:
             found = calibrate(export_wide(folder / "graphs"), recipe, prompts)
-        # Where all that came in was zero any scale will do: this one is 1.
         self._inputs = {
-            name: (found.amax[name] or LARGEST[form.format]) / LARGEST[form.format]
+            name: FORMATS[form.format].scale(found.amax[name])
             for name, form in forms.items()
-            if self._held[name].input_scale is None
+            if not self._held[name].is_complete
         }
         self._prompts = found.sha256
 
@@ -157,7 +160,7 @@ class Prequantized:
             else:
                 yield self._widened(weight, held)
 
-    def _widened(self, weight: Weight, held: Codes) -> Stored:
+    def _widened(self, weight: Weight, held: Codes | Int4Codes) -> Stored:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 
@@ -205,7 +208,9 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
 
 
 def _by_channel(form: Form) -> bool:
-    return bool(form.format == "fp8" and (form.scale_shape or (form.factor_shape or (1,))[-1] > 1))
+    if FORMATS[form.format].blocks:
+        return False
+    return bool(form.scale_shape or (form.factor_shape or (1,))[-1] > 1)
 
 
 def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bool:

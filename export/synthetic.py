@@ -94,7 +94,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 # `nvfp4` is the released NVFP4 checkpoint's choice, as ModelOpt writes it: experts alone, each a tensor of its own.
-FORMATS = ("bf16", "fp32", "nvfp4")
+# `int4` is what llm-compressor makes of all linear modules of the layers (W4A16), in groups of 64.
+FORMATS = ("bf16", "fp32", "nvfp4", "int4")
 _BLOCK = 16
 # E4M3 bits of block scales from 128 to 448.
 _SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
@@ -103,6 +104,8 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # Root mean square of a random code times a random block scale, over a global scale of one.
 _PACKED_RMS = math.sqrt(float((_E2M1**2).mean() * (_SCALES**2).mean()))
 # Largest value of a normalised activation, and of one between the products of an expert, that calibration would see.
+_GROUP = 64
+_INT4_RMS = math.sqrt(float((np.arange(-8.0, 8.0) ** 2).mean()))
 _INPUT_AMAX = {"gate_up_proj": 6.0, "down_proj": 10.0}
 
 
@@ -137,6 +140,8 @@ def write(
     with staging(Path(out)) as tmp:
         if format == "nvfp4":
             config["quantization_config"] = _write_quant_config(tmp, count)
+        elif format == "int4":
+            config["quantization_config"] = _W4A16
         _dump(tmp / "config.json", config)
         _dump(tmp / "generation_config.json", _GENERATION)
         model, _ = ModelConfig.from_checkpoint(tmp)
@@ -171,6 +176,32 @@ def _write_quant_config(out: Path, layers: int) -> dict[str, Any]:
     }
 
 
+# What llm-compressor writes into config.json for W4A16.
+_W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "dynamic": False,
+                "group_size": _GROUP,
+                "num_bits": 4,
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "ignore": ["lm_head", "re:.*router.*", "re:.*self_conditioning.*"],
+    "quantization_status": "compressed",
+}
+
+
 class _Noise:
     """Random values, cheaply: pieces of two small pools, each from an offset of its own."""
 
@@ -187,8 +218,14 @@ class _Noise:
         for start, size in self._cuts(count):
             yield bytes_of((self._normal[start : start + size] * std).to(dtype))
 
+    def near(self, count: int, value: float, dtype: torch.dtype) -> Iterator[memoryview]:
+        """Numbers of which most are within a fifth of `value`; all are positive."""
+        for start, size in self._cuts(count):
+            spread = self._normal[start : start + size] * 0.1
+            yield bytes_of((spread.exp() * value).to(dtype))
+
     def codes(self, count: int) -> Iterator[memoryview]:
-        """Packed pairs of E2M1 numbers."""
+        """Bytes of packed codes."""
         for start, size in self._cuts(count):
             yield self._bytes[start : start + size].data
 
@@ -212,12 +249,19 @@ def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> It
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
         sources = part.sources[name]
-        if format == "nvfp4" and ".experts." in name:
+        experts = ".experts." in name
+        if format == "nvfp4" and experts:
             yield from _packed(sources[0], tuple(parameter.shape), noise)
+            continue
+        if format == "int4" and experts:
+            for module, rows, width in _modules(sources[0], tuple(parameter.shape)):
+                yield from _int4(module, rows, width, noise)
             continue
         for source, rows in zip(sources, _rows(part, name, len(sources), model), strict=True):
             shape = (rows, *parameter.shape[1:])
-            if parameter.dim() == 1:
+            if format == "int4" and name.startswith("layers.") and _is_linear(name):
+                yield from _int4(source.removesuffix(".weight"), rows, shape[-1], noise)
+            elif parameter.dim() == 1:
                 yield Piece(source, dtype, shape, partial(_ones, rows, dtype))
             else:
                 std = math.sqrt(1 / shape[-1])
@@ -250,6 +294,38 @@ def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piec
             )
             yield Piece(f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale))
             yield Piece(f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale))
+
+
+def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    """The linear modules of the experts in `source`: name, outputs and inputs."""
+    experts, rows, width = shape
+    prefix, _, name = source.rpartition(".")
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    for expert in range(experts):
+        for each in names:
+            yield f"{prefix}.{expert}.{each}", rows // len(names), width
+
+
+def _is_linear(name: str) -> bool:
+    """Whether llm-compressor packs a layer's weight: attention's and the shared MLP's."""
+    return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
+
+
+def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[Piece]:
+    """A linear module in INT4."""
+    words, groups = (rows, width // 8), (rows, width // _GROUP)
+    std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
+    shape = np.array([rows, width], np.int64).tobytes()
+    yield Piece(
+        f"{module}.weight_packed", torch.int32, words, partial(noise.codes, 4 * math.prod(words))
+    )
+    yield Piece(
+        f"{module}.weight_scale",
+        torch.bfloat16,
+        groups,
+        partial(noise.near, math.prod(groups), std, torch.bfloat16),
+    )
+    yield Piece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
 
 
 def _scalar(value: float) -> list[memoryview]:

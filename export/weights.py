@@ -23,6 +23,9 @@ VISION = "model.encoder.vision_tower"
 # What is a weight without any scale.
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+# What compressed-tensors calls a packed weight.
+PACKED = "weight_packed"
+
 _NORMS = {
     "input_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -187,7 +190,13 @@ def _parts(
         return sources
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
     parts = tuple(f"{prefix}.{i}.{each}.weight" for i in range(shape[0]) for each in names)
-    return parts if parts[0] in checkpoint else sources
+    held = parts[0] in checkpoint or packed_name(parts[0]) in checkpoint
+    return parts if held else sources
+
+
+def packed_name(part: str) -> str:
+    """What stands in a checkpoint in place of a weight that compressed-tensors packed."""
+    return part.removesuffix("weight") + PACKED
 
 
 def load(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> None:

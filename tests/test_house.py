@@ -15,7 +15,7 @@ STAGES = ("export", "build", "runtime", "containers")
 
 # From the ground up. A room imports from lower floors only, never from another room of its own floor.
 FLOORS = (
-    "errors progress defaults hashes",
+    "errors progress defaults hashes formats",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages",
     "cache graphs kernels",

@@ -6,18 +6,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from canvasrt.errors import CanvasError
+from canvasrt.formats import FORMATS, most_demanding
 
 Json = dict[str, Any]
-Format = Literal["fp8", "nvfp4"]
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
-_BLOCK = 16
-_MODELOPT: dict[str, Format] = {"FP8": "fp8", "NVFP4": "nvfp4"}
+_MODELOPT = {each.modelopt: each for each in FORMATS.values() if each.modelopt}
+_LAYOUTS = {
+    layout: (each, each.compressed)
+    for each in FORMATS.values()
+    if each.compressed
+    for layout in each.compressed.layouts
+}
+_INPUTS = ("tensor", "token")  # how inputs' scales are shared
 _HINT = (
-    "canvasrt reads ModelOpt's NVFP4 and FP8 and compressed-tensors' FP8;"
+    "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
     " or take the bf16 checkpoint, and quantize it with `canvasrt build --precision`"
 )
 
@@ -35,7 +41,7 @@ class Quantization:
 
     producer: str
     algorithm: str
-    precision: Format
+    precision: str
     static: bool = True
 
     def to_json(self) -> Json:
@@ -78,41 +84,46 @@ def _modelopt(file: Path, found: Json, producer: object) -> Quantization | None:
         name = settings.get("quant_algo") if isinstance(settings, dict) else settings
         if name not in _MODELOPT:
             raise _unknown(file, f"ModelOpt's {name!r}")
-        size = settings.get("group_size")
-        if name == "NVFP4" and size not in (None, _BLOCK):
-            raise _unknown(file, f"NVFP4 in groups of {size}")
-    formats = {_MODELOPT[settings["quant_algo"]] for settings in each}
-    return Quantization(
-        _producer("modelopt", producer), algorithm, "nvfp4" if "nvfp4" in formats else "fp8"
-    )
+        size, blocks = settings.get("group_size"), _MODELOPT[name].blocks
+        if blocks and size not in (None, *blocks):
+            raise _unknown(file, f"{name} in groups of {size}")
+    formats = {_MODELOPT[settings["quant_algo"]].name for settings in each}
+    return Quantization(_producer("modelopt", producer), algorithm, most_demanding(formats))
 
 
 def _compressed_tensors(file: Path, found: Json) -> Quantization:
-    format = found.get("format")
+    layout = found.get("format")
     groups = found.get("config_groups")
-    if format not in ("float-quantized", "naive-quantized"):
-        raise _unknown(file, f"compressed-tensors' {format!r}")
+    if layout not in _LAYOUTS:
+        raise _unknown(file, f"compressed-tensors' {layout!r}")
+    format, compressed = _LAYOUTS[layout]
     if not isinstance(groups, dict) or not groups:
         raise _broken(file, "quantization_config has no config_groups")
     static = True
     for name, group in groups.items():
         weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-        _check_fp8(file, f"{name}'s weights", weights, ("tensor", "channel"))
+        _check(file, f"{name}'s weights", weights, compressed.kind, compressed.strategies)
+        if inputs and not format.rounds_inputs:
+            raise _unknown(file, f"{name}'s weights in {format.name} and inputs that are quantized")
         if inputs:
-            _check_fp8(file, f"{name}'s input_activations", inputs, ("tensor", "token"))
-        static &= bool(inputs) and not inputs.get("dynamic")
-    algorithm = "FP8" if static else "FP8-dynamic"
-    return Quantization(_producer("compressed-tensors", found), algorithm, "fp8", static)
+            _check(file, f"{name}'s input_activations", inputs, compressed.kind, _INPUTS)
+        static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
+    algorithm = format.name.upper() + ("" if static else "-dynamic")
+    return Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
 
 
-def _check_fp8(
-    file: Path, name: str, found: Mapping[str, Any], strategies: tuple[str, ...]
+def _check(
+    file: Path, name: str, found: Mapping[str, Any], wanted: str, strategies: tuple[str, ...]
 ) -> None:
     kind = f"{found.get('type')}{found.get('num_bits')}"
-    if kind != "float8":
+    if kind != wanted:
         raise _unknown(file, f"{name} of {kind}")
     if found.get("strategy") not in strategies:
         raise _unknown(file, f"{name} with scales by {found.get('strategy')!r}")
+    if found.get("symmetric") is False:
+        raise _unknown(file, f"{name} with zero points (symmetric: false)")
+    if found.get("actorder") in (True, "group"):
+        raise _unknown(file, f"{name} with reordered inputs (actorder: {found['actorder']})")
 
 
 def _producer(method: str, producer: object) -> str:

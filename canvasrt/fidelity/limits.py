@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from canvasrt.formats import weight_limits
+
 Json = dict[str, Any]
 
 # Of fp32 graphs; differences come from the order of sums alone.
@@ -17,9 +19,6 @@ FP32 = {
 }
 # transformers itself in bfloat16, on the demo: 99.9% the same best token, a mean divergence of 1e-5.
 BF16 = {"argmax_agreement": 0.99, "entropy_error_mean": 5e-3, "kl_mean": 1e-3}
-# Of any matrix, by its format. Rounding gives about 2.7% in FP8 and 9.5% in NVFP4, whatever the weights, so that a
-# scale that is off by a tenth is above. (What comes behind a norm may hide it from everything else.)
-WEIGHTS = {None: 0.005, "fp8": 0.05, "nvfp4": 0.13}
 NAMES = {
     "answers_lost": "right answers lost, in 100",
     "steps_growth": "more steps a block",
@@ -102,7 +101,7 @@ def _weights(report: Json) -> Iterator[Check]:
             errors.append(
                 (each[part], f"layers.{each['layer']}.experts.{part}, expert {each['expert']}")
             )
-    for format, limit in WEIGHTS.items():
+    for format, limit in weight_limits().items():
         held = [
             (error, name) for error, name in errors if formats[name.partition(",")[0]] == format
         ]

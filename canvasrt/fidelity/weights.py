@@ -13,6 +13,8 @@ from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.capture import Pass
 from canvasrt.fidelity.stats import RelativeError
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.nbits import CODES, SCALES
 from canvasrt.progress import Progress
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def weight_errors(
             for name, parts in body_sources(config, layer, 1).items():
                 short = name.removeprefix("layers.0.")
                 full = f"layers.{layer}.{short.removesuffix('.weight')}"
-                if short not in EXPERTS and not _is_matrix(graph, f"layers.{local}.{short}"):
+                if short not in EXPERTS and not graph.is_matrix(f"layers.{local}.{short}"):
                     continue
                 error = RelativeError()
                 for ours, theirs in _pairs(graph, f"layers.{local}.{short}", checkpoint, parts):
@@ -98,28 +100,34 @@ class _Weights:
         self.file = file
         self._all = ir.load(file).graph.initializers
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The weight's shape; that of a stack of experts which a CPU build took apart, too."""
-        count = self._count(name)
-        if count:
-            return (count, *self._array(f"{name}.0").shape)
-        return self._array(name).shape
+    def is_matrix(self, name: str) -> bool:
+        """Whether a weight is a matrix, and not a norm's."""
+        return name + CODES in self._all or self._array(name).ndim > 1
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """A matrix, or each expert's in turn; float32."""
+        """A matrix, or each expert's in turn, also of a stack that a CPU build took apart; float32."""
         count = self._count(name)
         if count:
             for expert in range(count):
-                yield np.array(self._array(f"{name}.{expert}"), np.float32)
+                yield self._matrix(name, f".{expert}")
             return
-        whole = self._array(name)
+        whole = self._matrix(name)
         yield from (np.array(each, np.float32) for each in (whole if whole.ndim == 3 else [whole]))
 
     def _count(self, name: str) -> int:
+        """The experts of a stack that was taken apart; 0 for anything else."""
         count = 0
-        while f"{name}.{count}" in self._all:
+        while {f"{name}.{count}", f"{name}{CODES}.{count}"} & self._all.keys():
             count += 1
         return count
+
+    def _matrix(self, name: str, expert: str = "") -> np.ndarray:
+        """One initializer, or what the codes and scales of an INT4 weight stand for."""
+        if name + CODES + expert not in self._all:
+            return np.array(self._array(name + expert), np.float32)
+        codes, scales = (self._array(name + part + expert) for part in (CODES, SCALES))
+        packed = codes.reshape(*scales.shape[:-1], -1) ^ lowbits.INT4_OFFSET
+        return lowbits.dequantize_int4(packed, scales)
 
     def _array(self, name: str) -> np.ndarray:
         import onnx_ir as ir
@@ -138,10 +146,6 @@ class _Weights:
         # Bundles share files by hard links, which onnx refuses to follow.
         shape = [int(size) for size in tensor.shape.numpy()]
         return external.mapped(tensor).view(tensor.dtype.numpy()).reshape(shape)
-
-
-def _is_matrix(graph: _Weights, name: str) -> bool:
-    return len(graph.shape(name)) > 1
 
 
 def _pairs(

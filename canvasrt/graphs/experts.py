@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvasrt.graphs import nbits
+
 if TYPE_CHECKING:
-    import onnx
-    from onnx import NodeProto, TensorProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 _INT64 = 7  # onnx.TensorProto.INT64
 # Of the functions that a lowered graph calls to round what a quantized product reads.
@@ -21,46 +22,95 @@ DOMAIN = "canvasrt"
 GATE_UP, DOWN = ".experts.gate_up", ".experts.down"
 
 
-def split_experts(model: onnx.ModelProto) -> bool:
+def split_experts(model: ModelProto) -> bool:
     """Rewrites the experts of every layer of a body graph, in place; False where there is nothing to rewrite.
 
     Rows are sorted by expert, split at the experts' counts, and put back in order. No capacity is needed, so no call
     can overflow: the `load` output becomes 0. The weights stay where they are, in the graph's external data.
-    A graph whose experts are not plain weights stays as it is; `lower` makes quantized ones plain.
+    A graph whose experts are neither plain nor INT4 weights stays as it is; `lower` makes others plain.
     """
     graph = model.graph
-    weights = {item.name: item for item in graph.initializer}
+    weights = _weights(graph)
     names = [name.removesuffix(GATE_UP) for name in weights if name.endswith(GATE_UP)]
-    layers = [_Layer(graph, weights[name + GATE_UP], weights.get(name + DOWN)) for name in names]
+    layers = [
+        _Layer(graph, name, weights[name + GATE_UP], weights.get(name + DOWN)) for name in names
+    ]
     if not layers or not all(layer.found for layer in layers):
         return False
     for layer in layers:
         layer.rewrite()
     _replace_load(graph, len(layers))
     _drop_unused(graph)
+    if any(isinstance(weight, _Int4) for weight in weights.values()):
+        nbits.import_domain(model)
     return True
+
+
+class _Stack:
+    """The matrices `[out, in]` of all experts, stacked; `value` is what the exported form transposes."""
+
+    def __init__(self, values: TensorProto, value: str) -> None:
+        self._values, self.value = values, value
+        self.experts, self.rows = values.dims[0], values.dims[1]
+
+    @property
+    def is_external(self) -> bool:
+        """Whether it can be taken apart without moving a byte."""
+        return bool(self._values.external_data)
+
+    def product(self, graph: GraphProto, x: str, expert: int, output: str) -> NodeProto:
+        """The node that multiplies `x` with one expert's matrix, which becomes an initializer."""
+        matrix = _slice(self._values, expert)
+        graph.initializer.append(matrix)
+        return _node("Gemm", [x, matrix.name], [output], output + "_node", transB=1)
+
+
+class _Int4(_Stack):
+    """The same in INT4."""
+
+    def __init__(self, codes: TensorProto, scales: TensorProto, value: str) -> None:
+        super().__init__(codes, value)
+        self._scales = scales
+
+    def product(self, graph: GraphProto, x: str, expert: int, output: str) -> NodeProto:
+        codes, scales = (_slice(each, expert) for each in (self._values, self._scales))
+        block = nbits.cut(codes, scales)
+        graph.initializer.extend([codes, scales])
+        return nbits.product(x, codes, scales, block, output, nbits.INT8)
+
+
+def _weights(graph: GraphProto) -> dict[str, _Stack]:
+    """The experts' weights by name, plain or in INT4."""
+    stored = {item.name: item for item in graph.initializer}
+    found = {
+        name: _Stack(item, name) for name, item in stored.items() if name.endswith((GATE_UP, DOWN))
+    }
+    for node in graph.node:
+        if node.op_type == nbits.UNPACK and len(stored[node.input[0]].dims) == 3:
+            codes, scales = (stored[name] for name in node.input)
+            name = codes.name.removesuffix(nbits.CODES)
+            found[name] = _Int4(codes, scales, node.output[0])
+    return found
 
 
 class _Layer:
     """One layer's experts in an exported graph, found from their two weights."""
 
-    def __init__(
-        self, graph: onnx.GraphProto, gate_up: TensorProto, down: TensorProto | None
-    ) -> None:
+    def __init__(self, graph: GraphProto, name: str, gate_up: _Stack, down: _Stack | None) -> None:
         self._graph = graph
         self._producer = {value: node for node in graph.node for value in node.output}
         self._gate_up, self._down = gate_up, down
-        self._prefix = gate_up.name.removesuffix(GATE_UP) + ".sorted"
+        self._prefix = f"{name}.sorted"
         self._new: list[NodeProto] = []
         self._products = [
-            None if weight is None else self._product(weight.name) for weight in (gate_up, down)
+            None if weight is None else self._product(weight.value) for weight in (gate_up, down)
         ]
 
     @property
     def found(self) -> bool:
         """Whether the layer has the exported form, with its weights in external data."""
-        stored = [item is not None and item.external_data for item in (self._gate_up, self._down)]
-        return all(stored) and all(self._products)
+        both = (self._gate_up, self._down)
+        return all(each is not None and each.is_external for each in both) and all(self._products)
 
     def rewrite(self) -> None:
         """Puts the sorted form beside the old one, and hands its result to what follows."""
@@ -79,7 +129,7 @@ class _Layer:
     def _emit(self, x: str, index: str, wanted: str) -> None:
         """`x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[T, k, D]`."""
         assert self._down is not None
-        inner = self._gate_up.dims[1] // 2
+        inner = self._gate_up.rows // 2
         order, sizes, top_k = self._sort(index)
         token = self._add("Div", [order, top_k], "token")
         rows = self._add("Gather", [x, token], "rows", axis=0)
@@ -118,7 +168,7 @@ class _Layer:
         order = self._name("order")
         inverse = self._add("ScatterElements", [order, order, arange], "inverse", axis=0)
         self._add("Reshape", [inverse, shape], "place")
-        experts = self._constant("experts", range(self._gate_up.dims[0]))
+        experts = self._constant("experts", range(self._gate_up.experts))
         wide = self._add("Unsqueeze", [flat, self._constant("last", [-1])], "wide")
         hit = self._add("Equal", [wide, experts], "hit")
         ones = self._add("Cast", [hit], "ones", to=_INT64)
@@ -126,15 +176,14 @@ class _Layer:
         top_k = self._add("Gather", [shape, one], "top_k", axis=0)
         return order, sizes, top_k
 
-    def _multiply(self, rows: str, sizes: str, weight: TensorProto, what: str) -> str:
+    def _multiply(self, rows: str, sizes: str, weight: _Stack, what: str) -> str:
         """Each expert's rows times its own matrix, joined again."""
-        matrices = list(_matrices(weight))
-        self._graph.initializer.extend(matrices)
-        parts = [f"{what}_{expert}" for expert in range(len(matrices))]
+        parts = [f"{what}_{expert}" for expert in range(weight.experts)]
         self._add("Split", [rows, sizes], *parts, axis=0)
-        outputs = [
-            self._add("Gemm", [self._name(part), matrix.name], f"{part}_out", transB=1)
-            for part, matrix in zip(parts, matrices, strict=True)
+        outputs = [self._name(f"{part}_out") for part in parts]
+        self._new += [
+            weight.product(self._graph, self._name(part), expert, output)
+            for expert, (part, output) in enumerate(zip(parts, outputs, strict=True))
         ]
         return self._add("Concat", outputs, f"{what}_joined", axis=0)
 
@@ -204,37 +253,36 @@ def _integers(value: object, name: str) -> TensorProto:
     return numpy_helper.from_array(np.array(value, dtype=np.int64), name)
 
 
-def _matrices(weight: TensorProto) -> Iterator[TensorProto]:
-    """The experts' matrices `[out, in]` of a stacked weight: the same bytes, at their own offsets."""
+def _slice(stack: TensorProto, expert: int) -> TensorProto:
+    """One expert's part of a stacked tensor: the same bytes, at their own offset."""
     from onnx import TensorProto
 
-    external = {entry.key: entry.value for entry in weight.external_data}
-    stride = int(external["length"]) // weight.dims[0]
-    for expert in range(weight.dims[0]):
-        item = TensorProto(
-            name=f"{weight.name}.{expert}",
-            data_type=weight.data_type,
-            dims=weight.dims[1:],
-            data_location=TensorProto.EXTERNAL,
-        )
-        offset = int(external.get("offset", 0)) + expert * stride
-        for key, value in (
-            ("location", external["location"]),
-            ("offset", str(offset)),
-            ("length", str(stride)),
-        ):
-            item.external_data.add(key=key, value=value)
-        yield item
+    external = {entry.key: entry.value for entry in stack.external_data}
+    stride = int(external["length"]) // stack.dims[0]
+    item = TensorProto(
+        name=f"{stack.name}.{expert}",
+        data_type=stack.data_type,
+        dims=stack.dims[1:],
+        data_location=TensorProto.EXTERNAL,
+    )
+    offset = int(external.get("offset", 0)) + expert * stride
+    for key, value in (
+        ("location", external["location"]),
+        ("offset", str(offset)),
+        ("length", str(stride)),
+    ):
+        item.external_data.add(key=key, value=value)
+    return item
 
 
-def _replace_load(graph: onnx.GraphProto, layers: int) -> None:
+def _replace_load(graph: GraphProto, layers: int) -> None:
     (node,) = (node for node in graph.node if "load" in node.output)
     graph.node.remove(node)
     zeros = _integers([0] * layers, "")
     graph.node.append(_node("Constant", [], ["load"], "load", value=zeros))
 
 
-def _drop_unused(graph: onnx.GraphProto) -> None:
+def _drop_unused(graph: GraphProto) -> None:
     """Takes out the nodes and weights that no output needs any more."""
     wanted = {output.name for output in graph.output}
     kept: list[NodeProto] = []

@@ -1,7 +1,7 @@
-"""The two low-precision formats in NumPy: E4M3 (FP8), and E2M1 in blocks of 16 under E4M3 scales (NVFP4).
+"""The low-precision formats in NumPy: E4M3 (FP8), E2M1 in blocks of 16 under E4M3 scales (NVFP4), and INT4 in blocks.
 
-Both round to nearest, ties to the even code, and saturate. Bits are uint8: an E4M3 number a byte, two E2M1 numbers a
-byte with the first in the low four bits.
+All round to nearest, ties to the even code, and saturate. Bits are uint8: an E4M3 number per byte; two E2M1 or INT4
+numbers per byte, the first one in the low four bits. INT4 is two's complement.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from canvasrt.formats import FORMATS
+
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
-BLOCK = 16
+E4M3_MAX, E2M1_MAX = FORMATS["fp8"].largest, 6.0
+BLOCK = FORMATS["nvfp4"].blocks[0]
 
 
 def _e4m3_values() -> Floats:
@@ -28,8 +30,18 @@ def _e4m3_values() -> Floats:
 
 _E4M3 = _e4m3_values()
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# Both numbers of every byte.
-_E2M1_PAIRS = np.stack([_E2M1[np.arange(256) & 15], _E2M1[np.arange(256) >> 4]], axis=-1)
+_INT4 = np.array([*range(8), *range(-8, 0)], np.float32)
+
+
+def _pairs(values: Floats) -> Floats:
+    """Both numbers of every byte."""
+    code = np.arange(256)
+    return np.stack([values[code & 15], values[code >> 4]], axis=-1)
+
+
+_E2M1_PAIRS, _INT4_PAIRS = _pairs(_E2M1), _pairs(_INT4)
+# XOR of an INT4 byte and the byte of the same two numbers plus 8, without a sign.
+INT4_OFFSET = np.uint8(0x88)
 # Between neighbouring magnitudes of E2M1; at the odd ones the even code is the upper one.
 _E2M1_MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
 
@@ -87,6 +99,17 @@ def dequantize_nvfp4(values: Bytes, block_scales: Bytes, scale: npt.ArrayLike) -
     scales = from_e4m3(block_scales) * np.asarray(scale, np.float32)
     pairs = _E2M1_PAIRS[values].reshape(*block_scales.shape, BLOCK)
     return (pairs * scales[..., None]).reshape(*values.shape[:-1], -1)
+
+
+def to_int4(x: npt.ArrayLike) -> Bytes:
+    """INT4 codes 0 … 15 of `x`, one per byte; it saturates at −8 and 7."""
+    return (np.clip(np.rint(x), -8, 7).astype(np.int8) & 15).astype(np.uint8)
+
+
+def dequantize_int4(values: Bytes, scales: npt.NDArray[np.float32]) -> Floats:
+    """`values` `[…, in / 2]` times their block's scale; `scales` `[…, in / block]` say how long a block is."""
+    blocks = _INT4_PAIRS[values].reshape(*scales.shape, -1)
+    return (blocks * scales[..., None]).reshape(*values.shape[:-1], -1)
 
 
 def round_fp8(x: npt.ArrayLike, scale: float) -> Floats:

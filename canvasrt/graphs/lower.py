@@ -1,7 +1,8 @@
 """Graphs for ONNX Runtime on a CPU: everything in float32, with quantized weights and activations rounded as they are.
 
 A CPU multiplies neither bfloat16 nor FP8 nor NVFP4. The lowered graph holds the weights' dequantized values, and
-rounds each activation to the same grid at the same place. Weights are streamed, one piece in memory at a time.
+rounds each activation to the same grid at the same place. INT4 weights stay packed, and a function that the graph
+carries with it unpacks them: `nbits` has what runs. Weights are streamed, one piece in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from canvasrt.bundle import Bundle
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.experts import DOMAIN
 from canvasrt.graphs.external import Stored
+from canvasrt.graphs.nbits import CODES, SCALES, UNPACK
 from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
 from canvasrt.progress import Progress
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-_E4M3, _E2M1 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1
+_E4M3, _INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4
 _VALUES = ".values"
-_PARTS = (_VALUES, ".block_scales", ".scale", ".factor")
+_BLOCK_SCALES = ".block_scales"
+_PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 # Numbers that are widened at a time.
@@ -48,11 +51,7 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
 def lower_graph(source: Path, out: Path) -> None:
     """Write the graph file `source` as `out`, its weights beside it; a file that several graphs read is written once."""
     model = ir.load(source)
-    packed = [name for name in model.graph.initializers if name.endswith(_VALUES)]
-    names = [name.removesuffix(_VALUES) for name in packed]
-    weights = {name: _Weight(model.graph, name) for name in names}
-    for weight in weights.values():
-        weight.rewrite()
+    written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
     _lower_cache(model.graph)
     _widen_graph(model)
@@ -62,14 +61,24 @@ def lower_graph(source: Path, out: Path) -> None:
     own, shared = source.with_suffix(".bin").name, out.with_suffix(".bin")
     with shared.open("wb") as file:
         for name, value in model.graph.initializers.items():
-            item = weights[name].stored if name in weights else _wide(value)
+            item = written.get(name) or _wide(value)
             location = getattr(value.const_value, "location", own)
-            if location in (own, None) or name in weights:
+            if location in (own, None) or name in written:
                 external.append(model, item, file)
             else:
                 with (out.parent / str(location)).open("wb") as other:
                     external.append(model, item, other)
     ir.save(model, out)
+
+
+def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
+    """Put what a CPU reads in the place of every packed weight; the initializers to be written, by name."""
+    written: dict[str, Stored] = {}
+    for name in [name for name in graph.initializers if name.endswith(_VALUES)]:
+        kind = _Int4Weight if graph.initializers[name].dtype == _INT4 else _Weight
+        items = kind(graph, name.removesuffix(_VALUES)).rewrite()
+        written |= {item.name: item for item in items}
+    return written
 
 
 class _Weight:
@@ -82,13 +91,8 @@ class _Weight:
         self.tensors: dict[str, Any] = {part: v.const_value for part, v in self.values.items()}
         self.shape = tuple(int(size) for size in self.tensors[_VALUES].shape.numpy())
 
-    @property
-    def stored(self) -> Stored:
-        """The dequantized weight, its factor included."""
-        return Stored(self.name, _FLOAT, self.shape, self._read)
-
-    def rewrite(self) -> None:
-        """Put the plain weight in the place of its parts, and take the factor out of the graph."""
+    def rewrite(self) -> list[Stored]:
+        """Put the plain weight, its factor included, in the place of its parts; the initializers to be written."""
         plain = ir.Value(name=self.name, type=ir.TensorType(_FLOAT), shape=ir.Shape(self.shape))
         self.graph.initializers[self.name] = plain
         (dequantize,) = self.values[_VALUES].consumers()
@@ -107,6 +111,7 @@ class _Weight:
         for value in self.values.values():
             if not value.consumers():
                 del self.graph.initializers[str(value.name)]
+        return [Stored(self.name, _FLOAT, self.shape, self._read)]
 
     def _read(self) -> Iterator[memoryview]:
         """An expert, or the whole of a plain matrix, at a time."""
@@ -119,13 +124,49 @@ class _Weight:
         for index in range(count):
             # Everything of this matrix: `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
-            if ".block_scales" in parts:
-                wide = lowbits.dequantize_nvfp4(parts[_VALUES], parts[".block_scales"], scale)
+            if _BLOCK_SCALES in parts:
+                wide = lowbits.dequantize_nvfp4(parts[_VALUES], parts[_BLOCK_SCALES], scale)
             else:
                 wide = lowbits.dequantize_fp8(parts[_VALUES], scale)
             if factors is not None:
                 wide = wide * factors.reshape(count, -1)[index][:, None]
             yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
+
+
+class _Int4Weight(_Weight):
+    """An INT4 weight: its codes plus 8, so that they have no sign, and its scales in float32."""
+
+    def rewrite(self) -> list[Stored]:
+        *rows, width = self.shape
+        blocks = self.tensors[_BLOCK_SCALES].shape.numpy()
+        items = [
+            Stored(self.name + CODES, ir.DataType.UINT8, (*rows, width // 2), self._codes),
+            Stored(self.name + SCALES, _FLOAT, tuple(map(int, blocks)), self._scales),
+        ]
+        inputs = [self._initializer(item) for item in items]
+        (dequantize,) = self.values[_VALUES].consumers()
+        node = ir.node(UNPACK, inputs, domain=DOMAIN, name=f"{self.name}/unpack")
+        node.outputs[0].name = f"{self.name}/unpacked"
+        self.graph.insert_before(dequantize, node)
+        dequantize.outputs[0].replace_all_uses_with(node.outputs[0])
+        self.graph.remove(dequantize, safe=True)
+        for value in self.values.values():
+            del self.graph.initializers[str(value.name)]
+        return items
+
+    def _initializer(self, item: Stored) -> ir.Value:
+        value = ir.Value(name=item.name, type=ir.TensorType(item.dtype), shape=ir.Shape(item.shape))
+        self.graph.initializers[item.name] = value
+        return value
+
+    def _scales(self) -> Iterator[memoryview]:
+        scales = np.ascontiguousarray(_floats(self.tensors[_BLOCK_SCALES]))
+        yield scales.reshape(-1).view(np.uint8).data
+
+    def _codes(self) -> Iterator[memoryview]:
+        data = _bytes(self.tensors[_VALUES])
+        for start in range(0, len(data), _PIECE):
+            yield (data[start : start + _PIECE] ^ lowbits.INT4_OFFSET).data
 
 
 def _round_inputs(graph: ir.Graph) -> None:

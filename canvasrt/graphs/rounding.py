@@ -1,4 +1,4 @@
-"""Rounding to FP8 and NVFP4 in standard ONNX operators, as functions that a graph carries with it."""
+"""Rounding to FP8 and NVFP4, and unpacking INT4, in standard ONNX operators: functions that a graph carries with it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from canvasrt.graphs.experts import DOMAIN
 from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX
+from canvasrt.graphs.nbits import UNPACK
 
 ROUND_FP8, ROUND_NVFP4 = "RoundFP8", "RoundNVFP4"
 _OPSET = 23
@@ -19,13 +20,13 @@ _FLOAT, _E4M3 = ir.DataType.FLOAT.value, ir.DataType.FLOAT8E4M3FN.value
 def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
     """The functions that the nodes of a graph call."""
     called = {node.op_type for node in graph if node.domain == DOMAIN}
-    for name, body in ((ROUND_FP8, _fp8), (ROUND_NVFP4, _nvfp4)):
+    for name, body in ((ROUND_FP8, _fp8), (ROUND_NVFP4, _nvfp4), (UNPACK, _int4)):
         if name in called:
             yield _function(name, body)
 
 
 class _Body:
-    """A function's nodes; its inputs are the float32 tensor `x` and the scalar `scale`."""
+    """A function's nodes; its inputs are a tensor `x` and what scales it."""
 
     def __init__(self) -> None:
         self.x, self.scale = ir.Value(name="x"), ir.Value(name="scale")
@@ -39,6 +40,9 @@ class _Body:
 
     def constant(self, value: float) -> ir.Value:
         return self.add("Constant", value=ir.tensor(np.array(value, np.float32)))
+
+    def byte(self, value: int) -> ir.Value:
+        return self.add("Constant", value=ir.tensor(np.array(value, np.uint8)))
 
     def integers(self, *values: int) -> ir.Value:
         return self.add("Constant", value=ir.tensor(np.array(values, np.int64)))
@@ -76,6 +80,21 @@ def _nvfp4(body: _Body) -> ir.Value:
     safe = body.add("Where", positive, scales, body.constant(1))
     rounded = _to_e2m1(body, body.add("Div", blocks, safe))
     return body.add("Reshape", body.add("Mul", rounded, scales), shape)
+
+
+def _int4(body: _Body) -> ir.Value:
+    """`lowbits.dequantize_int4` of codes plus 8; `scale` `[…, in / block]`."""
+    low = body.add("BitwiseAnd", body.x, body.byte(15))
+    high = body.add("BitShift", body.x, body.byte(4), direction="RIGHT")
+    last = body.integers(-1)
+    pairs = [body.add("Unsqueeze", each, last) for each in (low, high)]
+    codes = body.add("Cast", body.add("Concat", *pairs, axis=-1), to=_FLOAT)
+    values = body.add("Sub", codes, body.constant(8))
+    blocks = body.add("Shape", body.scale)
+    blocked = body.add("Reshape", values, body.add("Concat", blocks, last, axis=0))
+    wide = body.add("Mul", blocked, body.add("Unsqueeze", body.scale, last))
+    rows = body.add("Shape", body.scale, start=0, end=-1)
+    return body.add("Reshape", wide, body.add("Concat", rows, last, axis=0))
 
 
 def _to_e2m1(body: _Body, value: ir.Value) -> ir.Value:

@@ -13,25 +13,30 @@ from typing import Any, Literal
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.recipes.fields import Fields, read_yaml
 from canvasrt.targets import TARGETS, Target, find_target
 
 Json = dict[str, Any]
-Format = Literal["fp8", "nvfp4"]
 Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 
 SCHEMA = 1
-FORMATS = ("fp8", "nvfp4")
-_NVFP4_BLOCK = 16
+_CACHES = (None, *(each.name for each in FORMATS.values() if each.caches))
 _README = "canvasrt/recipes/README.md shows how a recipe is written"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of one weight. `weights`: FP8 scales, one a matrix or one an output; `method`: how they are chosen."""
+    """What becomes of one weight.
 
-    format: Format
+    Attributes:
+        format: a name in the table of number formats.
+        weights: one scale per matrix or per output, for a format without blocks.
+        method: how scales are chosen.
+    """
+
+    format: str
     weights: Scales = "per_tensor"
     method: Method = "max"
 
@@ -96,16 +101,22 @@ class Recipe:
     description: str
     rules: tuple[Rule, ...]
     excluded: tuple[Exclusion, ...] = ()
-    kv_cache: Literal["fp8"] | None = None
+    kv_cache: str | None = None
     calibration: CalibrationSettings = CalibrationSettings()
     limits: Limits = Limits()
     targets: tuple[str, ...] = ()
     source: str = field(default="", compare=False)
 
     @property
-    def precision(self) -> Literal["fp8", "nvfp4"]:
+    def precision(self) -> str:
         """What a GPU must be able to multiply in: the name in a target's `precisions`."""
-        return "nvfp4" if any(rule.choice.format == "nvfp4" for rule in self.rules) else "fp8"
+        return most_demanding({rule.choice.format for rule in self.rules})
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it needs prompts: for the scales of inputs, or of a cache."""
+        formats = {rule.choice.format for rule in self.rules}
+        return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
     def suits(self, target: Target) -> bool:
         """Whether it is meant for a target. A CPU runs every recipe, lowered."""
@@ -133,10 +144,12 @@ class Recipe:
                 continue
             if name not in widths:
                 raise self._wrong(f"{name} cannot be quantized", _unquantizable(config)[name])
-            if choice.format == "nvfp4" and widths[name] % _NVFP4_BLOCK:
+            format = FORMATS[choice.format]
+            if not format.divides(widths[name]):
+                fitting = [each.name for each in FORMATS.values() if each.divides(widths[name])]
                 raise self._wrong(
-                    f"{name} has rows of {widths[name]}, and nvfp4 has blocks of {_NVFP4_BLOCK}",
-                    "give it the format fp8 in a later rule, or exclude it",
+                    f"{name} has rows of {widths[name]}, and {format.name} has {format.blocks_text}",
+                    f"give it the format {' or '.join(fitting)} in a later rule, or exclude it",
                 )
             chosen[name] = choice
         if not chosen:
@@ -280,7 +293,7 @@ def _recipe(document: Fields) -> Recipe:
             for item in document.items("excluded", required=False)
             for pattern in item.texts("weights")
         ),
-        kv_cache=document.one_of("kv_cache", (None, "fp8"), None),
+        kv_cache=document.one_of("kv_cache", _CACHES, None),
         calibration=_calibration(document.fields("calibration")),
         limits=_limits(document.fields("limits")),
         source=document.where,
@@ -291,14 +304,14 @@ def _recipe(document: Fields) -> Recipe:
 
 
 def _choice(item: Fields) -> Choice:
-    format = item.one_of("format", FORMATS)
+    format = FORMATS[item.one_of("format", tuple(FORMATS))]
     scales = item.one_of("scales", ("per_tensor", "per_channel"), "per_tensor")
     method = item.one_of("method", ("max", "mse"), "max")
     item.allow("weights", "why")
     item.finish()
-    if format == "nvfp4" and scales == "per_channel":
-        raise item.wrong("scales", "left out: nvfp4 has a scale for each block of 16", scales)
-    return Choice(format, scales, method)
+    if format.blocks and scales == "per_channel":
+        raise item.wrong("scales", f"left out: {format.name} has {format.blocks_text}", scales)
+    return Choice(format.name, scales, method)
 
 
 def _calibration(found: Fields) -> CalibrationSettings:

@@ -22,6 +22,7 @@ from canvasrt.defaults import MAX_CONTEXT
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import Prompts, default_prompts
+from canvasrt.formats import FORMATS
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.recipe import Recipe
 from canvasrt.runtime.engine import Arrays, Backend, Segment
@@ -92,7 +93,8 @@ def calibrate(
     """
     manifest = graphs.manifest
     report = progress or no_progress
-    names = list(recipe.formats(manifest.model))
+    formats = recipe.formats(manifest.model)
+    names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
     source = Prompts(
         file=prompts or default_prompts(graphs),
         tokenizer=Tokenizer.load(graphs) if manifest.tokenizer else None,

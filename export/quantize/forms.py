@@ -3,6 +3,7 @@
 Each `weight → Transpose → MatMul` becomes, with every scale in float32 and T the graph's dtype,
 
 - FP8: `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the weight;
+- INT4: `DequantizeLinear → Transpose` of the weight, with scales in T, the input as it is;
 - NVFP4: `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input, `DequantizeLinear → Cast(T) → Transpose`
   of the weight, the block scales being dequantized by the global scale first;
 
@@ -12,6 +13,7 @@ then the MatMul, and where there are factors a multiplication with them after it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ import numpy as np
 import onnx_ir as ir
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.formats import Form, Format, Packed
+from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.lowbits import BLOCK
 
 E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
+INT4, BFLOAT16 = ir.DataType.INT4, ir.DataType.BFLOAT16
 # What a weight's parts are called behind its name.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE = "factor", "input_scale"
@@ -42,7 +45,7 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     is quantized once, by the first one's `input_scale`. Raises `CanvasError` for a name that is no weight of a matrix
     product alone, and for another shape.
     """
-    inputs: dict[tuple[str, Format], ir.Value] = {}
+    inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
         _Product(model.graph, name, form).rewrite(inputs)
     model.opset_imports.setdefault(_TENSORRT, 1)
@@ -72,8 +75,8 @@ def quantize_cache(model: ir.Model) -> list[str]:
 def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """The parts of the weight `name` that a rewritten graph has, to be written as external data."""
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
-        (VALUES, E4M3 if packed.format == "fp8" else E2M1, packed.shape, packed.values),
-        (BLOCK_SCALES, E4M3, (), packed.block_scales),
+        (VALUES, _KINDS[packed.format].numbers, packed.shape, packed.values),
+        (BLOCK_SCALES, _scales(packed), (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
         (FACTOR, FLOAT, (), packed.factor),
@@ -82,9 +85,15 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
         found = model.graph.initializers.get(f"{name}.{suffix}")
         if found is None or data is None:
             continue
-        if suffix == FACTOR and found.dtype == ir.DataType.BFLOAT16:
-            dtype, data = ir.DataType.BFLOAT16, lowbits.to_bf16(data)
+        if data.dtype == np.float32 and found.dtype == BFLOAT16:
+            dtype, data = BFLOAT16, lowbits.to_bf16(data)
         yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
+
+
+def _scales(packed: Packed) -> ir.DataType:
+    """What stands for the scales of blocks."""
+    blocks = packed.block_scales
+    return FLOAT if blocks is not None and blocks.dtype == np.float32 else E4M3
 
 
 def quantize_file(
@@ -156,17 +165,19 @@ class _Product:
         self.weight, self.dtype = weight, weight.dtype
         self.node = self._find()
 
-    def rewrite(self, inputs: dict[tuple[str, Format], ir.Value]) -> None:
+    def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
         """Put the quantized form in the product's place; `inputs` are those that are quantized already."""
         x = self.node.inputs[0]
         assert x is not None
         rank = len(self.form.shape)
         perm = [*range(rank - 2), rank - 1, rank - 2]
-        if (str(x.name), self.form.format) not in inputs:
-            inputs[str(x.name), self.form.format] = self._input(x)
-        turned = self._add("Transpose", [self._weight()], "turned", perm=perm)
-        quantized = inputs[str(x.name), self.form.format]
-        product = self._add("MatMul", [quantized, turned], "product")
+        kind = _KINDS[self.form.format]
+        if kind.input is not None:
+            if (str(x.name), self.form.format) not in inputs:
+                inputs[str(x.name), self.form.format] = kind.input(self, x)
+            x = inputs[str(x.name), self.form.format]
+        turned = self._add("Transpose", [kind.weight(self)], "turned", perm=perm)
+        product = self._add("MatMul", [x, turned], "product")
         if self.form.factor_shape is not None:
             factor = self._initializer(FACTOR, self.dtype, self.form.factor_shape)
             product = self._add("Mul", [product, factor], "scaled")
@@ -177,13 +188,21 @@ class _Product:
         old.replace_all_uses_with(product, replace_graph_outputs=True)
         self._remove()
 
-    def _input(self, x: ir.Value) -> ir.Value:
+    def fp8_input(self, x: ir.Value) -> ir.Value:
         scale = self._initializer(INPUT_SCALE, FLOAT, ())
-        if self.form.format == "fp8":
-            bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=int(E4M3))
-            return self._add(
-                "DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype)
-            )
+        bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=int(E4M3))
+        return self._add("DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype))
+
+    def fp8_weight(self) -> ir.Value:
+        values = self._initializer(VALUES, E4M3, self.form.shape)
+        scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
+        axis = {"axis": 0} if self.form.scale_shape else {}
+        return self._add(
+            "DequantizeLinear", [values, scale], "weight", output_dtype=int(self.dtype), **axis
+        )
+
+    def nvfp4_input(self, x: ir.Value) -> ir.Value:
+        scale = self._initializer(INPUT_SCALE, FLOAT, ())
         quantize = ir.node(
             "TRT_FP4DynamicQuantize",
             [x, scale],
@@ -198,19 +217,22 @@ class _Product:
         scales = self._add("DequantizeLinear", [blocks, scale], "input_scales")
         return self._widen(bits, scales, "input")
 
-    def _weight(self) -> ir.Value:
+    def nvfp4_weight(self) -> ir.Value:
         *rows, last = self.form.shape
-        scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
-        if self.form.format == "fp8":
-            values = self._initializer(VALUES, E4M3, self.form.shape)
-            axis = {"axis": 0} if self.form.scale_shape else {}
-            return self._add(
-                "DequantizeLinear", [values, scale], "weight", output_dtype=int(self.dtype), **axis
-            )
         values = self._initializer(VALUES, E2M1, self.form.shape)
         blocks = self._initializer(BLOCK_SCALES, E4M3, (*rows, last // BLOCK))
+        scale = self._initializer(SCALE, FLOAT, ())
         scales = self._add("DequantizeLinear", [blocks, scale], "weight_scales")
         return self._widen(values, scales, "weight")
+
+    def int4_weight(self) -> ir.Value:
+        *rows, last = self.form.shape
+        block = self.form.block
+        assert block is not None
+        values = self._initializer(VALUES, INT4, self.form.shape)
+        # In another dtype than the graph's TensorRT would write the whole weight out, wide.
+        scales = self._initializer(BLOCK_SCALES, self.dtype, (*rows, last // block))
+        return self._add("DequantizeLinear", [values, scales], "weight", axis=-1, block_size=block)
 
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
         """TensorRT dequantizes E2M1 to float32 alone; the cast to the graph's dtype costs nothing."""
@@ -250,6 +272,22 @@ class _Product:
         if transpose is not None:
             self.graph.remove(transpose, safe=True)
         del self.graph.initializers[self.name]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a format stands in a graph: its numbers, a quantized input if any, and a dequantized weight."""
+
+    numbers: ir.DataType
+    input: Callable[[_Product, ir.Value], ir.Value] | None
+    weight: Callable[[_Product], ir.Value]
+
+
+_KINDS = {
+    "fp8": _Kind(E4M3, _Product.fp8_input, _Product.fp8_weight),
+    "nvfp4": _Kind(E2M1, _Product.nvfp4_input, _Product.nvfp4_weight),
+    "int4": _Kind(INT4, None, _Product.int4_weight),
+}
 
 
 def _is_plain_gemm(node: ir.Node) -> bool:

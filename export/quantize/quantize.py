@@ -14,17 +14,18 @@ import onnx_ir as ir
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize import formats
+from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.calibrate import Calibration, calibrate, local_names
-from canvasrt.export.quantize.formats import LARGEST, Packed, form_of
 from canvasrt.export.quantize.forms import KEY_SCALE, VALUE_SCALE, quantize_file
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantizers import form_of
+from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import external, lowbits
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, scratch, staging
 
 CALIBRATION_FILE = "calibration.json"
-PLAIN = ("fp32", "bf16")
 _PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
 
 
@@ -40,7 +41,7 @@ def quantize(
 
     Args: `graphs` a bundle that `canvasrt export` wrote, bf16 for GPUs or fp32; `recipe` one of canvasrt's by name, a
     file, or a loaded one; `calibration_file` JSONL prompts, by default those that come with canvasrt; `calibration` what
-    was observed before, in place of running any. Raises
+    was observed before, in place of running any; none is needed when weights alone are quantized. Raises
     `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and when
     `out` holds something; then nothing is left behind.
     """
@@ -53,6 +54,8 @@ def quantize(
             graphs, "graphs", progress=lambda done, total: report("checking graphs", done, total)
         )
     choices = _check(graphs, chosen)
+    if calibration is None and not chosen.is_calibrated:
+        calibration = Calibration()
     if calibration is None:
         prompts = None if calibration_file is None else Path(calibration_file).expanduser()
         # On the disk of the result, which has room for graphs.
@@ -60,7 +63,7 @@ def quantize(
             calibration = calibrate(graphs, chosen, prompts, report, folder)
     _load_modelopt()
     with staging(out) as tmp:
-        _write(graphs, tmp, choices, chosen.kv_cache is not None, calibration, report)
+        _write(graphs, tmp, choices, chosen.kv_cache, calibration, report)
         text = json.dumps(calibration.to_json(), indent=2) + "\n"
         (tmp / CALIBRATION_FILE).write_text(text, encoding="utf-8")
         _describe(graphs, tmp, chosen, choices, calibration)
@@ -94,7 +97,7 @@ def _write(
     graphs: Bundle,
     out: Path,
     choices: Mapping[str, Choice],
-    cache: bool,
+    cache: str | None,
     calibration: Calibration,
     report: Progress,
 ) -> None:
@@ -140,7 +143,7 @@ class _Segment:
         self._read = 0
         self._report: Callable[[int], object] = lambda read: None
 
-    def write(self, out: Path, cache: bool, report: Callable[[int], object]) -> None:
+    def write(self, out: Path, cache: str | None, report: Callable[[int], object]) -> None:
         """Write the quantized graph; `report` is told how many bytes of weights have been read."""
         self._report = report
         quantize_file(
@@ -148,10 +151,10 @@ class _Segment:
             out,
             {local: self._form(local) for local in self._names},
             self._pack,
-            self._cache_scales() if cache and "layers" in self._entry else None,
+            self._cache_scales(cache) if cache and "layers" in self._entry else None,
         )
 
-    def _form(self, local: str) -> formats.Form:
+    def _form(self, local: str) -> Form:
         choice = self._choices[self._names[local]]
         shape = _shape(self._tensor(local))
         return form_of(shape, choice.format, choice.weights, experts=len(shape) == 3)
@@ -159,9 +162,11 @@ class _Segment:
     def _pack(self, local: str) -> Packed:
         name = self._names[local]
         choice, tensor = self._choices[name], self._tensor(local)
-        # Where all that came in was zero any scale will do: this one is 1.
-        amax = self._calibration.amax[name] or LARGEST[choice.format]
-        packed = formats.quantize(
+        amax = None
+        if FORMATS[choice.format].rounds_inputs:
+            # If calibration saw only zeros, any scale works: 1.
+            amax = self._calibration.amax[name] or FORMATS[choice.format].largest
+        packed = quantizers.quantize(
             _matrices(tensor),
             choice.format,
             amax,
@@ -174,11 +179,10 @@ class _Segment:
         self._report(self._read)
         return packed
 
-    def _cache_scales(self) -> dict[str, float]:
+    def _cache_scales(self, format: str) -> dict[str, float]:
         found = self._calibration.cache
         return {
-            f"layers.{place}.{suffix}": (found[f"layers.{layer}.{part}"] or LARGEST["fp8"])
-            / LARGEST["fp8"]
+            f"layers.{place}.{suffix}": FORMATS[format].scale(found[f"layers.{layer}.{part}"])
             for place, layer in enumerate(self._entry["layers"])
             for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE))
         }
@@ -227,7 +231,7 @@ def _describe(
         made_from={
             **manifest.made_from,
             "graphs": manifest.digest,
-            "calibration": calibration.sha256,
+            **({"calibration": calibration.sha256} if calibration.sha256 else {}),
         },
         options={
             **manifest.options,

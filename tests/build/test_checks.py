@@ -81,7 +81,7 @@ def precisions(checkpoint: Path, names: str, precision: str | None) -> list[str]
 def test_each_of_several_targets_gets_its_own_first_precision(checkpoint_files: Path) -> None:
     names = "cpu,rtx-4090,rtx-5090,rtx-pro-6000,dgx-spark"
     found = precisions(checkpoint_files, names, None)
-    assert found == ["fp32", "fp8", "nvfp4", "nvfp4", "nvfp4"]
+    assert found == ["fp32", "int4", "nvfp4", "nvfp4", "nvfp4"]
 
 
 def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:
     with pytest.raises(UsageError, match="rtx-4090 has no precision 'nvfp4'") as raised:
         precisions(checkpoint_files, "rtx-5090,rtx-4090", "nvfp4")
     assert "leave --precision out" in raised.value.hint
-    with pytest.raises(UsageError, match="no precision 'int4'") as raised:
-        precisions(checkpoint_files, "rtx-5090", "int4")
+    with pytest.raises(UsageError, match="no precision 'int3'") as raised:
+        precisions(checkpoint_files, "rtx-5090", "int3")
     assert "nvfp4-experts" in raised.value.hint
 
 
@@ -103,7 +103,11 @@ def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
     check_memory(released("rtx-5090", "nvfp4"))
     with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, and rtx-4090 has 24\.0 GB") as raised:
         check_memory(released("rtx-4090", "bf16"))
-    assert "--target rtx-pro-6000" in raised.value.hint
+    assert raised.value.hint == "this would fit: --precision int4"
+    check_memory(released("rtx-4090", "int4"))
+    with pytest.raises(CanvasError, match="take") as raised:
+        check_memory(released("rtx-5090", "fp8", 262_144))
+    assert "--max-context" in raised.value.hint
     with pytest.raises(CanvasError) as raised:
         check_memory(released("rtx-pro-6000", "bf16", 262_144, 8))
     assert "--max-batch" in raised.value.hint
@@ -160,5 +164,7 @@ def test_options_of_the_graphs(checkpoint_files: Path) -> None:
 
 def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_path: Path) -> None:
     options = Options("fp32", calibration=tmp_path / "prompts.jsonl")
-    with pytest.raises(UsageError, match="--calibration is for weights that are quantized"):
+    with pytest.raises(
+        UsageError, match="--calibration is for recipes whose scales depend on prompts, and fp32"
+    ):
         plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)

@@ -92,3 +92,15 @@ def test_what_passes_between_engines_counts() -> None:
     assert need.buffers == new + states + 2 * 512 * 32_768 * 2
     assert need.total == need.weights + need.kv_cache + need.workspace + need.buffers
     assert estimate(RELEASED, "bf16", 32_768, 8, on_cpu=True).buffers == 0
+
+
+def test_int4_is_packed_on_a_cpu_too() -> None:
+    """What is not quantized is widened there, and so is every other format."""
+    on_gpu, on_cpu = (
+        sum(segment_bytes(RELEASED, "int4", 6, on_cpu=on_cpu).values()) for on_cpu in (False, True)
+    )
+    table = RELEASED.vocab_size * RELEASED.hidden_size
+    assert 12.9e9 < on_gpu - 2 * table < 13.2e9
+    assert 13.6e9 < on_cpu - 4 * table < 14.0e9
+    widened = sum(segment_bytes(RELEASED, "nvfp4", 6, on_cpu=True).values())
+    assert widened == sum(segment_bytes(RELEASED, "fp32", 6).values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from canvasrt.errors import UsageError
-from canvasrt.targets import TARGETS, check_precision, find_target, parse_targets
+from canvasrt.targets import GB, TARGETS, check_precision, find_target, parse_targets
 
 
 def test_every_target_is_named_once() -> None:
@@ -17,9 +17,9 @@ def test_every_target_is_named_once() -> None:
 
 
 def test_the_builder_follows_from_the_capability() -> None:
-    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, which are TensorRT's."""
+    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, and its documentation does not name 8.0: those are TensorRT's."""
     for target in TARGETS:
-        data_centre = target.capability in ((9, 0), (10, 0), (10, 3))
+        data_centre = target.capability in ((8, 0), (9, 0), (10, 0), (10, 3))
         if target.capability is not None:
             assert target.builder == ("tensorrt" if data_centre else "tensorrt-rtx"), target.name
         assert target.builds_anywhere == (not data_centre)
@@ -29,7 +29,17 @@ def test_nvfp4_needs_blackwell_and_fp8_ada() -> None:
     for target in TARGETS:
         if target.capability is not None:
             assert ("nvfp4" not in target.precisions) or target.capability >= (10, 0)
-            assert target.capability >= (8, 9)
+            assert ("fp8" not in target.precisions) or target.capability >= (8, 9)
+            assert target.capability >= (8, 0)
+
+
+def test_the_released_model_s_first_precision_by_memory() -> None:
+    """In bf16 its weights are 51 GB, in FP8 27, in 4 bits 15."""
+    for target in TARGETS:
+        if target.memory is not None:
+            bits = {"bf16": 16, "fp8": 8}.get(target.precision, 4)
+            assert bits < 16
+            assert bits == 4 or target.memory >= 48 * GB, target.name
 
 
 def test_several_names() -> None:
@@ -49,5 +59,5 @@ def test_precisions() -> None:
     assert check_precision(target, None) == "nvfp4"
     assert check_precision(target, "fp8") == "fp8"
     with pytest.raises(UsageError) as raised:
-        check_precision(target, "int4")
-    assert "nvfp4, fp8" in raised.value.hint
+        check_precision(target, "fp16")
+    assert "nvfp4, fp8, int4, bf16" in raised.value.hint

@@ -21,7 +21,7 @@ from canvasrt.export import graphs
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.codes import Codes, read_codes
 from canvasrt.export.graphs import export
-from canvasrt.export.quantize.formats import dequantize
+from canvasrt.export.quantize.packed import dequantize
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs import lowbits

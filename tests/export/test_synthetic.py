@@ -17,7 +17,13 @@ from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.segments import segments
 from canvasrt.export.shards import Shard
 from canvasrt.graphs import lowbits
-from tests.helpers.quantized_checkpoints import NVFP4_EXPERTS, modelopt_quantized, save_modelopt
+from tests.helpers.quantized_checkpoints import (
+    NVFP4_EXPERTS,
+    base_model,
+    modelopt_quantized,
+    save_compressed,
+    save_modelopt,
+)
 from tests.helpers.random_models import BASE
 
 
@@ -74,6 +80,26 @@ def test_nvfp4_is_laid_out_as_modelopt_writes_it(
     how = quantization_of(tmp_path / "ours")
     assert how is not None
     assert (how.precision, how.algorithm, how.static) == ("nvfp4", "NVFP4", True)
+
+
+def test_int4_is_laid_out_as_compressed_tensors_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_compressed(base_model(num_hidden_layers=2), tmp_path / "theirs", "W4A16", group_size=32)
+    monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
+    monkeypatch.setattr(synthetic, "_GROUP", 32)
+    synthetic.write(tmp_path / "ours", "small", layers=2, format="int4")
+    ours, theirs = (_layout(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours == {name: each for name, each in theirs.items() if "vision" not in name}
+    how = quantization_of(tmp_path / "ours")
+    assert how is not None
+    assert (how.precision, how.static) == ("int4", True)
+    # Activations keep their size: variance 1 / inputs.
+    held = Checkpoint(tmp_path / "ours")
+    name = "model.decoder.layers.0.experts.3.gate_proj"
+    codes = held.read(f"{name}.weight_packed").view(torch.uint8).numpy() ^ lowbits.INT4_OFFSET
+    wide = lowbits.dequantize_int4(codes, held.read(f"{name}.weight_scale").float().numpy())
+    assert wide.std() * wide.shape[1] ** 0.5 == pytest.approx(1, rel=0.4)
 
 
 def _layout(folder: Path) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:

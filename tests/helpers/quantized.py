@@ -11,7 +11,8 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize import forms
-from canvasrt.export.quantize.formats import Packed, form_of, quantize
+from canvasrt.export.quantize.packed import Packed
+from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.graphs import external, lowbits
 
 # The released model's head sizes.

@@ -54,8 +54,10 @@ def without_vision(folder: Path) -> None:
     file.write_text(json.dumps(config))
 
 
-def save_compressed(model: Any, folder: Path) -> None:
-    """FP8-dynamic as llm-compressor has it: experts as linear modules, compressed-tensors' own preset and packing."""
+def save_compressed(
+    model: Any, folder: Path, preset: str = "FP8_DYNAMIC", group_size: int | None = None
+) -> None:
+    """As llm-compressor has it: experts as linear modules, a preset of compressed-tensors and its own packing."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -69,18 +71,24 @@ def save_compressed(model: Any, folder: Path) -> None:
     model = model.to(torch.bfloat16)
     for layer in model.model.decoder.layers:
         layer.experts = _linear_experts(layer.experts)
-    scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    if group_size is not None:
+        scheme.weights.group_size = group_size
     ignored = ["lm_head", "re:.*router.*", "re:.*vision.*", "re:.*encoder.*", "re:.*self_cond.*"]
     settings = QuantizationConfig(
-        config_groups={"group_0": scheme}, ignore=ignored, format="float-quantized"
+        config_groups={"group_0": scheme},
+        ignore=ignored,
+        format="pack-quantized" if preset.startswith("W4") else "float-quantized",
     )
     apply_quantization_config(model, settings)
     for module in model.modules():
         if is_module_quantized(module):
             weight = module.weight.detach()
-            least, most = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
-            scale, _ = calculate_qparams(least, most, scheme.weights)
+            groups = weight.unflatten(1, (-1, group_size or weight.shape[1]))
+            scale, zero = calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
             module.weight_scale.data = scale.to(module.weight_scale.dtype)
+            if not scheme.weights.symmetric:
+                module.weight_zero_point.data = zero.to(module.weight_zero_point.dtype)
     compressor = ModelCompressor(quantization_config=settings)
     compressor.compress_model(model)
     folder.mkdir()

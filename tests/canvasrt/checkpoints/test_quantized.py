@@ -16,10 +16,13 @@ _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt", "version": "0.45.0"}}
 
 
-def compressed(**group: Any) -> dict[str, Any]:
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True}
+
+
+def compressed(format: str = "float-quantized", **group: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": format,
         "config_groups": {"group_0": group},
     }
 
@@ -56,6 +59,14 @@ def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
             compressed(weights=_FP8, input_activations=_FP8 | {"strategy": "tensor"}),
             Quantization("compressed-tensors", "FP8", "fp8"),
         ),
+        (
+            compressed("pack-quantized", weights=_INT4, input_activations=None),
+            Quantization("compressed-tensors", "INT4", "int4"),
+        ),
+        (
+            compressed("pack-quantized", weights=_INT4 | {"strategy": "channel"}),
+            Quantization("compressed-tensors", "INT4", "int4"),
+        ),
     ],
 )
 def test_what_it_says(
@@ -81,8 +92,21 @@ def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
             "ModelOpt's 'INT4'",
         ),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-            "compressed-tensors' 'pack-quantized'",
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "compressed-tensors' 'marlin-24'",
+        ),
+        (compressed("pack-quantized", weights=_INT4 | {"num_bits": 8}), "weights of int8"),
+        (
+            compressed("pack-quantized", weights=_INT4 | {"symmetric": False}),
+            "zero points .symmetric: false.",
+        ),
+        (
+            compressed("pack-quantized", weights=_INT4 | {"actorder": "group"}),
+            "reordered inputs .actorder: group.",
+        ),
+        (
+            compressed("pack-quantized", weights=_INT4, input_activations=_TOKENS),
+            "weights in int4 and inputs that are quantized",
         ),
         (compressed(weights=_FP8 | {"strategy": "block"}), "scales by 'block'"),
         (compressed(weights=_FP8 | {"type": "int"}), "weights of int8"),

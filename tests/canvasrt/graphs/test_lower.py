@@ -13,10 +13,11 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.bundle import Bundle
-from canvasrt.export.quantize.formats import dequantize
+from canvasrt.export.quantize.packed import dequantize
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph
+from canvasrt.graphs.nbits import UNPACK, use_nbits
 from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
 from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from tests.helpers import quantized as shared
@@ -145,6 +146,71 @@ def test_every_product_is_the_quantized_graph_s(
         assert body.producer[before].domain == DOMAIN, name
         expected = found[x] @ dequantize(packed).swapaxes(-1, -2)
         np.testing.assert_allclose(found[product.output[0]], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_int4_weights_stay_packed(
+    plain_graphs: Bundle, quantized: Callable, tmp_path: Path
+) -> None:
+    made = quantized("int4")
+    lower_graph(made.file, tmp_path / "body_0.onnx")
+    body = Lowered(tmp_path / "body_0.onnx")
+    assert {node.op_type for node in body.rounds} == {UNPACK}
+    found = body.run(feeds(plain_graphs))
+    for name, packed in made.packed.items():
+        product = body.products[f"{name}/unpacked"]
+        expected = found[product.input[0]] @ dequantize(packed).swapaxes(-1, -2)
+        np.testing.assert_allclose(found[product.output[0]], expected, rtol=1e-4, atol=1e-5)
+    stored = ir.load(tmp_path / "body_0.onnx").graph.initializers
+    for name, packed in made.packed.items():
+        codes = np.frombuffer(stored[f"{name}.codes"].const_value.tobytes(), np.uint8)
+        np.testing.assert_array_equal(codes ^ 0x88, packed.values.reshape(-1))
+        assert stored[f"{name}.scales"].const_value.tobytes() == packed.block_scales.tobytes()
+
+
+def test_onnx_runtime_multiplies_the_same_codes(
+    plain_graphs: Bundle, quantized: Callable, tmp_path: Path
+) -> None:
+    """MatMulNBits over the bytes of the lowered graph: its own inputs times the weights that were packed."""
+    made = quantized("int4")
+    lower_graph(made.file, tmp_path / "body_0.onnx")
+    model = onnx.load(tmp_path / "body_0.onnx", load_external_data=False)
+    bytes_before = (tmp_path / "body_0.bin").read_bytes()
+    assert split_experts(model)
+    assert use_nbits(model)
+    assert not any(node.op_type == UNPACK for node in model.graph.node)
+    products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    assert (
+        len(products) == 8 + 2 * 2 * 4
+    )  # two layers: four matrices, and two of each of four experts
+    shown = {v for node in products for v in (node.input[0], node.output[0])}
+    model.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in shown
+    )
+    onnx.save(model, tmp_path / "fast.onnx")
+    assert (tmp_path / "body_0.bin").read_bytes() == bytes_before
+    ran = session(tmp_path / "fast.onnx")
+    names = [each.name for each in ran.get_outputs()]
+    found = dict(zip(names, ran.run(names, feeds(plain_graphs)), strict=True))
+    for node in products:
+        name, _, expert = node.input[1].partition(".codes")
+        packed = dequantize(made.packed[name])
+        weight = packed[int(expert[1:])] if expert else packed
+        x = found[node.input[0]]
+        level = next(a.i for a in node.attribute if a.name == "accuracy_level")
+        if expert:
+            block = made.packed[name].form.block
+            x, expected_level = round_int8(x, block), 4
+        else:
+            expected_level = 0
+        assert level == expected_level
+        np.testing.assert_allclose(found[node.output[0]], x @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+def round_int8(x: np.ndarray, block: int) -> np.ndarray:
+    """Inputs as MatMulNBits reads them at accuracy level 4: in int8, scaled by each block's largest magnitude."""
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scale = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127), 1e-30)
+    return (np.rint(blocks / scale) * scale).reshape(x.shape)
 
 
 @pytest.mark.parametrize("format", ["fp8", "nvfp4"])

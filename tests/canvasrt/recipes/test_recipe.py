@@ -33,7 +33,7 @@ def config() -> ModelConfig:
 
 
 def test_the_recipes_that_ship() -> None:
-    assert recipe_names() == ["fp8", "nvfp4", "nvfp4-experts", "nvfp4-mixed"]
+    assert recipe_names() == ["fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"]
     for name in recipe_names():
         assert load_recipe(name).name == name
 

@@ -15,7 +15,8 @@ from onnx import TensorProto, helper
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import forms
-from canvasrt.export.quantize.formats import Form, Packed, quantize
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.graphs import lowbits
 from canvasrt.kernels import cost
 from canvasrt.kernels.parse import is_kernel_list, parse
@@ -93,6 +94,34 @@ def test_fp8_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
     # A scale for each expert inside the DequantizeLinear would be dequantized on every call.
     assert model.graph.initializers[f"{GATE_UP}.scale"].shape == ()
     assert tuple(model.graph.initializers[f"{GATE_UP}.factor"].shape) == (4, 1, 64)
+
+
+def test_int4_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
+    made = quantized("int4")
+    model = ir.load(made.file)
+    for name, block in ((GATE_UP, 32), ("layers.1.experts.down", 16)):
+        form = producers(model, name)
+        assert [(part, node.op_type) for part, node in form.items()] == [
+            ("weight", "DequantizeLinear"),
+            ("turned", "Transpose"),
+            ("product", "MatMul"),
+        ]
+        attributes = {key: each.value for key, each in form["weight"].attributes.items()}
+        assert attributes == {"axis": -1, "block_size": block}
+        shape = made.shapes[name]
+        values, scales = (
+            model.graph.initializers[f"{name}.{part}"] for part in ("values", "block_scales")
+        )
+        assert (values.dtype, tuple(values.shape)) == (ir.DataType.INT4, shape)
+        blocks = (*shape[:-1], shape[-1] // block)
+        assert (scales.dtype, tuple(scales.shape)) == (ir.DataType.BFLOAT16, blocks)
+        packed = made.packed[name]
+        assert made.bytes_of(f"{name}.values") == packed.values.tobytes()
+        stored = np.frombuffer(made.bytes_of(f"{name}.block_scales"), np.uint16)
+        found = lowbits.from_bf16(stored).reshape(blocks)
+        np.testing.assert_array_equal(found, packed.block_scales)
+        others = {f"{name}.{part}" for part in ("scale", "input_scale", "factor")}
+        assert not others & model.graph.initializers.keys()
 
 
 def test_the_bytes_in_the_graph_are_those_that_were_packed(quantized) -> None:
@@ -188,9 +217,9 @@ class Engine:
         parser = trt.OnnxParser(network, builder.logger)
         assert parser.parse_from_file(str(graph)), parser.get_error(0).desc()
         config = builder.create_builder_config()
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         profile = builder.create_optimization_profile()
         for index in range(network.num_inputs):
             value = network.get_input(index)
@@ -207,7 +236,13 @@ class Engine:
         assert engine is not None, lines[-5:]
         said = dict(re.findall(r"Total (\w+) Memory: (\d+) bytes", "\n".join(lines)))
         self.weights, self.activations = int(said["Weights"]), int(said["Activation"])
-        (self.kernels,) = parse(next(line for line in lines if is_kernel_list(line)))
+        (listed,) = (line for line in lines if is_kernel_list(line))
+        (self.kernels,) = parse(listed)
+        self.listed = [line for line in listed.splitlines() if line.startswith("Name: ")]
+
+    def reading(self, kind: str) -> int:
+        """How many kernels multiply constants of this dtype with what they are given."""
+        return sum(f"Datatype: {kind}" in line and "Fc" in line for line in self.listed)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +262,14 @@ def test_tensorrt_builds_a_body_whose_weights_stay_packed(
     made = quantized(format, weights=weights)
     engine = Engine(made.file, capability)
     # Block scales are padded.
+    assert engine.weights <= 1.1 * made.file.with_suffix(".bin").stat().st_size
+
+
+@pytest.mark.parametrize("capability", ["SM80", "SM86", "SM89", "SM120"])
+def test_tensorrt_reads_int4_in_every_product(quantized, capability: str) -> None:
+    made = quantized("int4")
+    engine = Engine(made.file, capability)
+    assert engine.reading("Int4") == len(made.packed) == 12
     assert engine.weights <= 1.1 * made.file.with_suffix(".bin").stat().st_size
 
 
@@ -272,7 +315,7 @@ def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
             rng.standard_normal((experts, out, size)).astype("f"), format, 4.0, experts=True
         )
 
-    form = Form(format, (experts, out, size), (), (experts, 1, 1))
+    form = form_of((experts, out, size), format, experts=True)
     forms.quantize_file(plain, file, {"w": form}, pack)
     if spoil is not None:
         model = ir.load(file)

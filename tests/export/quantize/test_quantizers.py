@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 against an implementation written out here, and against ModelOpt's own quantization."""
+"""FP8, NVFP4 and INT4 against an implementation written out here, and against ModelOpt's own quantization."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.formats import FORMATS, Packed, dequantize, form_of, quantize
+from canvasrt.export.quantize.packed import Packed, dequantize
+from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 
 # The grids, number by number, in the order of their codes.
@@ -124,6 +126,56 @@ def test_activations_are_rounded_as_modelopt_rounds_a_tensor() -> None:
     np.testing.assert_allclose(lowbits.round_nvfp4(x, float(scale)), wide.numpy(), rtol=1e-6)
 
 
+def bf16(x: float) -> np.float32:
+    """The nearest bfloat16."""
+    return torch.tensor(x).bfloat16().float().numpy()[()]
+
+
+@pytest.mark.parametrize(("width", "block"), [(128, 64), (96, 32), (64, 32), (32, 16)])
+def test_int4_rounds_each_block_to_its_own_scale(width: int, block: int) -> None:
+    given = weight(6, width, seed=4)
+    given[0, :block] = 0
+    given[1, :block] = np.arange(block) % 8 + 0.5  # ties
+    packed = quantize([given], "int4", None)
+    assert packed.form == form_of(given.shape, "int4")
+    assert (packed.form.block, packed.scale, packed.input_scale) == (block, None, None)
+    expected = []
+    for each in given.reshape(-1, block):
+        step = bf16(float(np.abs(each).max() / np.float32(7))) if each.any() else np.float32(1)
+        expected.append([min(max(round(float(x / step)), -8), 7) * step for x in each])
+    np.testing.assert_array_equal(dequantize(packed), np.reshape(expected, given.shape))
+    # Two's complement, the first number low.
+    first = packed.values[1, 0]
+    numbers = [(int(code) + 8) % 16 - 8 for code in (first & 15, first >> 4)]
+    steps = packed.block_scales[1, 0]
+    np.testing.assert_array_equal(np.float32(numbers) * steps, dequantize(packed)[1, :2])
+
+
+def test_int4_is_modelopt_s_but_for_its_shorter_scales() -> None:
+    from modelopt.torch.quantization.qtensor import INT4QTensor
+
+    given = weight(48, 128)
+    theirs, scales = INT4QTensor.quantize(torch.from_numpy(given.copy()), 64)
+    wide = theirs.dequantize(torch.float32, scale=scales, block_sizes={-1: 64}).numpy()
+    packed = quantize([given], "int4", None)
+    assert packed.block_scales is not None
+    mine = 1 / packed.block_scales.reshape(-1, 1)
+    np.testing.assert_allclose(mine, scales.numpy(), rtol=2**-8)
+    # A scale that is shorter by a bit moves few numbers to another code.
+    same = np.isclose(dequantize(packed), wide, rtol=2**-8, atol=0)
+    assert same.mean() > 0.98
+
+
+def test_int4_experts_are_quantized_each_by_itself() -> None:
+    given = [weight(32, 64, seed=i) * np.float32(size) for i, size in enumerate((1, 0.01, 30))]
+    for method in ("max", "mse"):
+        packed = quantize(iter(given), "int4", None, method, experts=True)
+        assert packed.form == form_of((3, 32, 64), "int4", experts=True)
+        for expert, alone in zip(dequantize(packed), given, strict=True):
+            found = dequantize(quantize([alone], "int4", None, method))
+            np.testing.assert_array_equal(expert, found)
+
+
 @pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
 def test_fp8_is_modelopt_s_fake_quantization(weights: str) -> None:
     from modelopt.torch.quantization.tensor_quant import scaled_e4m3
@@ -152,7 +204,10 @@ def experts() -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("format", "method", "weights"),
-    [*itertools.product(FORMATS, ("max", "mse"), ("per_tensor",)), ("fp8", "max", "per_channel")],
+    [
+        *itertools.product(("fp8", "nvfp4"), ("max", "mse"), ("per_tensor",)),
+        ("fp8", "max", "per_channel"),
+    ],
 )
 def test_experts_have_scales_of_their_own_behind_one(format, method, weights) -> None:
     packed = quantize(iter(experts()), format, 3.0, method, weights, experts=True)
@@ -180,7 +235,7 @@ def test_the_least_error_is_no_larger(format: str) -> None:
         for method in ("max", "mse")
     ]
     assert errors[1] <= errors[0] * 1.001
-    if format == "nvfp4":
+    if FORMATS[format].blocks:
         assert errors[1] < 0.9 * errors[0]
 
 
@@ -195,8 +250,9 @@ def test_the_least_error_may_saturate() -> None:
 def test_zeros_have_a_scale() -> None:
     for format, method in itertools.product(FORMATS, ("max", "mse")):
         packed = quantize([np.zeros((16, 32), np.float32)], format, 1.0, method)
-        assert np.isfinite(packed.scale)
-        assert packed.scale > 0
+        scale = packed.block_scales if packed.scale is None else packed.scale
+        assert np.isfinite(scale).all()
+        assert (scale > 0).all()
         assert (dequantize(packed) == 0).all()
 
 
@@ -209,8 +265,10 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     bad[3, 3] = np.nan
     with pytest.raises(CanvasError, match=r"mlp\.down holds numbers that are not finite"):
         quantize([bad], "fp8", 1.0, name="mlp.down")
-    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and NVFP4 has blocks of 16"):
+    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and nvfp4 has blocks of 16"):
         quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
+    with pytest.raises(CanvasError, match="rows of 40, and int4 has blocks of 64, 32 or 16"):
+        quantize([weight(16, 40)], "int4", None)
     one = np.ones((), np.float32)
     for scale in (-one, 0 * one, np.float32("nan") * one):
         with pytest.raises(CanvasError, match="scale holds numbers that are not positive"):

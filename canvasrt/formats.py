@@ -1,0 +1,141 @@
+"""The number formats that weights are quantized to: one table, which all else reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """How checkpoints of compressed-tensors name a format: type and bits, layouts, and strategies of weights' scales."""
+
+    kind: str
+    layouts: tuple[str, ...]
+    strategies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """One format.
+
+    Attributes:
+        bits: of one number.
+        largest: the largest magnitude that a scale of 1 reaches, with the largest scale of a block.
+        capability: the first compute capability that multiplies it.
+        weight_error: what the quality report allows as a matrix's relative error. Rounding alone stays below; a scale
+            that is a tenth off does not. (A norm behind a product may hide a wrong scale from everything else.)
+        blocks: how many inputs share a scale; of several lengths, the first that divides a row is used. Empty: one
+            scale per matrix or per output.
+        least_blocks: how many blocks a row has at least: shorter ones are taken for that.
+        scale_bits: of a block's scale.
+        rounds_inputs: whether what the weight multiplies is quantized too, with a scale that calibration finds.
+        packed_on_cpu: whether a CPU multiplies it as it is; other formats are widened to float32 there.
+        caches: whether keys and values can be cached in it.
+        modelopt, compressed: how checkpoints name it, if they can hold it.
+    """
+
+    name: str
+    bits: int
+    largest: float
+    capability: tuple[int, int]
+    weight_error: float
+    blocks: tuple[int, ...] = ()
+    least_blocks: int = 1
+    scale_bits: int = 0
+    rounds_inputs: bool = True
+    packed_on_cpu: bool = False
+    caches: bool = False
+    modelopt: str | None = None
+    compressed: Compressed | None = None
+
+    def block(self, width: int) -> int | None:
+        """The length of the blocks in rows of `width`; None if no length divides them, or it has no blocks."""
+        fitting = (each for each in self.blocks if width % each == 0)
+        return next((each for each in fitting if width // each >= self.least_blocks), None)
+
+    def divides(self, width: int) -> bool:
+        """Whether rows of `width` can be quantized to it."""
+        return not self.blocks or self.block(width) is not None
+
+    def weight_bytes(self, width: int) -> float:
+        """Bytes per number of a weight with rows of `width`, its share of the block's scale included."""
+        block = self.block(width)
+        return (self.bits + (self.scale_bits / block if block else 0)) / 8
+
+    def cpu_bytes(self, width: int) -> float:
+        """The same on a CPU: codes and float32 scales, or float32 numbers."""
+        block = self.block(width)
+        if not self.packed_on_cpu or block is None:
+            return 4.0
+        return self.bits / 8 + 4 / block
+
+    def scale(self, amax: float) -> float:
+        """The scale that reaches `amax`. If calibration saw only zeros, any scale works: 1."""
+        return (amax or self.largest) / self.largest
+
+    @property
+    def blocks_text(self) -> str:
+        """For a reader: `blocks of 16`."""
+        *others, last = map(str, self.blocks)
+        return f"blocks of {', '.join(others)} or {last}" if others else f"blocks of {last}"
+
+
+# In the order in which a GPU that has several prefers them.
+_TABLE = (
+    # Two E2M1 numbers per byte, E4M3 scales, and a float32 scale over them.
+    NumberFormat(
+        name="nvfp4",
+        bits=4,
+        largest=6.0 * 448.0,
+        capability=(10, 0),
+        weight_error=0.13,
+        blocks=(16,),
+        scale_bits=8,
+        modelopt="NVFP4",
+    ),
+    # E4M3.
+    NumberFormat(
+        name="fp8",
+        bits=8,
+        largest=448.0,
+        capability=(8, 9),
+        weight_error=0.05,
+        caches=True,
+        modelopt="FP8",
+        compressed=Compressed(
+            "float8", ("float-quantized", "naive-quantized"), ("tensor", "channel")
+        ),
+    ),
+    # −8 … 7 in two's complement, with bfloat16 scales: weights alone, products are in 16 bits.
+    NumberFormat(
+        name="int4",
+        bits=4,
+        largest=7.0,
+        capability=(8, 0),
+        weight_error=0.13,
+        blocks=(64, 32, 16),
+        least_blocks=2,  # TensorRT widens a weight whose rows have one scale before the product
+        scale_bits=16,
+        rounds_inputs=False,
+        packed_on_cpu=True,
+        compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
+    ),
+)
+FORMATS = {each.name: each for each in _TABLE}
+# What graphs are exported in.
+PLAIN = ("fp32", "bf16")
+
+
+def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The formats that a GPU of this compute capability multiplies."""
+    return tuple(each.name for each in _TABLE if capability >= each.capability)
+
+
+def most_demanding(names: set[str]) -> str:
+    """Of several formats, the one that needs the newest GPU; of those that need the same, the narrowest."""
+    return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
+
+
+def weight_limits() -> dict[str | None, float]:
+    """The relative error that a matrix may have, by its format; None is one that is not quantized."""
+    return {None: 0.005, **{name: each.weight_error for name, each in FORMATS.items()}}

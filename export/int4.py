@@ -1,0 +1,140 @@
+"""INT4 weights that a checkpoint holds packed, as compressed-tensors writes them (AWQ and GPTQ by llm-compressor, W4A16).
+
+A module has `weight_packed`, int32 words of eight codes plus 8, the first one lowest, and `weight_scale`, one per group
+of inputs. The words' bytes are those of the graph, but for the 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.weights import PACKED, Weight, packed_name
+from canvasrt.formats import FORMATS
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
+
+_AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
+_HERE = "take one with symmetric weights in groups, or quantize the bf16 checkpoint with canvasrt"
+# What a group's length may be: powers of two that TensorRT and ONNX Runtime both multiply.
+_GROUPS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Int4Codes:
+    """One weight of a graph as the checkpoint has it; its inputs stay as they are."""
+
+    weight: Weight
+    form: Form
+
+    def pack(self, input_scale: float | None = None) -> Packed:
+        """Read codes and scales."""
+        *rows, width = self.form.shape
+        block = self.form.block
+        assert block is not None
+        each = [self._read(part) for part in self.weight.parts]
+        values = np.concatenate([codes for codes, _ in each]).reshape(*rows, width // 2)
+        scales = np.concatenate([found for _, found in each]).reshape(*rows, width // block)
+        return Packed(self.form.format, values, None, None, scales)
+
+    def wide(self) -> Iterator[Tensor]:
+        """What it stands for in float32, a part at a time, in the order of `Weight.read`."""
+        for part in self.weight.parts:
+            codes, scales = self._read(part)
+            yield torch.from_numpy(lowbits.dequantize_int4(codes, scales))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has all of its scales."""
+        return True
+
+    def _read(self, part: str) -> tuple[Bytes, Floats]:
+        """Codes `[out, in / 2]` and scales `[out, in / block]` of one part."""
+        checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
+        words = checkpoint.read(packed_name(part)).contiguous()
+        codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
+        scales = _scales(self.weight, part)
+        # Fewer scales than blocks: a scale per output, which each of its blocks gets.
+        return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
+
+
+def read_int4(weight: Weight) -> Int4Codes | None:
+    """The INT4 form of a graph's weight in its checkpoint, or None if it is not packed there.
+
+    Raises `CanvasError`, naming the tensor, for zero points, reordered inputs, groups that no product takes, shapes that
+    disagree with the configuration, scales that are missing, not positive or not finite, and parts in several formats.
+    """
+    held = weight.checkpoint
+    packed = [part for part in weight.parts if packed_name(part) in held]
+    if not packed:
+        return None
+    if len(packed) != len(weight.parts):
+        other = next(part for part in weight.parts if part not in packed)
+        raise CanvasError(
+            f"{packed[0]} is int4 and {other} is not, but they are one product in the graph",
+            "quantize the bf16 checkpoint with canvasrt instead",
+        )
+    rows = [_rows(weight, part) for part in packed]
+    wanted = weight.shape[0] if len(weight.shape) == 2 else weight.shape[0] * weight.shape[1]
+    if sum(rows) != wanted:
+        weight.refuse(" + ".join(packed), f"{sum(rows)} rows", f"{wanted} rows")
+    blocks = {_block(weight, part) for part in packed}
+    return Int4Codes(weight, Form("int4", weight.shape, block=min(blocks)))
+
+
+def _rows(weight: Weight, part: str) -> int:
+    """The outputs of one part, checked."""
+    name, width = packed_name(part), weight.shape[-1]
+    held = weight.checkpoint
+    for kind, what in (("weight_zero_point", "zero points"), ("weight_g_idx", "reordered inputs")):
+        found = name.removesuffix(PACKED) + kind
+        if found in held:
+            raise CanvasError(
+                f"{found} in {held.path}: INT4 with {what} has no product here", _HERE
+            )
+    shape = held.shape(name)
+    if len(shape) != 2 or held.dtype(name) != torch.int32 or shape[1] * 8 != width:
+        said = f"{str(held.dtype(name)).removeprefix('torch.')} {shape}"
+        weight.refuse(name, said, f"int32 words for {width} inputs")
+    return shape[0]
+
+
+def _block(weight: Weight, part: str) -> int:
+    """How many inputs share a scale in the graph: the checkpoint's group, or shorter if a row is one group."""
+    name, width = _scale_name(part), weight.shape[-1]
+    held = weight.checkpoint
+    if name not in held:
+        raise CanvasError(f"{held.path} has no tensor {name}, the scale of an INT4 weight", _AGAIN)
+    shape = held.shape(name)
+    if len(shape) != 2 or not shape[1] or width % shape[1]:
+        weight.refuse(name, f"shape {shape}", f"scales for rows of {width}")
+    group = width // shape[1]
+    short = FORMATS["int4"].block(width)
+    if shape[1] < FORMATS["int4"].least_blocks and short:
+        return short
+    if group not in _GROUPS:
+        raise CanvasError(f"{name} in {held.path} has groups of {group}: none of {_GROUPS}", _HERE)
+    return group
+
+
+def _scales(weight: Weight, part: str) -> Floats:
+    """Scales in the bfloat16 that products are in, as float32; float16 ones are rounded to it."""
+    name = _scale_name(part)
+    values = weight.checkpoint.read(name).to(torch.bfloat16).to(torch.float32).numpy()
+    wrong = values[~(np.isfinite(values) & (values > 0))]
+    if wrong.size:
+        raise CanvasError(
+            f"{name} in {weight.checkpoint.path} is {wrong[0]}: a scale is positive and finite",
+            _AGAIN,
+        )
+    return values
+
+
+def _scale_name(part: str) -> str:
+    return packed_name(part).removesuffix(PACKED) + "weight_scale"

@@ -1,0 +1,86 @@
+"""A quantized weight: what the graph has to know of it, and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from canvasrt.errors import CanvasError
+from canvasrt.formats import FORMATS
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.lowbits import Bytes, Floats
+
+
+@dataclass(frozen=True)
+class Form:
+    """A quantized weight's format and shapes, without its numbers; the attributes are `Packed`'s, `block` their length."""
+
+    format: str
+    shape: tuple[int, ...]
+    scale_shape: tuple[int, ...] = ()
+    factor_shape: tuple[int, ...] | None = None
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One quantized weight. It stands for `values × block_scales × scale × factor`, `[out, in]` or `[E, out, in]`.
+
+    Attributes:
+        format: a name in the table of number formats.
+        values: uint8; a code per byte `[…, out, in]`, or two 4-bit codes `[…, out, in / 2]`, the first one low.
+        scale: float32, a scalar; of a 2-D FP8 weight also one per output, `[out]`; None for INT4.
+        input_scale: float32 scalar, the scale of what the weight is multiplied with; None if that is not quantized.
+        block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`; INT4's scales `[…, out, in / block]`, float32 numbers that
+            a bfloat16 holds exactly.
+        factor: float32 by which the product is multiplied: `[E, 1, 1]`, `[E, 1, out]`, of a 2-D weight `[out]`.
+    """
+
+    format: str
+    values: Bytes
+    scale: Floats | None
+    input_scale: Floats | None
+    block_scales: npt.NDArray[Any] | None = None
+    factor: Floats | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "input_scale", "factor"):
+            found = getattr(self, name)
+            if found is not None and not (np.isfinite(found) & (found > 0)).all():
+                raise CanvasError(
+                    f"a weight's {name} holds numbers that are not positive and finite",
+                    "calibrate again, or take a checkpoint with whole scales",
+                )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape, `[out, in]` or `[E, out, in]`."""
+        *rows, last = self.values.shape
+        return (*rows, last * 8 // FORMATS[self.format].bits)
+
+    @property
+    def form(self) -> Form:
+        """What the graph has to know of it."""
+        factor = None if self.factor is None else self.factor.shape
+        scale = () if self.scale is None else self.scale.shape
+        blocks = self.block_scales
+        block = None if blocks is None else self.shape[-1] // blocks.shape[-1]
+        return Form(self.format, self.shape, scale, factor, block)
+
+
+def dequantize(packed: Packed) -> Floats:
+    """The weight that `packed` stands for, its factor included."""
+    if packed.scale is None:
+        assert packed.block_scales is not None
+        weight = lowbits.dequantize_int4(packed.values, packed.block_scales)
+    elif packed.block_scales is None:
+        weight = lowbits.dequantize_fp8(packed.values, packed.scale)
+    else:
+        weight = lowbits.dequantize_nvfp4(packed.values, packed.block_scales, packed.scale)
+    if packed.factor is None:
+        return weight
+    factor = packed.factor if packed.factor.ndim == 1 else packed.factor[..., 0, :]
+    return weight * factor[..., None]

@@ -1,0 +1,244 @@
+"""Weights into FP8, NVFP4 and INT4 by ModelOpt's quantizers.
+
+Imports neither torch nor ModelOpt until something is quantized.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.formats import FORMATS
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX, Bytes, Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Of a block's largest magnitude, what the search for its scale tries at least: less never won in any weight seen.
+_LEAST_REACH = 0.7
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix; the attributes are `Packed`'s."""
+
+    values: Bytes
+    scale: Floats
+    block_scales: Bytes | None
+
+
+def form_of(
+    shape: tuple[int, ...],
+    format: str,
+    weights: Literal["per_tensor", "per_channel"] = "per_tensor",
+    experts: bool = False,
+) -> Form:
+    """The form of what `quantize` makes of a weight of this shape."""
+    block = FORMATS[format].block(shape[-1])
+    if not FORMATS[format].rounds_inputs:
+        return Form(format, shape, block=block)
+    channels = not FORMATS[format].blocks and weights == "per_channel"
+    if experts:
+        return Form(format, shape, (), (shape[0], 1, shape[1] if channels else 1), block)
+    return Form(format, shape, (shape[0],) if channels else (), block=block)
+
+
+def quantize(
+    parts: Iterable[np.ndarray],
+    format: str,
+    input_amax: float | None,
+    method: Literal["max", "mse"] = "max",
+    weights: Literal["per_tensor", "per_channel"] = "per_tensor",
+    experts: bool = False,
+    name: str = "weight",
+) -> Packed:
+    """Quantize a weight with ModelOpt.
+
+    Args: `parts` float32 matrices `[out, in]`, read one at a time: one an expert with `experts`, else stacked along
+    the first axis to one weight; `input_amax` the largest magnitude of what it is multiplied with, which formats for
+    weights alone do not ask for; `method` how scales are chosen, `max` so that nothing saturates and `mse` for the
+    least squared error; `weights` whether FP8 has a scale for each output; `name` what errors call it. Raises
+    `CanvasError` for numbers that are not finite, an `input_amax` that is not positive, and rows that the format's
+    blocks do not divide.
+    """
+    if not FORMATS[format].rounds_inputs:
+        return _quantize_weights(parts, format, method, experts, name)
+    if input_amax is None or not (math.isfinite(input_amax) and input_amax > 0):
+        raise CanvasError(
+            f"{name}: its input's largest magnitude is {input_amax}", "calibrate with more prompts"
+        )
+    input_scale = np.float32(input_amax / FORMATS[format].largest)
+    channels = not FORMATS[format].blocks and weights == "per_channel"
+    each = parts if experts else [np.concatenate(list(parts))]
+    quantized = [_quantize_one(part, format, method, channels, experts, name) for part in each]
+    values = np.stack([one.values for one in quantized])
+    scales = np.stack([one.scale for one in quantized])
+    found = [one.block_scales for one in quantized if one.block_scales is not None]
+    blocks = np.stack(found) if found else None
+    if not experts:
+        block_scales = None if blocks is None else blocks[0]
+        return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
+    # A power of two beside factors that are bfloat16: nothing is lost in whatever dtype the product is.
+    scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
+    factor = (scales / scale).reshape(len(quantized), 1, -1)
+    return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)
+
+
+def _quantize_one(
+    part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
+) -> _Matrix:
+    """A matrix with a scale of its own; `short_scale` rounds it up to a bfloat16."""
+    import torch
+
+    weight = _checked(part, format, name)
+    amax = weight.abs().amax(dim=-1, keepdim=True) if channels else weight.abs().amax()
+    # Zeros need a scale too, and any will do.
+    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+    search, encode = _QUANTIZERS[format][method]
+    scale = (search(weight, amax) if search else amax) / FORMATS[format].largest
+    if short_scale:
+        scale = _round_up(scale)
+    values, block_scales = encode(weight, scale)
+    blocks = None if block_scales is None else block_scales.view(torch.uint8).numpy()
+    flat = scale.numpy().reshape(-1) if channels else scale.numpy()
+    return _Matrix(values.view(torch.uint8).numpy(), flat, blocks)
+
+
+def _quantize_weights(
+    parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
+) -> Packed:
+    """A weight whose inputs stay as they are."""
+    each = parts if experts else [np.concatenate(list(parts))]
+    encode = _WEIGHTS_ALONE[format]
+    made = [encode(_checked(part, format, name), method == "mse") for part in each]
+    values, scales = np.stack([each for each, _ in made]), np.stack([each for _, each in made])
+    if not experts:
+        values, scales = values[0], scales[0]
+    return Packed(format, values, None, None, scales)
+
+
+def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
+    """A matrix as a tensor; CanvasError if it cannot be quantized."""
+    import torch
+
+    weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
+    if not torch.isfinite(weight).all():
+        raise CanvasError(f"{name} holds numbers that are not finite", "the checkpoint is damaged")
+    if not FORMATS[format].divides(weight.shape[-1]):
+        raise CanvasError(
+            f"{name} has rows of {weight.shape[-1]}, and {format} has {FORMATS[format].blocks_text}",
+            "leave it out of the recipe, or quantize it to fp8",
+        )
+    return weight
+
+
+def _fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, None]:
+    from modelopt.torch.quantization.qtensor import FP8QTensor
+
+    quantized, _ = FP8QTensor.quantize(weight, scales=scale)
+    return quantized._quantized_data, None
+
+
+def _nvfp4_max(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    quantized, blocks, _ = NVFP4QTensor.quantize(weight, BLOCK, weights_scaling_factor_2=scale)
+    return quantized._quantized_data, blocks
+
+
+def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Of all E4M3 numbers the best scale for each block."""
+    import torch
+    from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    def round_with(x: Tensor, amax: Tensor) -> Tensor:
+        step = (amax / E2M1_MAX)[:, None]
+        codes = NVFP4QTensor._cast_fp4(x / step)
+        return NVFP4QTensor.get_e2m1_values(x.device)[codes.long()] * step
+
+    blocks = weight.reshape(-1, BLOCK)
+    amax = blocks.abs().amax(dim=-1)
+    calibrator = NVFP4MSECalibrator(
+        amax, scale * FORMATS["nvfp4"].largest, axis=0, quant_func=round_with
+    )
+    calibrator.collect(blocks)
+    best = calibrator.compute_amax() / (E2M1_MAX * scale)
+    scales = best.to(torch.float8_e4m3fn).reshape(*weight.shape[:-1], -1)
+    quantized, _, _ = NVFP4QTensor.quantize(
+        weight, BLOCK, weights_scaling_factor=scales, weights_scaling_factor_2=scale
+    )
+    return quantized._quantized_data, scales
+
+
+def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
+    """Codes `[out, in / 2]` and bfloat16 scales in float32 `[out, in / block]`, each block's for itself.
+
+    With `search`, a scale may let a block's largest numbers saturate, if that makes the squared error smaller.
+    """
+    import torch
+    from modelopt.torch.quantization.calib.mse import MseCalibrator
+
+    block = FORMATS["int4"].block(weight.shape[-1])
+    assert block is not None
+    blocks = weight.reshape(-1, block)
+    amax = blocks.abs().amax(dim=-1)
+    # Zeros need a scale too, and any will do.
+    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+
+    def scale_of(reach: Tensor) -> Tensor:
+        return (reach / FORMATS["int4"].largest).bfloat16().float()[:, None]
+
+    def codes_of(x: Tensor, reach: Tensor) -> Tensor:
+        return (x / scale_of(reach)).round_().clamp_(-8, 7)
+
+    if search:
+        calibrator = MseCalibrator(
+            amax,
+            axis=0,
+            start_multiplier=_LEAST_REACH,
+            stop_multiplier=1.0,
+            quant_func=lambda x, reach: codes_of(x, reach).mul_(scale_of(reach)),
+        )
+        calibrator.collect(blocks)
+        amax = calibrator.compute_amax().reshape(-1)
+    codes = codes_of(blocks, amax).to(torch.int8).view(torch.uint8).numpy() & np.uint8(15)
+    scales = scale_of(amax).numpy().reshape(*weight.shape[:-1], -1)
+    return lowbits.pack(codes.reshape(weight.shape)), scales
+
+
+def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
+    """The amax, for all of it or for each row, with the least squared error."""
+    from modelopt.torch.quantization.calib.mse import MseCalibrator
+    from modelopt.torch.quantization.tensor_quant import fp8_eager
+
+    axis = 0 if amax.dim() else None
+    calibrator = MseCalibrator(amax, axis=axis, quant_func=fp8_eager, stop_multiplier=1.0)
+    calibrator.collect(weight)
+    return calibrator.compute_amax().view_as(amax)
+
+
+def _round_up(scale: Tensor) -> Tensor:
+    """The next bfloat16 that is not smaller."""
+    import torch
+
+    bits = scale.view(torch.int32)
+    return (bits + 0xFFFF & ~0xFFFF).view(torch.float32)
+
+
+Search = Callable[["Tensor", "Tensor"], "Tensor"]
+Encode = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor | None]"]
+# By format and method: what finds the largest magnitude that the scale reaches, if not the weight's own, and what encodes.
+_QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
+    "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
+    "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
+}
+# Formats for weights alone: what gives codes and scales, with or without a search for the scales.
+_WEIGHTS_ALONE = {"int4": _int4}

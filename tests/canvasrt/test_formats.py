@@ -1,0 +1,80 @@
+"""The table of number formats: what it says must hold for whatever is added to it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from canvasrt.formats import FORMATS, PLAIN, formats_of, most_demanding, weight_limits
+from canvasrt.targets import TARGETS
+
+ROOT = Path(__file__).parent.parent.parent
+# The table, and what each format needs beside it: its arithmetic, its quantizer, its form in a graph, and the layout of
+# the checkpoints that hold it.
+NAMED_IN = {
+    "canvasrt/formats.py",
+    "canvasrt/graphs/lowbits.py",
+    "export/quantize/quantizers.py",
+    "export/quantize/forms.py",
+    "export/codes.py",
+    "export/int4.py",
+    # Defaults of targets, and tools that measure one format.
+    "canvasrt/targets.py",
+    "export/synthetic.py",
+    "bench/floor.py",
+    "bench/build_full.py",
+}
+
+
+def test_no_other_module_names_a_format() -> None:
+    naming = set()
+    for top in ("canvasrt", "export", "build", "runtime", "containers", "bench"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and node.value in FORMATS:
+                    naming.add(path.relative_to(ROOT).as_posix())
+    assert naming <= NAMED_IN
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_of_the_table(name: str) -> None:
+    format = FORMATS[name]
+    assert format.name == name not in PLAIN
+    assert format.bits in (4, 8)
+    assert format.weight_bytes(4096) >= format.bits / 8
+    assert format.scale(0.0) == 1
+    assert format.scale(2 * format.largest) == 2
+    assert bool(format.blocks) == bool(format.scale_bits)
+    limits = weight_limits()
+    assert limits[None] < limits[name] == format.weight_error < 0.2
+
+
+def test_blocks_divide_rows() -> None:
+    format = FORMATS["nvfp4"]
+    assert [format.block(width) for width in (16, 704, 24)] == [16, 16, None]
+    assert not format.divides(24)
+    assert format.weight_bytes(704) == 0.5625
+    shorter = FORMATS["int4"]
+    assert [shorter.block(width) for width in (704, 96, 64, 32, 16)] == [64, 32, 32, 16, None]
+    assert shorter.blocks_text == "blocks of 64, 32 or 16"
+    assert shorter.weight_bytes(704) == 0.5 + 2 / 64
+    assert FORMATS["fp8"].divides(24)
+    assert FORMATS["fp8"].weight_bytes(24) == 1
+
+
+def test_a_gpu_has_what_its_capability_has() -> None:
+    assert formats_of((8, 6)) == ("int4",)
+    assert formats_of((8, 9)) == ("fp8", "int4")
+    assert formats_of((12, 0)) == ("nvfp4", "fp8", "int4")
+    for target in TARGETS:
+        assert target.precisions[0] == target.precision
+        assert len(set(target.precisions)) == len(target.precisions)
+        assert set(target.precisions) <= {*FORMATS, *PLAIN}
+
+
+def test_of_several_formats_the_one_that_the_fewest_gpus_have() -> None:
+    assert most_demanding({"fp8", "nvfp4"}) == "nvfp4"
+    assert most_demanding({"fp8", "int4"}) == "fp8"
+    assert most_demanding({"int4"}) == "int4"
