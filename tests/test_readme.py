@@ -1,4 +1,4 @@
-"""What the README says of the served models is so."""
+"""The README's tables match the code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs_of
+from canvasrt.targets import TARGETS
 
 README = Path(__file__).parents[1] / "README.md"
 TENSORS = [*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)]
@@ -30,3 +31,9 @@ def test_the_readme_calls_the_model_as_it_is_served():
     models = re.findall(r'"model": "([^"]+)"', README.read_text("utf-8"))
     assert models
     assert set(models) <= set(Settings().names)
+
+
+def test_the_readme_has_every_target():
+    rows = re.findall(r"^\| (`[^|]+) \|(?:[^|]*\|){5}$", README.read_text("utf-8"), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([\w-]+)`", row)]
+    assert names == [target.name for target in TARGETS]
