@@ -1,15 +1,19 @@
-"""Numbers and file names that several stages share, free of torch."""
+"""Numbers and file names that several stages share; imports nothing."""
 
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
+# The released model becomes five engines of six layers. Building one engine of everything would need
+# three times its weights in memory.
 LAYERS_PER_SEGMENT = 6
 
-# The most tokens of one row in an encoding pass, and of one image.
+# The most tokens per row of an encoding pass, and per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
-# The most tokens of an encoding pass that several requests share.
+# The most tokens of an encoding pass that several requests share. New keys and values of all layers
+# are kept until the pass is over: about 100 MB for 512 tokens of the released model in bf16.
 ENCODE_TOKENS = 1024
 
-# Attention with larger heads has no fused kernel: its queries are folded, these heads of a group at a time.
+# Larger heads have no fused attention kernel: their queries are folded, this many heads of a group
+# at a time. Fewer at a time take less memory, but copy the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The files of a PEFT LoRA adapter.

@@ -1,8 +1,10 @@
-"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE, attention, MLP.
+"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE,
+attention, MLP.
 
-Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, which is the oracle for its
-numbers. Weights keep the checkpoint's `[out, in]` layout; projections that read the same input are stacked into one.
-A module is built with placeholders in place of its weights, so that a network of any size can be traced.
+Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, the oracle for
+its numbers. Weights keep the checkpoint's `[out, in]` layout; projections that read the same input
+are stacked. Modules are built with placeholders for weights, so a network of any size can be
+traced.
 """
 
 from __future__ import annotations
@@ -14,18 +16,14 @@ from torch.nn import functional as F
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import FOLDED_HEADS, MAX_FUSED_HEAD_DIM
 
-# ONNX `Attention` has no TensorRT kernel above this head size; larger heads are written out in primitives.
-# Query heads of each group whose scores are in memory at once, where attention is written out. Fewer bound the memory
-# more closely, and copy the keys more often.
-
 
 def placeholder(*shape: int) -> nn.Parameter:
-    """A weight of this shape that takes no memory until `weights.load` puts the real one in its place."""
+    """Return a weight of this shape that takes no memory until `weights.load` replaces it."""
     return nn.Parameter(torch.zeros(1).expand(*shape), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """`x @ weightᵀ`, no bias."""
+    """`x @ weightᵀ`, without bias."""
 
     def __init__(self, size: int, out: int) -> None:
         super().__init__()
@@ -44,13 +42,14 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves of the last axis. (`chunk` becomes a sequence in ONNX, which TensorRT does not take.)"""
+    """Return the two halves of the last axis. (`chunk` becomes a sequence in ONNX, which TensorRT
+    does not support.)"""
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:
-    """`gelu_tanh(gate) * up` of a stacked `[..., 2·inner]` projection."""
+    """Return `gelu_tanh(gate) * up` of a stacked `[..., 2·inner]` projection."""
     gate, up = halves(gate_up)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -68,7 +67,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`down(gelu_tanh(gate(x)) * up(x))`, gate and up stacked in one `[2·inner, size]` weight."""
+    """`down(gelu_tanh(gate(x)) * up(x))`, with gate and up stacked in one `[2·inner, size]` weight."""
 
     def __init__(self, size: int, inner: int) -> None:
         super().__init__()
@@ -80,10 +79,10 @@ class GatedMLP(nn.Module):
 
 
 def inverse_frequencies(layer: Layer) -> Tensor:
-    """RoPE frequencies `[head_dim / 2]` in float32.
+    """Return RoPE frequencies `[head_dim / 2]` in float32.
 
-    Sliding layers rotate every pair. Full layers are `proportional`: only the first `rope_partial` of the pairs turn,
-    at frequencies spaced over the whole head, and the others stand still
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first `rope_partial`
+    of the pairs rotate, at frequencies spaced over the whole head
     (`modeling_rope_utils._compute_proportional_rope_parameters`).
     """
     half = layer.head_dim // 2
@@ -95,14 +94,14 @@ def inverse_frequencies(layer: Layer) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[B, L, 1, head_dim]` in float32 of the rotation at `positions` `[B, L]`."""
+    """Return cosine and sine `[B, L, 1, head_dim]` in float32 of the rotation at `positions` `[B, L]`."""
     angles = positions[:, :, None].to(torch.float32) * frequencies
     angles = torch.cat([angles, angles], dim=-1)[:, :, None, :]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[B, L, heads, head_dim]` turned by the rotation, halves paired as in GPT-NeoX."""
+    """Rotate `x` `[B, L, heads, head_dim]`, with halves paired as in GPT-NeoX."""
     first, second = halves(x)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -115,12 +114,14 @@ def attention_mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Additive mask `[B, 1, L, past + L]`: 0 where a query sees a key, a large negative number elsewhere.
+    """Return the additive mask `[B, 1, L, past + L]`: 0 where a query sees a key, else a large
+    negative number.
 
-    A clean token (`causal[b]`) sees keys up to its own position, in a sliding layer only the last `window` of them, and
-    every key of its own group (the tokens of one image). A canvas token sees every key, with no window. Keys at
-    position −1 are empty. The reference is `create_masks_for_generate` and `create_diffusion_decoder_attention_mask`
-    with the dynamic cache.
+    A clean token (`causal[b]`) sees keys up to its own position; in a sliding layer, only the last
+    `window` of them. It also sees every key of its own group, the tokens of one image. A canvas
+    token sees every key, without a window. Keys at position −1 are empty. The reference is
+    `create_masks_for_generate` and `create_diffusion_decoder_attention_mask` with the dynamic
+    cache.
     """
     key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]
     key_groups = torch.cat([torch.full_like(past_positions, -1), groups], dim=1)[:, None, :]
@@ -130,7 +131,7 @@ def attention_mask(
         seen = seen & (queries - key_positions < window)
     seen = seen | ((groups[:, :, None] == key_groups) & (key_groups >= 0))
     seen = (seen | ~causal[:, None, None]) & (key_positions >= 0)
-    # Half the lowest value: adding a score to it cannot overflow in any dtype.
+    # Half the lowest value, so that adding a score cannot overflow in any dtype.
     hidden = torch.finfo(dtype).min / 2
     return torch.where(seen, 0.0, hidden).to(dtype)[:, None]
 
@@ -160,7 +161,8 @@ class Attention(nn.Module):
         past_key: Tensor,
         past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` `[B, L, D]` → attended `[B, L, D]` and this call's key and value `[B, kv_heads, L, head_dim]`."""
+        """Map `x` `[B, L, D]` to attended `[B, L, D]` and this call's key and value `[B, kv_heads,
+        L, head_dim]`."""
         batch, length, _ = x.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
         states = self.qkv(x).view(batch, length, -1, size)
@@ -175,15 +177,18 @@ class Attention(nn.Module):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`[B, heads, L, d]` queries over `[B, kv_heads, K, d]` at scale 1, as one ONNX `Attention` node."""
+    """Attend `[B, heads, L, d]` queries to `[B, kv_heads, K, d]` keys at scale 1, as one ONNX
+    `Attention` node."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """The same in primitives: queries of a group become rows, so that keys are never expanded to all heads.
+    """Do the same in primitives. Queries of a group become rows, so keys are never expanded to all
+    heads.
 
-    A few heads of each group at a time: scores of all of them over a long context would be gigabytes at once.
+    A few heads of each group run at a time: the scores of all of them over a long context would
+    take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -193,9 +198,11 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) ->
         part = grouped[:, :, first : first + FOLDED_HEADS]
         count = part.shape[2]
         if parts:
-            # Adds nothing, and makes this part wait for the last one: TensorRT would compute all scores side by side.
+            # This adds zero, but makes this part wait for the last one. Otherwise TensorRT computes
+            # all scores side by side.
             part = part + parts[-1][:, :, :1, :1, :1] * 0
-        # Every size is written out: of a −1 beside dynamic sizes TensorRT's bound is their product, in memory too.
+        # Every size is written out. TensorRT bounds a −1 next to dynamic sizes by their product, in
+        # memory too.
         rows = part.reshape(batch, kv_heads, count * length, size)
         scores = (rows @ key.transpose(2, 3)).view(batch, kv_heads, count, length, keys)
         weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32)

@@ -1,7 +1,9 @@
-"""The mixture of experts in standard ONNX operators: exact, and near the cost of reading each expert's weights once.
+"""The mixture of experts in standard ONNX operators: exact, and close to the cost of reading each
+expert's weights once.
 
-Tokens are gathered into `capacity` slots an expert, all experts run as one batched matrix product, and the results
-are gathered back. The capacity is a dynamic dimension. A call that would need more slots says so through its load.
+Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product,
+and the results are gathered back. The capacity is a dynamic dimension. A call that needs more slots
+reports it through its load.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ class Router(nn.Module):
         self.per_expert_scale = placeholder(config.num_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` `[T, D]` → the chosen experts' indices and weights, both `[T, top_k]`."""
+        """Map `x` `[T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(rms_norm(x, self.eps) * self.scale * self.root)
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32)
         weights, index = torch.topk(probabilities, self.top_k, dim=-1)
@@ -37,7 +39,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs, one an expert, as batched weights in the checkpoint's `[E, out, in]` layout."""
+    """Gated MLPs, one per expert, as batched weights in the checkpoint's `[E, out, in]` layout."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -51,15 +53,20 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Run each token through its experts.
 
-        Args: `x` `[T, D]`; `index`, `weights` `[T, top_k]`; `valid` `[T]` false for padding, which takes no slot;
-        `slots` `[C]` whose length is the capacity.
-        Returns: the weighted sum `[T, D]`, and the largest number of tokens that one expert was given, a 0-D int64.
-        With a load above C, tokens past the capacity were dropped and the sum is wrong.
+        Args:
+            x: `[T, D]`.
+            index, weights: `[T, top_k]`, from the router.
+            valid: `[T]`, false for padding, which takes no slot.
+            slots: `[C]`; its length is the capacity.
+
+        Returns:
+            The weighted sum `[T, D]`, and the largest number of tokens given to one expert, a 0-D
+            int64. If that exceeds C, tokens were dropped and the sum is wrong.
         """
         tokens, size = x.shape
         capacity = slots.shape[0]
         place, load = expert_slots(index, valid, self.experts)
-        # One row behind the last slot takes what has no slot.
+        # An extra row behind the last slot takes tokens without a slot.
         nowhere = self.experts * capacity
         row = torch.where(place < capacity, index * capacity + place, nowhere)
         source = torch.arange(tokens)[:, None].expand_as(row).reshape(-1)
@@ -72,12 +79,14 @@ class Experts(nn.Module):
 
 
 def expert_slots(index: Tensor, valid: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The place `[T, top_k]` of each token in the queue of each of its experts, and the longest queue.
+    """Return the place `[T, top_k]` of each token in the queues of its experts, and the longest
+    queue.
 
-    Tokens queue in order, so the places are a running count of the routing mask. Padding gets a place that no
-    capacity reaches.
+    Tokens queue in order, so places are a running count of the routing mask. Padding gets a place
+    beyond any capacity.
     """
-    # A token's experts are distinct, so the sum over its choices is 0 or 1. (`any` has no form that TensorRT takes.)
+    # A token's experts are distinct, so the sum over its choices is 0 or 1. (`any` has no form that
+    # TensorRT supports.)
     chosen = (index[:, :, None] == torch.arange(experts)).to(torch.int32).sum(dim=1)
     queue = torch.cumsum(chosen * valid[:, None].to(torch.int32), dim=0)
     place = torch.gather(queue, 1, index).to(torch.int64) - 1

@@ -1,4 +1,4 @@
-"""The quality report as one page that needs nothing else: tables, and plots drawn into it."""
+"""The quality report as one self-contained page: tables and inline plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def page(report: Json, title: str) -> str:
-    """HTML. Raises CanvasError where matplotlib is not installed."""
+    """Return the page as HTML. Raises CanvasError if matplotlib is not installed."""
     drawn = plots(report)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
@@ -34,7 +34,7 @@ def page(report: Json, title: str) -> str:
 
 
 def _blocks(report: Json, drawn: Json) -> Iterator[Json]:
-    """The page's sections: a title, a note, plots and tables."""
+    """Yield the page's sections: a title, a note, plots and tables."""
     steps = [(text.STEP_HEADS, text.step_rows(report))]
     yield _block("Denoising steps", text.steps_note(report), drawn.get("steps"), steps)
     if report["answers"]:
@@ -53,7 +53,7 @@ def _blocks(report: Json, drawn: Json) -> Iterator[Json]:
             (text.WEIGHT_HEADS, text.weight_rows(report)),
         ]
         note = text.experts_note(report)
-        yield _block("Experts and matrices, the worst first", note, drawn["experts"], experts)
+        yield _block("Experts and matrices, worst first", note, drawn["experts"], experts)
 
 
 def _block(title: str, note: str, plot: str | None, tables: Sequence[Any]) -> Json:

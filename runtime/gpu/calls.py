@@ -1,4 +1,4 @@
-"""The launches of a pass: for each engine, the shapes of its tensors and where they lie."""
+"""The launches of a pass: for each engine, the shapes and addresses of its tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from canvasrt.runtime.gpu.workspace import Workspace
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over `batch` neighbouring slots from `first` on, of which only those of `rows` take part."""
+    """One pass over `batch` neighbouring slots from `first` on. Only the slots of `rows` take part."""
 
     phase: str
     first: int
@@ -22,7 +22,7 @@ class Pass:
     rows: tuple[DeviceRow, ...]
 
     def index(self, row: DeviceRow) -> int:
-        """A row's place in the batch."""
+        """Return a row's place in the batch."""
         assert row.slot is not None
         return row.slot - self.first
 
@@ -30,7 +30,7 @@ class Pass:
 def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int
 ) -> Call:
-    """A body segment's launch."""
+    """Return the launch of a body segment."""
     stage, cache = space.stages[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
@@ -63,7 +63,7 @@ def body_call(
 
 
 def head_call(space: Workspace, config: ModelConfig, this: Pass) -> Call:
-    """The head's launch."""
+    """Return the launch of the head."""
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
     tensors = {

@@ -1,7 +1,7 @@
-"""A model whose caches and hidden states stay in a device's memory: TensorRT, or ONNX Runtime on CUDA.
+"""A model whose caches and hidden states stay in device memory: TensorRT, or ONNX Runtime on CUDA.
 
-All memory is taken at load, at the largest sizes that the engines' profiles allow, and every call writes in place.
-Only what the host needs of a canvas crosses: tokens, entropies, and which positions were kept.
+All memory is taken at load, at the largest sizes that the engines' profiles allow, and every call
+writes in place. Only tokens, entropies and acceptance flags of a canvas cross to the host.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hi
 from canvasrt.runtime.tables import map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
-# Idle slots between two requests of a pass: computing on them costs less than reading the weights again.
+# Idle slots allowed between two requests of a pass: computing them is cheaper than reading the
+# weights again.
 GAP = 2
-# New keys and values of all layers are kept until an encoding pass is over: about 100 MB for 512 tokens of the
-# released model in bf16.
-# Calls that are remembered; shapes come in steps, so that there are not many.
+# How many calls are remembered. Sizes come in steps, so there are few.
 _CALLS = 1024
 
 
@@ -40,7 +39,7 @@ class _TooFull(Exception):
 
 @dataclass(frozen=True)
 class Resident:
-    """Hidden states that stayed on the device; `number` tells the newest of a row from older ones."""
+    """Hidden states that stay on the device. `number` tells a row's newest from older ones."""
 
     row: DeviceRow
     number: int
@@ -61,7 +60,7 @@ class DeviceModel(Model):
         backend: DeviceBackend,
         bundle: Bundle | None = None,
     ) -> None:
-        """stages: the body segments in order, then the head."""
+        """Take all memory. `stages` are the body segments in order, then the head."""
         super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
         self.device = backend.device
         self.device_name = backend.device.name
@@ -76,7 +75,7 @@ class DeviceModel(Model):
 
     @classmethod
     def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
-        """Opens every engine of a bundle."""
+        """Open every engine of a bundle."""
         manifest = bundle.manifest
         stages = [
             Stage(
@@ -99,7 +98,7 @@ class DeviceModel(Model):
         )
 
     def _largest(self, name: str, **others: int) -> int:
-        """The largest size of a dimension that every body segment has a profile for."""
+        """Return the largest size of a dimension for which every body segment has a profile."""
         return min(stage.engine.profiles.largest(name, others) for stage in self.stages[:-1])
 
     def _sizes(self) -> Sizes:
@@ -143,7 +142,7 @@ class DeviceModel(Model):
             self._copy(state + to * size, state + source * size, size)
 
     def _joins(self, group: list[Input], item: Input) -> bool:
-        """Whether a pass that takes `group` had better take `item` too."""
+        """Return whether `item` should join the pass of `group`."""
         gap = item.row.slot - group[-1].row.slot - 1
         batch = item.row.slot - (group[0].row.slot if self._cache.aligned else 0) + 1
         together = [*group, item]
@@ -196,7 +195,7 @@ class DeviceModel(Model):
         }
         temperature = space.given.view("temperature", this.batch)
         bound = space.given.view("entropy_bound", this.batch)
-        # Idle rows compute too, on whatever is there, and nobody reads what.
+        # Idle rows compute on whatever is there; nobody reads their results.
         given["positions"][:], given["noise"][:], given["uniforms"][:] = -1, 0, 0
         temperature[:], bound[:] = 1, 0
         for item in batch:
@@ -218,7 +217,8 @@ class DeviceModel(Model):
         return [self._output(this, row) for row in this.rows]
 
     def _apart(self, batch: Sequence[Any], run: Any) -> list[Any]:
-        """Runs a batch that gives some expert too much as passes of one row; nothing has changed so far."""
+        """Run a batch that overloads an expert as passes of one row each. Nothing has changed so
+        far."""
         if len(batch) == 1:
             raise CanvasError(
                 "an expert was given more tokens of one request than the engines have room for",
@@ -235,12 +235,12 @@ class DeviceModel(Model):
         return Pass(phase, first, max(slots) - first + 1, length, tokens, tuple(rows))
 
     def _take_hidden(self, item: DenoiseInput) -> None:
-        """Puts a row's hidden states where the pass reads them, unless they are there."""
+        """Put a row's hidden states where the pass reads them, unless they are there already."""
         if not isinstance(item.hidden, Resident):
             address = self.workspace.state + item.row.slot * self.workspace.row_bytes
             self.device.upload(address, self._as_hidden(item.hidden))
         elif item.hidden != Resident(item.row, item.row.hidden):
-            raise ValueError("these hidden states are of another request or of an earlier step")
+            raise ValueError("these hidden states belong to another request or an earlier step")
 
     def _as_hidden(self, hidden: Hidden) -> np.ndarray:
         return np.ascontiguousarray(hidden).astype(self.workspace.hidden_dtype)
@@ -261,9 +261,10 @@ class DeviceModel(Model):
         return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden))
 
     def _run(self, this: Pass) -> None:
-        """Runs the engines one after another, and again from the first that overflowed, with more room.
+        """Run the engines in turn. After an overflow, rerun from the first engine that overflowed,
+        with more room.
 
-        The host waits once, at the end: an overflow is rare, and each stage's input is still there.
+        The host waits once, at the end: overflows are rare, and each stage's input is still there.
         """
         bodies = self.stages[:-1]
         learned = [self._capacities(stage, this) for stage in bodies]
@@ -295,8 +296,10 @@ class DeviceModel(Model):
         return [row.capacities.setdefault(key, Capacity(self.config)) for row in this.rows]
 
     def _room(self, stage: Stage, this: Pass, wanted: int, strict: bool = False) -> int:
-        """A capacity of at least `wanted` that the engine takes; where there is none, its largest,
-        or `_TooFull` if `strict`."""
+        """Return a capacity of at least `wanted` that the engine supports, or its largest.
+
+        Raises `_TooFull` if `strict` and the largest is too small.
+        """
         dims = {"batch": this.batch, "length": this.length}
         most = min(this.tokens, stage.engine.profiles.largest("capacity", dims))
         most = min(most, self.workspace.sizes.capacity)
@@ -309,9 +312,9 @@ class DeviceModel(Model):
         return self.workspace.results.view(f"load_{number}", count)
 
     def _overflow(self, capacities: Sequence[int]) -> tuple[int, int] | None:
-        """The first stage with an expert over its capacity, and the load of its first such layer.
+        """Return the first stage with an overloaded expert, and the load of its first such layer.
 
-        Later layers, and later stages, were given what it had got wrong.
+        Later layers and stages worked on wrong inputs.
         """
         for number, capacity in enumerate(capacities):
             load = self._load(number)

@@ -64,7 +64,7 @@ def test_the_script_runs_and_says_what_it_left_out(
     assert "skipped" in data["sides"]["tensorrt"]
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "| 64 | 2 |" in text
-    assert "- tensorrt: CanvasError: TensorRT needs a GPU, and there is none here" in text
+    assert "- tensorrt: CanvasError: TensorRT needs a GPU, and this machine has none" in text
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
@@ -156,8 +156,8 @@ def test_a_report_names_the_engines_precision(folder: Path, tmp_path: Path) -> N
     done = script("--small", "--contexts", 64, "--work", folder, "-o", out, *asked)
     assert done.returncode == 0, done.stderr
     text = (out / "gpu.md").read_text()
-    assert "The side tensorrt and the floor, and these alone: fp8" in text
-    assert "a calibration that is made up: no prompt was run" in text
+    assert "Only the side tensorrt and the floor: fp8" in text
+    assert "a made-up calibration: no prompt was run" in text
     assert "- onnxruntime-graphs: CanvasError: CUDA graphs need a GPU" in text
 
 

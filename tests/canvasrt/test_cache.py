@@ -66,7 +66,7 @@ def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Pa
 
     def late(out: Path) -> None:
         make(out)
-        raise CanvasError(f"{out} was made by something else in the meantime")
+        raise CanvasError(f"{out} exists")
 
     assert GraphCache(tmp_path).get(WHAT, late).manifest.kind == "graphs"
 

@@ -141,15 +141,13 @@ def test_graphs_hold_the_merged_weights(base: Path, tmp_path: Path) -> None:
 def test_another_base_model(base: Path, tmp_path: Path) -> None:
     wider = random_model({**SMALL, "hidden_size": 160})
     folder = adapter(tmp_path / "adapter", model=wider, **CONFIGS["attention and mlp"])
-    with pytest.raises(
-        CanvasError, match=r"for another base model .* has shape \(128, 256\) there"
-    ):
+    with pytest.raises(CanvasError, match=r"for a base model .* has shape \(128, 256\) there"):
         Adapted(base, [load_adapter(folder)])
     longer = random_model(
         {"num_hidden_layers": 3, "layer_types": [*SMALL["layer_types"], "full_attention"]}
     )
     folder = adapter(tmp_path / "longer", model=longer, **CONFIGS["attention and mlp"])
-    with pytest.raises(CanvasError, match=r"for another base model .* has no .*layers\.2\."):
+    with pytest.raises(CanvasError, match=r"for a base model .* has no .*layers\.2\."):
         Adapted(base, [load_adapter(folder)])
 
 
@@ -189,13 +187,13 @@ def _drop(folder: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "adapter_config.json").unlink(), "is no adapter"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "is not an adapter"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
         (lambda folder: _configure(folder, peft_type="IA3"), "'IA3' adapter"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model"),
         (
             lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"),
-            "not a whole safetensors file",
+            "not a complete safetensors file",
         ),
         (
             lambda folder: _drop(folder, "layers.0.self_attn.q_proj.lora_B.weight"),

@@ -103,7 +103,7 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     from canvasrt.demo import CHECKPOINT
 
-    with pytest.raises(CanvasError, match="of different shapes"):
+    with pytest.raises(CanvasError, match="have different shapes"):
         measure(load_bundle(tiny.bundle), CHECKPOINT, questions=0)
 
 
@@ -187,7 +187,7 @@ def test_a_recipes_limits_decide(demo: Any, tmp_path: Path, capsys: Any) -> None
         ("kl_mean", True),
         ("weight_error_others", False),
     ]
-    assert "right answers lost, in 100" in captured.err
+    assert "right answers lost per 100" in captured.err
     assert report["answers"]["all"]["lost"] > 5
 
 
@@ -234,7 +234,7 @@ def test_engines_that_cannot_be_looked_into(
     assert report["answers"]["all"]["asked"] == 8
     write_report(report, "demo", tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "Within its limits, but not measured: mean KL divergence" in text
+    assert "Within its limits; not measured: mean KL divergence" in text
     assert "## Segments" not in text
     assert (tmp_path / "report" / "report.html").read_text().count("<svg ") == 3
 

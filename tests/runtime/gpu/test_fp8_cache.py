@@ -127,7 +127,7 @@ def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
 
 def test_where_such_graphs_are_refused(graphs: Path) -> None:
     """They are no engines, and what a GPU's are built from is in bf16."""
-    with pytest.raises(CanvasError, match="quantized to fp8, and run as engines only"):
+    with pytest.raises(CanvasError, match="quantized to fp8 and only run as engines"):
         open_model(graphs, check=False)
     with pytest.raises(CanvasError, match="quantized from fp32 ones, and engines for rtx-5090"):
         check_source(find_target("rtx-5090"), Precision("fp8"), read_source(graphs))
