@@ -139,7 +139,6 @@ def write_manifest(
     target: Mapping[str, Any] | None = None,
     packages: Sequence[str] = (),
     known: Mapping[str, Json] | None = None,
-    progress: HashProgress | None = None,
 ) -> Manifest:
     """Describe every file under `folder` in its manifest.json.
 
@@ -151,7 +150,7 @@ def write_manifest(
         raise ValueError(f"kind {kind!r} is none of {KINDS}")
     known = known or {}
     names = [name for name in _files_under(folder) if name != MANIFEST]
-    hashed = hash_files(folder, [name for name in names if name not in known], progress)
+    hashed = hash_files(folder, [name for name in names if name not in known])
     files = {
         name: {"sha256": hashed[name], "bytes": (folder / name).stat().st_size}
         if name in hashed

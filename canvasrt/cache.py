@@ -97,8 +97,8 @@ def load_checked(path: Path, kind: str, progress: HashProgress | None = None) ->
 class EngineCache:
     """A folder with one folder per engine, named by the SHA-256 of what the engine was built from."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (folder or cache_folder()) / "engines"
+    def __init__(self) -> None:
+        self.folder = cache_folder() / "engines"
 
     def find(self, made_from: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
         """Return the engine's file and its `sha256`, `bytes` and `facts`; None if it is missing or

@@ -95,21 +95,16 @@ class Tokenizer:
         bos)."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of token ids."""
-        return self._core.decode(list(ids), skip_special_tokens=skip_special)
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its spelling, or None."""
-        return self._core.token_to_id(token)
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return self._core.decode(list(ids), skip_special_tokens=True)
 
 
 class StreamDecoder:
     """Turns blocks of token ids into pieces of text that add up to the whole text."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._ids: list[int] = []
         self._given = ""
 
@@ -119,7 +114,7 @@ class StreamDecoder:
         An incomplete character waits for the next call, unless this is the `final` one.
         """
         self._ids += ids
-        text = self._tokenizer.decode(self._ids, self._skip_special)
+        text = self._tokenizer.decode(self._ids)
         if not final:
             text = text.rstrip(REPLACEMENT)
         piece = text[len(self._given) :]

@@ -32,44 +32,28 @@ class OrtBackend:
     threads: CPU threads in total; None uses every available core.
     work: multiply-adds per pass. Above a limit, threads share each product; below it, they run
     several requests' passes at once.
-    profile: a path prefix for operator traces, one per session.
     """
 
     rows_apart = True
 
-    def __init__(
-        self, threads: int | None = None, work: int | None = None, profile: str | None = None
-    ) -> None:
+    def __init__(self, threads: int | None = None, work: int | None = None) -> None:
         if threads is not None and threads < 1:
             raise CanvasError(f"threads is {threads}", "give at least 1")
         count = threads or available_cores()
         small = work is not None and work < SMALL_PASS
         self.threads = 1 if small else count
         self.max_workers = count if small else 1
-        self.profile = profile
 
     def open(self, name: str, file: Path) -> OrtSegment:
-        return self._session(name, str(file), file, self._options(name))
+        return self._session(name, str(file), file, _options(self.threads))
 
     def open_bytes(self, name: str, graph: bytes, folder: Path) -> OrtSegment:
         """Load a graph from memory. Its external data is in `folder`."""
-        options = self._options(name)
+        options = _options(self.threads)
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(folder)
         )
         return self._session(name, graph, folder, options)
-
-    def _options(self, name: str) -> ort.SessionOptions:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        # Segments run one after another. A thread that keeps spinning would slow the next segment.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        if self.profile:
-            options.enable_profiling = True
-            options.profile_file_prefix = f"{self.profile}-{name}"
-        return options
 
     def _session(
         self, name: str, graph: str | bytes, file: Path, options: ort.SessionOptions
@@ -97,6 +81,12 @@ class OrtSegment:
         names = list(self.outputs if wanted is None else wanted)
         return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
 
-    def end_profiling(self) -> str:
-        """Write the operator trace of a session opened with `profile`; return its path."""
-        return str(self._session.end_profiling())
+
+def _options(threads: int) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Segments run one after another. A thread that keeps spinning would slow the next segment.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options
