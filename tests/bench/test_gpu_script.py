@@ -1,4 +1,5 @@
-"""The script for a GPU, on a CPU: every measurement runs at a reduced shape, and our side computes what transformers does."""
+"""The GPU benchmark, run on a CPU: every measurement at a reduced shape, with our side checked
+against transformers."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_a_side_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_s_side_is_measured_alike(prepared: shape.Prepared) -> None:
-    """Over a fake device, which is what a GPU is to the script."""
+    """Measure a fake device, which looks like a GPU to the script."""
     device = DeviceRunner("fake", prepared, FakeBackend())
     host = HostRunner(prepared, OrtBackend(1))
     found = measure.side(device, QUICK)
@@ -106,7 +107,7 @@ def test_a_device_s_side_is_measured_alike(prepared: shape.Prepared) -> None:
 
 
 def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) -> None:
-    """The same weights on both sides, the repeated layers included."""
+    """Both sides have the same weights, repeated layers included."""
     import torch
     from transformers import DynamicCache
 
@@ -137,7 +138,7 @@ def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) 
 
 @pytest.mark.parametrize("precision", shape.QUANTIZED)
 def test_engines_may_be_quantized(precision: str, prepared: shape.Prepared, folder: Path) -> None:
-    """By a recipe of ours, over a calibration that the bundle itself says is made up."""
+    """Quantize by one of our recipes. The bundle itself says that its calibration is made up."""
     served = shape.quantized(prepared, precision, folder)
     assert served.config == prepared.config
     assert served.weight_bytes < prepared.weight_bytes

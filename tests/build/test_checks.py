@@ -1,4 +1,4 @@
-"""What is refused before a build starts, and what the refusal says would work."""
+"""What is refused before a build starts, and whether the suggested alternative works."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exported in bf16, quantized once for both targets, and an engine for each capability."""
+    """Exported in bf16, quantized once for both targets, and one engine per capability."""
     needed: dict[Path, int] = {}
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)

@@ -1,4 +1,4 @@
-"""Bundles: what a manifest promises, and that nothing in a bundle can change unnoticed."""
+"""Bundles: what a manifest records, and that no change goes unnoticed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="no bundle at"):
         load_bundle(tmp_path / "nothing")
-    with pytest.raises(CanvasError, match=r"there is no manifest\.json in it"):
+    with pytest.raises(CanvasError, match=r"is not a bundle: it has no manifest\.json"):
         load_bundle(tmp_path)
 
 

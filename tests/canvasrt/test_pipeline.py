@@ -1,4 +1,4 @@
-"""Building: from a real checkpoint to CPU engines, reuse, plans, and what is refused beforehand."""
+"""Building CPU engines from a real checkpoint: reuse, plans, and early refusals."""
 
 from __future__ import annotations
 

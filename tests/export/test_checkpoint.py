@@ -1,4 +1,4 @@
-"""Reading checkpoints: shards, aliases, and what is said about a checkpoint that is not whole."""
+"""Reading checkpoints: shards, aliases, and errors about incomplete ones."""
 
 from __future__ import annotations
 

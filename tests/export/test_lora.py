@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lora_alpha": 8,
         "target_modules": DECODER + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
     },
-    # PEFT gives the tied encoder and decoder an adapter each.
+    # PEFT gives the tied encoder and decoder one adapter each.
     "both stacks, rslora": {
         "r": 4,
         "lora_alpha": 12,
@@ -71,7 +71,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter(folder: Path, seed: int = 0, model: Any = None, **config: Any) -> Path:
-    """An adapter that PEFT wrote, with random numbers in place of training."""
+    """Write an adapter with PEFT, with random numbers in place of training."""
     torch.manual_seed(seed)
     peft = get_peft_model(model or random_model(SMALL), LoraConfig(**config))
     for name, parameter in peft.named_parameters():
@@ -86,7 +86,7 @@ def merged(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_merged(checkpoint: Adapted, base: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Every tensor of the checkpoint is as in the merged model, and some have changed."""
+    """Assert that every tensor equals the merged model's, and that some have changed."""
     changed = 0
     for name, before in load_file(base / "model.safetensors").items():
         found = checkpoint.read(name)
@@ -103,7 +103,7 @@ def test_merged_as_peft_merges(base: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_several_with_weights(base: Path, tmp_path: Path) -> None:
-    """PEFT's own way to weigh adapters, without its approximation."""
+    """Compare with PEFT's own way to weight adapters, without its approximation."""
     config = CONFIGS["attention and mlp"]
     one, two = (adapter(tmp_path / str(seed), seed, **config) for seed in (1, 2))
     model = PeftModel.from_pretrained(random_model(SMALL), one, adapter_name="one")
@@ -115,7 +115,7 @@ def test_several_with_weights(base: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_a_single_stack(base: Path, tmp_path: Path) -> None:
-    """A tool that does not split the stack in two has `model.layers`."""
+    """A tool that does not split the stack in two writes `model.layers`."""
     folder = adapter(tmp_path / "adapter", **CONFIGS["attention and mlp"])
     wanted = merged(PeftModel.from_pretrained(random_model(SMALL), folder))
     file = folder / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""Finding a checkpoint, and noticing that its weights are not whole."""
+"""Finding a checkpoint, and noticing incomplete weights."""
 
 from __future__ import annotations
 

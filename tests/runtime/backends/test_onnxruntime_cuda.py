@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider: never a quiet fall back to the CPU, and the same tokens where there is a GPU."""
+"""ONNX Runtime's CUDA provider: no silent fallback to the CPU, and the same tokens on a GPU."""
 
 from __future__ import annotations
 
