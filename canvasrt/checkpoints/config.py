@@ -309,7 +309,7 @@ class _Fields:
     def _wrong(self, name: str, wanted: str) -> CanvasError:
         found = repr(self.data[name]) if name in self.data else "missing"
         return CanvasError(
-            f"{self.where}: {name} is {found}; it should be {wanted}",
+            f"{self.where}: {name} should be {wanted}, not {found}",
             "check that this is a complete DiffusionGemma checkpoint in the Hugging Face layout",
         )
 

@@ -65,9 +65,9 @@ def test_what_is_quantized_already_is_built_as_it_is() -> None:
     target = find_target("rtx-5090")
     source = Source(Path("nvfp4"), RELEASED, {"kind": "checkpoint"}, None, "nvfp4")
     check_source(target, Precision("nvfp4"), source)
-    with pytest.raises(CanvasError, match="checkpoint's weights are quantized already, to nvfp4"):
+    with pytest.raises(CanvasError, match="checkpoint's weights are already quantized to nvfp4"):
         check_source(target, parse_precision("fp8"), source)
-    with pytest.raises(CanvasError, match="this asks for nvfp4-experts engines") as raised:
+    with pytest.raises(CanvasError, match="cannot become nvfp4-experts engines") as raised:
         check_source(target, parse_precision("nvfp4-experts"), source)
     assert "rtx-5090, rtx-pro-6000, dgx-spark" in raised.value.hint
 
@@ -101,7 +101,7 @@ def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:
 def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
     check_memory(released("rtx-pro-6000", "bf16"))
     check_memory(released("rtx-5090", "nvfp4"))
-    with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, and rtx-4090 has 24\.0 GB") as raised:
+    with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, but rtx-4090 has 24\.0 GB") as raised:
         check_memory(released("rtx-4090", "bf16"))
     assert "--target rtx-pro-6000" in raised.value.hint
     with pytest.raises(CanvasError) as raised:
@@ -160,5 +160,5 @@ def test_options_of_the_graphs(checkpoint_files: Path) -> None:
 
 def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_path: Path) -> None:
     options = Options("fp32", calibration=tmp_path / "prompts.jsonl")
-    with pytest.raises(UsageError, match="--calibration is for weights that are quantized"):
+    with pytest.raises(UsageError, match="--calibration is for quantized weights"):
         plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)

@@ -113,7 +113,7 @@ def test_wrong_usage_exits_with_2(line: str, said: str, command: Command, tmp_pa
         ("export nowhere -o out", "no checkpoint at nowhere"),
         ("export some/model -o out", "some/model is not a folder here"),
         ("build nowhere -t cpu -o out", "no checkpoint at nowhere"),
-        ("build demo -t h200 -o out", "engines for h200 are built on its GPU"),
+        ("build demo -t h200 -o out", "engines for h200 can only be built on its GPU"),
         ("inspect nowhere", "no bundle at nowhere"),
         ("inspect .", r"no manifest\.json"),
         ("verify nowhere", "no bundle at nowhere"),

@@ -294,7 +294,7 @@ LONG = {"prompt_ids": [5] * 4090}
         ('{"prompt_ids": []}', "the prompt is empty"),
         ('{"prompt_ids": [5, 512]}', "prompt token 512 is not in the vocabulary"),
         (json.dumps(LONG), "exceed the context of 4096 tokens"),
-        ('{"prompt": "hello"}', "the graphs carry no tokenizer"),
+        ('{"prompt": "hello"}', "the graphs have no tokenizer"),
     ],
     ids=lambda value: value[:40],
 )
@@ -329,7 +329,7 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="cannot read"):
         tiny.calibrate(file)
     file.write_text("\n\n")
-    with pytest.raises(CanvasError, match=r"prompts\.jsonl holds no prompts"):
+    with pytest.raises(CanvasError, match=r"prompts\.jsonl contains no prompts"):
         tiny.calibrate(file)
     file.write_text('{"prompt_ids": [5, 6]}\n' * 3 + "broken\n")
     with pytest.raises(CanvasError, match="line 4: it is not JSON"):
