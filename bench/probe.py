@@ -176,7 +176,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
     from canvasrt.runtime.backends.cuda import CudaDevice
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
     from canvasrt.runtime.engine import Call
-    from canvasrt.runtime.gpu.buffers import Block, constant
+    from canvasrt.runtime.gpu.buffers import Transfer, constant
 
     config = load_bundle(graphs, check=False).manifest.model
     device = CudaDevice("rtx")
@@ -200,7 +200,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
         "uniforms": random.random((1, length), np.float32),
         "noise": np.zeros((1, length), np.int64),
     }
-    results = Block(
+    results = Transfer(
         device,
         {
             "canvas": (np.int64, length),

@@ -19,7 +19,7 @@ from canvasrt.runtime.cpu import Body, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.gpu.model import DeviceModel
-from canvasrt.runtime.gpu.workspace import Stage
+from canvasrt.runtime.gpu.workspace import DeviceSegment
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
@@ -178,20 +178,20 @@ class DeviceRunner(OurRunner):
         layers = prepared.shape.layers
         entries = {entry["name"]: entry for entry in bundle.manifest.segments}
         self._used = device.memory()[0] if hasattr(device, "memory") else 0
-        stages = []
+        segments = []
         for copy in range(prepared.shape.copies):
             held = tuple(range(copy * layers, (copy + 1) * layers))
             engine = ReplicaEngine(_open(backend, bundle, entries["body_0"]), copy, copy * layers)
-            stages.append(Stage(TimedEngine(engine, device), held))
-        stages.append(Stage(TimedEngine(_open(backend, bundle, entries["head"]), device)))
-        self._timed: list[Any] = [stage.engine for stage in stages]
+            segments.append(DeviceSegment(TimedEngine(engine, device), held))
+        segments.append(DeviceSegment(TimedEngine(_open(backend, bundle, entries["head"]), device)))
+        self._timed: list[Any] = [segment.engine for segment in segments]
         self._device = device
         super().__init__(
             name,
             DeviceModel(
                 prepared.config,
                 bundle.manifest.sampler,
-                stages,
+                segments,
                 map_table(prepared.graphs),
                 prepared.shape.max_context,
                 backend,
@@ -226,8 +226,8 @@ class DeviceRunner(OurRunner):
         results = self.model.workspace.results
         return [
             int(load)
-            for number, stage in enumerate(self.model.stages[:-1])
-            for load in results.view(f"load_{number}", len(stage.layers))
+            for number, segment in enumerate(self.model.segments[:-1])
+            for load in results.view(f"load_{number}", len(segment.layers))
         ]
 
 

@@ -206,7 +206,7 @@ class _PartScales:
         held = self._weight.checkpoint
         if held.dtype(name) != torch.float8_e4m3fn or held.shape(name) != shape:
             found = f"{held.dtype(name)} {held.shape(name)}".removeprefix("torch.")
-            wanted = f"float8_e4m3fn {shape} beside a weight of {self.rows} rows"
+            wanted = f"float8_e4m3fn {shape} for a weight of {self.rows} rows"
             self._weight.refuse(name, found, wanted)
 
     def _require(self, name: str) -> None:

@@ -100,13 +100,13 @@ class Generator:
     def _drop_cancelled(self) -> list[Event]:
         if not self._cancelled:
             return []
-        gone, self._cancelled = self._cancelled, set()
+        cancelled, self._cancelled = self._cancelled, set()
         events: list[Event] = []
         for each in [*self._waiting, *self._running]:
-            if each.id in gone:
+            if each.id in cancelled:
                 events.append(Finished(each.id, each.result("cancelled")))
-        self._waiting = deque(each for each in self._waiting if each.id not in gone)
-        self._leave([each for each in self._running if each.id in gone])
+        self._waiting = deque(each for each in self._waiting if each.id not in cancelled)
+        self._leave([each for each in self._running if each.id in cancelled])
         return events
 
     def _leave(self, leaving: Sequence[ActiveRequest]) -> None:

@@ -70,7 +70,7 @@ def _prompts(task: str, limit: int | None, at_least: int) -> list[str]:
 def _print_score(result: Score, replies: Sequence[Reply], wrong: int) -> None:
     print(
         f"{result.task:9} {result.max_steps:2} steps at most: {result.accuracy:6.1%} of"
-        f" {result.asked}, {result.steps_per_block:.1f} steps a block",
+        f" {result.asked}, {result.steps_per_block:.1f} steps per block",
         flush=True,
     )
     for reply in [r for r in replies if not is_correct(r.prompt, r.text)][:wrong]:

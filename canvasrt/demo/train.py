@@ -114,13 +114,13 @@ def save(
     model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
     """Write the Hugging Face layout in bf16 to a temporary folder, then move it into place."""
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    copy.deepcopy(model).bfloat16().save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    (beside / "model.safetensors").chmod(0o644)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    copy.deepcopy(model).bfloat16().save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "model.safetensors").chmod(0o644)
     shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    partial.rename(folder)
 
 
 def train(seed: int, steps: int, out: Path, save_every: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of device memory: small tensors that cross to the host together, and constants."""
+"""Device memory for small tensors that cross to the host together, and for constants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Block:
+class Transfer:
     """Named arrays, side by side on the device and on the host, that cross in one copy."""
 
     def __init__(self, device: Device, fields: Mapping[str, tuple[type, int]]) -> None:

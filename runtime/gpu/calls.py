@@ -31,11 +31,11 @@ def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int
 ) -> Call:
     """Return the launch of a body segment."""
-    stage, cache = space.stages[number], space.cache
+    segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
     held = {kind: cache.past[kind].width for kind in cache.past}
-    held = {k: w for k, w in held.items() if f"past_positions_{k}" in stage.engine.inputs}
+    held = {k: w for k, w in held.items() if f"past_positions_{k}" in segment.engine.inputs}
     tensors = {
         "hidden": (states, space.hidden[number]),
         "positions": (tokens, space.given.address("positions")),
@@ -43,12 +43,12 @@ def body_call(
         "causal": ((this.batch,), space.causal[this.phase]),
         "slots": ((capacity,), space.slots),
         "hidden_out": (states, space.hidden[number + 1]),
-        "load": ((len(stage.layers),), space.results.address(f"load_{number}")),
+        "load": ((len(segment.layers),), space.results.address(f"load_{number}")),
     }
     for kind, width in held.items():
         places = ((this.batch, width), cache.past[kind].positions)
         tensors[f"past_positions_{kind}"] = places
-    for layer in stage.layers:
+    for layer in segment.layers:
         each = config.layers[layer]
         past = (this.batch, each.num_kv_heads, held[each.kind], each.head_dim)
         new = (this.batch, each.num_kv_heads, this.length, each.head_dim)

@@ -20,7 +20,7 @@ from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
 from canvasrt.runtime.gpu.slots import DeviceRow
-from canvasrt.runtime.gpu.workspace import KINDS, Sizes, Stage, Workspace
+from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
 from canvasrt.runtime.tables import map_table
@@ -54,22 +54,22 @@ class DeviceModel(Model):
         self,
         config: ModelConfig,
         sampler: SamplerDefaults,
-        stages: Sequence[Stage],
+        segments: Sequence[DeviceSegment],
         table: np.ndarray,
         max_context: int,
         backend: DeviceBackend,
         bundle: Bundle | None = None,
     ) -> None:
-        """Take all memory. `stages` are the body segments in order, then the head."""
+        """Take all memory. `segments` are the body segments in order, then the head."""
         super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
         self.device = backend.device
         self.device_name = backend.device.name
-        self.stages = tuple(stages)
+        self.segments = tuple(segments)
         self.prefill_chunk = min(PREFILL_CHUNK, self._largest("length"))
         self.max_batch = self._largest("batch", length=config.canvas_length)
-        for stage in self.stages:
-            stage.engine.prepare()
-        self.workspace = Workspace(self.device, config, self.stages, self._sizes())
+        for segment in self.segments:
+            segment.engine.prepare()
+        self.workspace = Workspace(self.device, config, self.segments, self._sizes())
         self._cache = self.workspace.cache
         self._calls: dict[tuple[Any, ...], Call] = {}
 
@@ -77,8 +77,8 @@ class DeviceModel(Model):
     def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
         """Open every engine of a bundle."""
         manifest = bundle.manifest
-        stages = [
-            Stage(
+        segments = [
+            DeviceSegment(
                 backend.open_engine(
                     entry["name"], bundle.file(entry["file"]), entry.get("profiles")
                 ),
@@ -90,7 +90,7 @@ class DeviceModel(Model):
         return cls(
             manifest.model,
             manifest.sampler,
-            stages,
+            segments,
             map_table(bundle),
             context_limit(manifest),
             backend,
@@ -99,7 +99,7 @@ class DeviceModel(Model):
 
     def _largest(self, name: str, **others: int) -> int:
         """Return the largest size of a dimension for which every body segment has a profile."""
-        return min(stage.engine.profiles.largest(name, others) for stage in self.stages[:-1])
+        return min(segment.engine.profiles.largest(name, others) for segment in self.segments[:-1])
 
     def _sizes(self) -> Sizes:
         one_row = max(self.prefill_chunk, self.canvas_length)
@@ -154,7 +154,7 @@ class DeviceModel(Model):
             length = self.canvas_length
         dims = {"batch": batch, "length": length}
         return gap <= GAP and all(
-            stage.engine.profiles.pick(dims) is not None for stage in self.stages[:-1]
+            segment.engine.profiles.pick(dims) is not None for segment in self.segments[:-1]
         )
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
@@ -264,13 +264,13 @@ class DeviceModel(Model):
         """Run the engines in turn. After an overflow, rerun from the first engine that overflowed,
         with more room.
 
-        The host waits once, at the end: overflows are rare, and each stage's input is still there.
+        The host waits once, at the end: overflows are rare, and each segment's input is still there.
         """
-        bodies = self.stages[:-1]
-        learned = [self._capacities(stage, this) for stage in bodies]
+        bodies = self.segments[:-1]
+        learned = [self._capacities(segment, this) for segment in bodies]
         capacities = [
-            self._room(stage, this, max(each.choose(this.tokens) for each in known))
-            for stage, known in zip(bodies, learned, strict=True)
+            self._room(segment, this, max(each.choose(this.tokens) for each in known))
+            for segment, known in zip(bodies, learned, strict=True)
         ]
         begin = 0
         self._cache.show_positions(this.first, this.batch)
@@ -291,30 +291,30 @@ class DeviceModel(Model):
             for each in known:
                 each.record(int(self._load(number).max()), this.tokens)
 
-    def _capacities(self, stage: Stage, this: Pass) -> list[Capacity]:
-        key = (stage.engine.name, this.phase)
+    def _capacities(self, segment: DeviceSegment, this: Pass) -> list[Capacity]:
+        key = (segment.engine.name, this.phase)
         return [row.capacities.setdefault(key, Capacity(self.config)) for row in this.rows]
 
-    def _room(self, stage: Stage, this: Pass, wanted: int, strict: bool = False) -> int:
+    def _room(self, segment: DeviceSegment, this: Pass, wanted: int, strict: bool = False) -> int:
         """Return a capacity of at least `wanted` that the engine supports, or its largest.
 
         Raises `_TooFull` if `strict` and the largest is too small.
         """
         dims = {"batch": this.batch, "length": this.length}
-        most = min(this.tokens, stage.engine.profiles.largest("capacity", dims))
+        most = min(this.tokens, segment.engine.profiles.largest("capacity", dims))
         most = min(most, self.workspace.sizes.capacity)
         if strict and wanted > most:
             raise _TooFull
         return stepped(wanted, most)
 
     def _load(self, number: int) -> np.ndarray:
-        count = len(self.stages[number].layers)
+        count = len(self.segments[number].layers)
         return self.workspace.results.view(f"load_{number}", count)
 
     def _overflow(self, capacities: Sequence[int]) -> tuple[int, int] | None:
-        """Return the first stage with an overloaded expert, and the load of its first such layer.
+        """Return the first segment with an overloaded expert, and the load of its first such layer.
 
-        Later layers and stages worked on wrong inputs.
+        Later layers and segments worked on wrong inputs.
         """
         for number, capacity in enumerate(capacities):
             load = self._load(number)
@@ -328,14 +328,14 @@ class DeviceModel(Model):
         call = self._calls.get(key) or self._remember(
             key, body_call(self.workspace, self.config, number, this, capacity)
         )
-        self.stages[number].engine.launch(call)
+        self.segments[number].engine.launch(call)
 
     def _launch_head(self, this: Pass) -> None:
         key = ("head", this.batch)
         call = self._calls.get(key) or self._remember(
             key, head_call(self.workspace, self.config, this)
         )
-        self.stages[-1].engine.launch(call)
+        self.segments[-1].engine.launch(call)
 
     def _remember(self, key: tuple[Any, ...], call: Call) -> Call:
         if len(self._calls) >= _CALLS:

@@ -10,14 +10,14 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Device, Engine
-from canvasrt.runtime.gpu.buffers import Block, aligned, constant
+from canvasrt.runtime.gpu.buffers import Transfer, aligned, constant
 from canvasrt.runtime.gpu.slots import DeviceCache
 
 KINDS = ("sliding", "full")
 
 
 @dataclass(frozen=True)
-class Stage:
+class DeviceSegment:
     """One engine of the chain and its layers."""
 
     engine: Engine
@@ -42,11 +42,11 @@ class Workspace:
     """Every buffer of a model. `bytes` lists their sizes by purpose."""
 
     def __init__(
-        self, device: Device, config: ModelConfig, stages: Sequence[Stage], sizes: Sizes
+        self, device: Device, config: ModelConfig, segments: Sequence[DeviceSegment], sizes: Sizes
     ) -> None:
-        self._config, self.stages = config, tuple(stages)
+        self._config, self.segments = config, tuple(segments)
         self.sizes = sizes
-        *bodies, head = stages
+        *bodies, head = segments
         self.hidden_dtype = _one_dtype(bodies, head)
         self.itemsizes = _cache_itemsizes(bodies)
         self.row_bytes = config.canvas_length * config.hidden_size * self.hidden_dtype.itemsize
@@ -59,10 +59,10 @@ class Workspace:
         # Each slot's hidden states between steps, and the head's latest output.
         self.state = device.allocate(batch * self.row_bytes)
         self.next_hidden = device.allocate(batch * self.row_bytes)
-        # Each stage's input is kept until the pass is over, since the stage may have to run again.
+        # Each segment's input is kept until the pass is over, since the segment may have to run again.
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
-        self.hidden = [device.allocate(hidden) for _ in stages]
-        self.given = Block(
+        self.hidden = [device.allocate(hidden) for _ in segments]
+        self.given = Transfer(
             device,
             {
                 "positions": (np.int64, tokens),
@@ -72,7 +72,7 @@ class Workspace:
                 "entropy_bound": (np.float32, batch),
             },
         )
-        self.results = Block(
+        self.results = Transfer(
             device,
             {
                 "canvas": (np.int64, canvas),
@@ -92,7 +92,7 @@ class Workspace:
         self._new_base = device.allocate(new_bytes)
         self.bytes = {
             "key-value cache": self.cache.bytes,
-            "hidden states": hidden * len(stages) + 2 * batch * self.row_bytes,
+            "hidden states": hidden * len(segments) + 2 * batch * self.row_bytes,
             "new keys and values": new_bytes,
             "scratch": self.cache.scratch_bytes,
         }
@@ -104,11 +104,11 @@ class Workspace:
         return self._new_base + keys, self._new_base + values
 
     def _plan_new(
-        self, bodies: Sequence[Stage]
+        self, bodies: Sequence[DeviceSegment]
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
         """Return the offsets of new keys and values, and their total bytes.
 
-        An encoding pass reads every layer's at its end. A denoising pass reads none, so its stages
+        An encoding pass reads every layer's at its end. A denoising pass reads none, so its segments
         overwrite each other's.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
@@ -132,7 +132,7 @@ class Workspace:
         return offsets, total
 
 
-def _one_dtype(bodies: Sequence[Stage], head: Stage) -> np.dtype:
+def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype:
     """Return the dtype of hidden states, which every engine must share."""
     dtypes = {body.engine.inputs["hidden"] for body in bodies}
     dtypes |= {body.engine.outputs["hidden_out"] for body in bodies}
@@ -145,7 +145,7 @@ def _one_dtype(bodies: Sequence[Stage], head: Stage) -> np.dtype:
     return dtypes.pop()
 
 
-def _cache_itemsizes(bodies: Sequence[Stage]) -> list[int]:
+def _cache_itemsizes(bodies: Sequence[DeviceSegment]) -> list[int]:
     """Return the bytes of one cached number per layer. New keys are copied unconverted, so dtypes
     must match."""
     sizes: dict[int, int] = {}

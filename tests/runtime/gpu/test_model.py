@@ -121,7 +121,7 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
     assert model.counters.overflows > 10
     counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
-    assert counts["body_0"] < counts["body_1"]  # the second stage reruns because of the first
+    assert counts["body_0"] < counts["body_1"]  # the second segment reruns because of the first
 
 
 def test_a_batch_that_fits_no_capacity_is_run_row_by_row(tiny: Pair, prompt: Prompt) -> None:
@@ -224,7 +224,7 @@ def test_the_estimate_counts_what_is_taken(fake: tuple[DeviceModel, FakeBackend]
         "fp32",
         model.workspace.sizes.past["full"],
         model.max_batch,
-        layers_per_segment=len(model.stages[0].layers),
+        layers_per_segment=len(model.segments[0].layers),
     )
     assert taken.pop("key-value cache") == need.kv_cache
     assert sum(taken.values()) == need.buffers
