@@ -352,5 +352,5 @@ def test_scales_that_nothing_names(copy: Path, tmp_path: Path) -> None:
 
 
 def test_another_precision_is_refused(nvfp4: Path, tmp_path: Path) -> None:
-    with pytest.raises(CanvasError, match="not exported in 'fp8'"):
+    with pytest.raises(CanvasError, match="cannot be exported in 'fp8'"):
         export(nvfp4, tmp_path / "out", precision="fp8")
