@@ -1,4 +1,4 @@
-"""A request's sampling parameters and their limits, and the temperature schedule."""
+"""A request's sampling parameters, with their limits, and the temperature schedule."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class SamplingParams:
     def from_defaults(
         cls, defaults: SamplerDefaults, config: ModelConfig, **overrides: Any
     ) -> SamplingParams:
-        """Return the checkpoint's defaults with `overrides` applied (None keeps the default),
-        validated."""
+        """The checkpoint's defaults with `overrides` over them (None leaves the default), validated."""
         names = {field.name for field in fields(cls)}
         values = {name: getattr(defaults, name) for name in names if hasattr(defaults, name)}
         values["eos_token_ids"] = config.eos_token_ids
@@ -52,21 +51,18 @@ class SamplingParams:
         return params
 
     def blocks(self, canvas_length: int) -> int:
-        """Return the maximum number of blocks for this request."""
+        """The most blocks that this request may take."""
         return -(-self.max_new_tokens // canvas_length)
 
     def temperature(self, step: int) -> np.float32:
-        """Return the temperature of denoising step `step`.
-
-        Steps count from 1, close to t_max, to `max_denoising_steps`. The float32 operations are in
-        the reference's order.
-        """
+        """The temperature of denoising step `step`, counted from 1 (t_max's end) to
+        `max_denoising_steps`; in the reference's float32 order of operations."""
         remaining = self.max_denoising_steps - step + 1
         fraction = np.float32(remaining) / np.float32(self.max_denoising_steps)
         return np.float32(self.t_max - self.t_min) * fraction + np.float32(self.t_min)
 
     def validate(self, config: ModelConfig) -> None:
-        """Raise CanvasError, naming the parameter and its value, if one is out of range."""
+        """Raises CanvasError, naming the parameter and its value, where one is out of range."""
         _integer("seed", self.seed, 0, MAX_SEED)
         _integer("max_new_tokens", self.max_new_tokens, 1, config.max_position_embeddings)
         _integer("max_denoising_steps", self.max_denoising_steps, 1, 10_000)
