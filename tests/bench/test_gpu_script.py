@@ -79,7 +79,7 @@ def test_the_probe_says_what_each_tool_said(tmp_path: Path) -> None:
     assert "bytes" in found["tensorrt_rtx, SM120"]["build"]
     assert "no GPU can be used" in found["tensorrt_rtx, SM120"]["load and run"]
     assert "CUDA driver" in found["tensorrt_rtx, CURRENT"]["build"]
-    assert "there is no GPU here" in found["tensorrt_rtx, gpu"]["build"]
+    assert "this machine has no GPU" in found["tensorrt_rtx, gpu"]["build"]
     assert "CUDA provider" in found["onnxruntime, CUDA"]["generate"]
     assert "no target" in found["engines of the demo"]["generate"]
 
