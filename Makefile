@@ -1,4 +1,4 @@
-# make install | demo | image-demo | test | lint | clean. Everything is installed in .venv, by the first target that needs it.
+# make install | demo | image-demo | test | lint | clean. The first target that needs .venv creates it.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,19 +9,19 @@ WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n 
 .PHONY: help install demo image-demo test lint clean
 
 help:
-	@echo "make install     make $(VENV), with all that a machine without a GPU can use"
-	@echo "make demo        the whole way on the bundled demo checkpoint: export, build, generate, serve"
-	@echo "make image-demo  the same in a container: package, image, run, ask, stop (needs root, or docker)"
+	@echo "make install     create $(VENV) with everything that a machine without a GPU can use"
+	@echo "make demo        export, build, generate and serve the bundled demo checkpoint"
+	@echo "make image-demo  the same in a container: package, image, run, query, stop (needs root or docker)"
 	@echo "make test        all tests"
 	@echo "make lint        formatting, ruff and mypy"
-	@echo "make clean       remove $(VENV) and what tools left behind"
+	@echo "make clean       remove $(VENV) and tools' leftovers"
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python
 	@test -x $(BIN)/python || { python=$$(.ci/find-python) && $$python -m venv $(VENV); }
 	$(BIN)/python -m pip install -qq --upgrade pip
-	@# torch first: whichever build of it the index offers then satisfies all that needs one.
+	@# torch first: whichever build the index offers then satisfies every later requirement.
 	$(BIN)/python -m pip install -qq -c constraints.txt torch
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
@@ -34,11 +34,11 @@ image-demo: $(STAMP)
 	.ci/container-tools
 	$(BIN)/python -m canvasrt.cli.image_demo
 
-# One thread a worker: the workers fill the machine, and more threads would only wait for each other.
+# One thread per worker: the workers fill the machine, and more threads would only wait for each other.
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-# mypy cannot follow the folders' other names in an editable install, so it reads a regular one.
+# mypy cannot follow the stages' import names in an editable install, so it reads a regular one.
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -1,1 +1,2 @@
-"""Measurements of the whole model's shape on a GPU: `python -m bench.gpu`. On a CPU it runs reduced."""
+"""Benchmarks of the released model's shape on a GPU: `python -m bench.gpu`. On a CPU, the shape is
+reduced."""

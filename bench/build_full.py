@@ -1,11 +1,11 @@
-"""What it takes to build a model: seconds, peak memory and bytes of each stage and segment.
+"""Measures what building a model takes: seconds, peak memory and bytes of each stage and segment.
 
     python bench/build_full.py --layers 30 -o DIR     # the released shape, in NVFP4, for rtx-5090
     python bench/build_full.py --shape narrow -o DIR  # the same in a minute
 
-Writes a random checkpoint, exports it, and builds its engines, each as `canvasrt` does, with nothing cached; then
-`DIR/build.json` and `DIR/build.md`. Memory is that of all processes of a stage together, sampled; files that they map
-count while they are in memory.
+It writes a random checkpoint, exports it and builds its engines, each as `canvasrt` does, with
+nothing cached. Results go to `DIR/build.json` and `DIR/build.md`. Memory is sampled over all
+processes of a stage together; mapped files count while they are in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GRAPH = re.compile(r'"graph": "[^"]*/(\w+)\.onnx"')
 
 @dataclass
 class Peak:
-    """The most memory that was seen, in bytes: resident, and of it what is no mapped file."""
+    """The peak memory seen, in bytes: resident, and the part that is not file-backed."""
 
     resident: int = 0
     own: int = 0
@@ -47,7 +47,7 @@ class Peak:
 
 
 class Sampler:
-    """Watches this process's descendants while it is entered, all together and each builder by its segment."""
+    """Watches this process's descendants inside the block: all together, and each builder by its segment."""
 
     def __init__(self) -> None:
         self.whole = Peak()
@@ -73,19 +73,19 @@ class Sampler:
 
 
 def _descendants(root: int) -> list[int]:
-    """Processes that came from `root`, and itself: the builders of a build that runs in this process."""
+    """Return `root` and its descendants, which include the builders of a build in this process."""
     found = [root]
     for pid in found:
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
             try:
                 found += map(int, task.read_text().split())
-            except OSError:  # it has ended meanwhile
+            except OSError:  # it has ended in the meantime
                 continue
     return found
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Resident bytes of a process, and those of them that are no file's."""
+    """Return a process's resident bytes, and those that are not file-backed."""
     try:
         _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
     except (OSError, ValueError):
@@ -94,7 +94,7 @@ def _memory(pid: int) -> tuple[int, int]:
 
 
 def _segment(pid: int) -> str | None:
-    """The segment that a builder's process makes; None for other processes."""
+    """Return the segment that a builder process builds; None for other processes."""
     try:
         found = _GRAPH.search(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
     except OSError:
@@ -104,7 +104,7 @@ def _segment(pid: int) -> str | None:
 
 @dataclass
 class Row:
-    """One line of the table; bytes are of what it wrote."""
+    """One line of the table. `bytes` is how much it wrote."""
 
     name: str
     seconds: float
@@ -123,7 +123,7 @@ class Report:
 
     @property
     def seconds(self) -> float:
-        """Export and build: what a user waits for."""
+        """Export and build: the time that a user waits."""
         return sum(row.seconds for row in self.stages if row.name != "checkpoint")
 
     @property
@@ -138,7 +138,7 @@ class Report:
         lines = [
             f"{title}; {', '.join(f'{name} {value}' for name, value in self.machine.items())}",
             "",
-            "| stage or segment | seconds | peak memory | of it no file | bytes written |",
+            "| stage or segment | seconds | peak memory | not file-backed | bytes written |",
             "| --- | ---: | ---: | ---: | ---: |",
         ]
         for row in (*self.stages, *self.segments):
@@ -150,7 +150,7 @@ class Report:
 
 
 def run(command: Sequence[str], name: str, out: Path) -> Row:
-    """Run one stage as a process of its own."""
+    """Run one stage in a process of its own."""
     start = time.monotonic()
     with Sampler() as sampler:
         subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
@@ -158,7 +158,7 @@ def run(command: Sequence[str], name: str, out: Path) -> Row:
 
 
 def run_build(graphs: Path, target: str, out: Path) -> tuple[Row, list[Row]]:
-    """Build engines from graphs; the stage's row, and one a segment."""
+    """Build engines from graphs. Return the stage's row, and one per segment."""
     begun: dict[str, float] = {}
     took: dict[str, float] = {}
 
@@ -186,7 +186,7 @@ def run_build(graphs: Path, target: str, out: Path) -> tuple[Row, list[Row]]:
 
 
 def measure(shape: str, layers: int | None, format: str, target: str, work: Path) -> Report:
-    """Make the checkpoint in `work`, export it and build it there."""
+    """Create the checkpoint in `work`, export it and build it there."""
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
     checkpoint, graphs, engines = work / "checkpoint", work / "graphs", work / "engines"
     asked = ["--layers", str(layers)] if layers else []
@@ -203,7 +203,7 @@ def measure(shape: str, layers: int | None, format: str, target: str, work: Path
     command = ["canvasrt", "export", str(checkpoint), *plain, "-o", str(graphs)]
     report.stages.append(run(command, "export", graphs))
     options["layers"] = len(load_bundle(graphs, check=False).manifest.model.layers)
-    # The graphs hold all that it held: the disk is better used for engines.
+    # The graphs contain everything in the checkpoint; free the disk for engines.
     shutil.rmtree(checkpoint)
     built, report.segments = run_build(graphs, target, engines)
     report.stages.append(built)
@@ -218,7 +218,7 @@ def _size(folder: Path) -> int:
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path, required=True, help="an empty folder")
     parser.add_argument("--shape", default="released", help="default: released")

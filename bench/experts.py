@@ -1,4 +1,4 @@
-"""The mixture of experts alone: every expert on every token, against slots for those that are routed to it."""
+"""The mixture of experts alone: every expert on every token, against slots for the routed ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mixture(Protocol):
     """One layer's experts, ready to run."""
 
     def run_ms(self, tokens: int, capacity: int, repeats: int) -> float:
-        """Median milliseconds of a run over `tokens` tokens, `capacity` slots an expert."""
+        """Return the median milliseconds of a run over `tokens` tokens with `capacity` slots per expert."""
         ...
 
 
@@ -42,12 +42,12 @@ class HostMixture:
 
 
 class DeviceMixture:
-    """On a device, timed by its own events."""
+    """On a device, timed by the device's events."""
 
     def __init__(
         self, backend: DeviceBackend, file: Path, size: int, most: int, profiles: Any = None
     ) -> None:
-        """most: the most tokens of a run."""
+        """Take memory for runs of at most `most` tokens."""
         self._device: Any = backend.device
         self._engine = backend.open_engine("experts", file, profiles)
         self._engine.prepare()
@@ -79,7 +79,7 @@ class DeviceMixture:
 
 
 def measure_experts(mixture: Mixture, tokens: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of one layer's experts, by the slots an expert; `dense` is a slot for every token."""
+    """Return milliseconds of one layer's experts by slots per expert; `dense` is one slot for every token."""
     found = {
         str(capacity): mixture.run_ms(tokens, capacity, repeats)
         for capacity in CAPACITIES

@@ -1,4 +1,5 @@
-"""What no implementation can be faster than: the bytes of the weights, and the arithmetic, at the rates measured here."""
+"""The floor for any implementation: the bytes of the weights and the arithmetic, at the rates
+measured here."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _MEASURED = ("bf16", "fp8")
 
 
 def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
-    """Bytes a second of a copy (read and written ones both count), and operations a second of a matrix product.
+    """Return bytes per second of a copy (reads and writes both count), and operations per second of
+    a matrix product.
 
     On a GPU products are in bf16 or fp8. Others are not measured: their floor is what reading takes.
     """
@@ -67,19 +69,19 @@ def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
 
 
 def _product(torch: Any, width: int, precision: str) -> Callable[[], Any]:
-    """A product of two square matrices on the GPU."""
+    """Return a product of two square matrices on the GPU."""
     a = torch.randn(width, width, device="cuda", dtype=torch.bfloat16)
     if precision != "fp8":
         return lambda: a @ a
     narrow, scale = a.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
-    # The second one has to be in columns.
+    # The second operand must be column-major.
     return lambda: torch._scaled_mm(
         narrow, narrow.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
     )
 
 
 def _best(work: Callable[[], Any], times: int = 10) -> float:
-    """Seconds of the fastest of some runs."""
+    """Return the seconds of the fastest of some runs."""
     took = []
     for _ in range(times):
         begin = time.perf_counter()
@@ -89,9 +91,9 @@ def _best(work: Callable[[], Any], times: int = 10) -> float:
 
 
 def floor_ms(prepared: Prepared, measured: dict[str, Any], batch: int) -> dict[str, float]:
-    """Milliseconds of a denoising pass: every weight read once, and the products that are needed.
+    """Return milliseconds of a denoising pass: every weight read once, plus the necessary products.
 
-    Keys, values and scores are left out: at a context of 32K they add to both.
+    Keys, values and scores are left out; at a context of 32K they add to both.
     """
     reading = prepared.weight_bytes / measured["copy_bytes_per_second"]
     rate = measured.get("matrix_operations_per_second")

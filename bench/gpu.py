@@ -1,9 +1,10 @@
-"""Measures the whole model's shape: our graphs and engines, transformers on the same weights, and the floor.
+"""Measures the whole model's shape: our graphs and engines, transformers on the same weights, and
+the floor.
 
     python -m bench.gpu -o results            on a GPU: the released shape, 30 layers
-    python -m bench.gpu --small -o results    anywhere: reduced, so that the script is known to work
+    python -m bench.gpu --small -o results    anywhere: a reduced shape, to check the script
 
-Nothing is downloaded. What is not installed is named and left out.
+Nothing is downloaded. What is not installed is left out and named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started as a file
+if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import experts, floor, measure, report, shape
@@ -48,16 +49,16 @@ DISTRIBUTIONS = (
 )
 ROUTING = (
     "Routing: the router's weights are random with variance 1 / inputs over normalised states, and tokens are "
-    "random, so that each token's experts are nearly a random choice."
+    "random, so each token's experts are nearly a random choice."
 )
 SIDES = (
     "onnxruntime",
-    "onnxruntime-graphs",  # the passes as CUDA graphs
+    "onnxruntime-graphs",  # passes as CUDA graphs
     "tensorrt",
     "transformers",
     "transformers-compiled",
 )
-# A CPU has no CUDA graphs, and compiling takes minutes there, for a figure that says nothing.
+# A CPU has no CUDA graphs, and compiling takes minutes there for a meaningless figure.
 SMALL_SIDES = ("onnxruntime", "tensorrt", "transformers")
 
 
@@ -65,7 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     small = options.small or not gpus()
     if small and not options.small:
-        print("there is no GPU here: the reduced shape on the CPU (--small)", file=sys.stderr)
+        print(
+            "this machine has no GPU: measuring the reduced shape on the CPU (--small)",
+            file=sys.stderr,
+        )
     wanted = _shape(options, small)
     folder = options.work or Path(tempfile.mkdtemp(prefix="canvasrt-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,13 +95,17 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--out", type=Path, default=Path("bench-results"))
-    parser.add_argument("--small", action="store_true", help="the reduced shape, on the CPU")
-    parser.add_argument("--work", type=Path, help="where graphs are kept for another run")
-    parser.add_argument("--sides", help=f"some of {', '.join(SIDES)}, separated by commas")
+    parser.add_argument(
+        "--small", action="store_true", help="measure the reduced shape, on the CPU"
+    )
+    parser.add_argument("--work", type=Path, help="folder that keeps graphs for later runs")
+    parser.add_argument(
+        "--sides", help=f"sides to measure, separated by commas: {', '.join(SIDES)}"
+    )
     parser.add_argument(
         "--precision",
         choices=shape.QUANTIZED,
-        help="quantizes the engines' weights, with a calibration that is made up; other sides keep the shape's own",
+        help="quantize the engines' weights with a made-up calibration; other sides keep the shape's own",
     )
     for name in ("batches", "contexts"):
         parser.add_argument(f"--{name}", help="numbers separated by commas")
@@ -127,7 +135,8 @@ def run(
     precision: str | None = None,
     save: Callable[[Json], None] = lambda data: None,
 ) -> Json:
-    """All measurements of a shape, over files in `folder`; `save` is given what there is after each side."""
+    """Return all measurements of a shape, with files in `folder`. `save` gets the results so far
+    after each side."""
     if unknown := set(sides) - set(SIDES):
         raise UsageError(f"unknown side {min(unknown)!r}", f"sides are: {', '.join(SIDES)}")
     prepared = shape.prepare(wanted, folder)
@@ -155,7 +164,7 @@ def run(
         "engines": {
             "precision": precision,
             "weight_bytes": served.weight_bytes,
-            "calibration": "a calibration that is made up: no prompt was run",
+            "calibration": "a made-up calibration: no prompt was run",
         }
         if precision
         else None,
@@ -183,7 +192,7 @@ def _side(make: Callable[[], Runner], wanted: shape.Shape) -> Json:
 
 
 def _free() -> None:
-    """Gives back what the last side held on the device."""
+    """Release what the last side held on the device."""
     gc.collect()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
         sys.modules["torch"].cuda.empty_cache()
@@ -198,7 +207,7 @@ def _experts(make: Callable[[], experts.Mixture], wanted: shape.Shape, config: A
 def _makers(
     prepared: shape.Prepared, served: shape.Prepared, folder: Path, small: bool
 ) -> dict[str, Callable[[], Runner]]:
-    """What makes each side; a side is made when it is its turn, so that one is in memory at a time.
+    """Return what makes each side. Sides are made in turn, so that only one is in memory.
 
     `served` is what engines are built from, which may be quantized.
     """
@@ -275,7 +284,7 @@ def _cuda(wanted: shape.Shape, graphs: bool = False) -> Any:
 
 
 def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
-    """Engines for the GPU that is here, built from the graphs, and the backend that runs them."""
+    """Return engines for this machine's GPU, built from the graphs, and the backend that runs them."""
     from canvasrt.build.plan import Options
     from canvasrt.pipeline import build
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
@@ -296,15 +305,15 @@ def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
 
 
 def _target() -> Target:
-    """The target of the GPU that is here."""
+    """Return the target for this machine's GPU."""
     if not gpus():
-        raise CanvasError("TensorRT needs a GPU, and there is none here", "see docs/hardware.md")
+        raise CanvasError("TensorRT needs a GPU, and this machine has none", "see docs/hardware.md")
     here = gpus()[0]
     found = [target for target in TARGETS if target.capability == here.capability]
     if not found:
         raise CanvasError(f"no target has the capability of {here.name}", "canvasrt targets")
     require(*BUILDER_MODULES[found[0].builder])
-    # Of two with one capability, the one with more memory refuses less.
+    # If two targets share a capability, the one with more memory refuses less.
     return max(found, key=lambda target: target.memory or 0)
 
 

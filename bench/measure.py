@@ -1,4 +1,4 @@
-"""The measurements, each a function of a side; what a side cannot do is noted with its reason."""
+"""The measurements, one function each. What a side cannot do is recorded with the reason."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PROMPT_OF_GENERATION = 512
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """What `work` gives, or `{"skipped": why}`: one measurement that fails ends none of the others."""
+    """Return the result of `work`, or `{"skipped": why}`, so that one failure does not end the others."""
     try:
         return work()
-    except Exception as error:  # whatever a tool raises; a run on a GPU is too dear to lose
+    except Exception as error:  # any exception: a run on a GPU is too expensive to lose
         text = str(error).strip().splitlines()
         return {"skipped": f"{type(error).__name__}: {text[0] if text else 'no reason given'}"}
 
 
 def passes(runner: Runner, shape: Shape) -> list[Json]:
-    """A denoising pass at every batch and context."""
+    """Measure a denoising pass at every batch and context."""
 
     def one(batch: int, context: int) -> Json:
         took = runner.pass_ms(batch, context, shape.repeats)
@@ -38,7 +38,7 @@ def passes(runner: Runner, shape: Shape) -> list[Json]:
 
 
 def segments(runner: Runner, shape: Shape) -> list[Json]:
-    """Where a pass's time goes, at batch 1."""
+    """Measure the parts of a pass, at batch 1."""
     found = []
     for context in shape.contexts:
         parts = attempt(partial(runner.segments_ms, 1, context, shape.repeats))
@@ -48,14 +48,14 @@ def segments(runner: Runner, shape: Shape) -> list[Json]:
 
 
 def generation(runner: Runner, shape: Shape) -> list[Json]:
-    """Whole requests of two blocks, all steps taken, behind a prompt."""
+    """Measure whole requests of two blocks after a prompt, with all steps taken."""
     prompt = min(PROMPT_OF_GENERATION, min(shape.contexts))
 
     def one(batch: int) -> Json:
-        runner.generate(batch, prompt, 2, shape.steps)  # warms up
+        runner.generate(batch, prompt, 2, shape.steps)  # warm-up
         run = runner.generate(batch, prompt, 2, shape.steps)
         pass_seconds = statistics.median(run.step_seconds)
-        tokens = run.tokens / 2  # a block each
+        tokens = run.tokens / 2  # one block each
         return {
             "tokens_per_second": run.tokens / run.seconds,
             "tokens_per_second_of_steps_alone": tokens / (shape.steps * pass_seconds),
@@ -69,7 +69,7 @@ def generation(runner: Runner, shape: Shape) -> list[Json]:
 
 
 def side(runner: Runner, shape: Shape) -> Json:
-    """Everything about one side."""
+    """Measure everything about one side."""
     found: Json = {"passes": passes(runner, shape), "segments": segments(runner, shape)}
     found["generation"] = generation(runner, shape)
     runner_loads = attempt(lambda: (runner.pass_ms(1, shape.contexts[0], 1), runner.loads())[1])

@@ -1,9 +1,11 @@
-"""What runs on the GPU that is here: TensorRT-RTX's and TensorRT's engines, and ONNX Runtime's CUDA provider.
+"""Finds out what runs on this machine's GPU: TensorRT-RTX, TensorRT, and ONNX Runtime's CUDA
+provider.
 
     python -m bench.probe -o results
 
-It builds one segment of the demo model for several compute capabilities, tries to load and to run each, and prints what
-happened in the tool's own words. Each try is a process of its own, since one that crashes is an answer too.
+It builds one segment of the demo model for several compute capabilities, tries to load and run
+each, and prints the tool's own messages. Each try is a process of its own, since a crash is an
+answer too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # started as a file
+if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from canvasrt.bundle import load_bundle
@@ -29,7 +31,7 @@ from canvasrt.machine import gpus
 
 Json = dict[str, Any]
 
-# How the compute capability is set before a build; `gpu` is that of the GPU that is here.
+# How the compute capability is set before a build. `gpu` is that of this machine's GPU.
 CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")
 MODULES = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 DISTRIBUTIONS = (*MODULES.values(), "onnxruntime", "onnxruntime-gpu", "torch", "cuda-bindings")
@@ -38,7 +40,7 @@ TIMEOUT = 600
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.probe", description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--out", type=Path, help="where probe.json is written")
+    parser.add_argument("-o", "--out", type=Path, help="folder for probe.json")
     parser.add_argument("--modules", default=",".join(MODULES))
     parser.add_argument("--capabilities", default=",".join(CAPABILITIES))
     parser.add_argument("--try", dest="child", nargs=4, help=argparse.SUPPRESS)
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def probe(folder: Path, modules: list[str], capabilities: list[str]) -> Json:
-    """Every try; what each step of it said, by the module and the capability."""
+    """Return every try: the messages of each step, by module and capability."""
     from canvasrt.export.graphs import export
 
     export("demo", folder / "graphs", precision="bf16")
@@ -94,7 +96,7 @@ def _in_a_process(module: str, capability: str, folder: Path) -> dict[str, str]:
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return {"process": f"did not end in {TIMEOUT} s"}
+        return {"process": f"did not end within {TIMEOUT} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines and lines[-1].startswith("{"):
         return dict(json.loads(lines[-1]))
@@ -103,7 +105,7 @@ def _in_a_process(module: str, capability: str, folder: Path) -> dict[str, str]:
 
 
 def attempt(module: str, capability: str, graphs: Path, engine: Path) -> dict[str, str]:
-    """Build, load and run the head of `graphs`; what was said at each step, up to the first that failed."""
+    """Build, load and run the head of `graphs`. Return each step's message, up to the first failure."""
     outcome = {"build": _said(lambda: _build(module, capability, graphs, engine))}
     if engine.exists():
         outcome["load and run"] = _said(lambda: _run(module, graphs, engine))
@@ -160,13 +162,13 @@ def _named(capability: str) -> str:
     if capability != "gpu":
         return capability
     if not gpus():
-        raise CanvasError("there is no GPU here", "")
+        raise CanvasError("this machine has no GPU", "")
     major, minor = gpus()[0].capability
     return f"SM{major}{minor}"
 
 
 def _run(module: str, graphs: Path, engine: Path) -> str:
-    """Loads the head and runs it once, through the runtime's own backend."""
+    """Load the head and run it once, through the runtime's own backend."""
     import importlib
 
     import numpy as np
@@ -174,7 +176,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
     from canvasrt.runtime.backends.cuda import CudaDevice
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
     from canvasrt.runtime.engine import Call
-    from canvasrt.runtime.gpu.buffers import Block, constant
+    from canvasrt.runtime.gpu.buffers import Transfer, constant
 
     config = load_bundle(graphs, check=False).manifest.model
     device = CudaDevice("rtx")
@@ -198,7 +200,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
         "uniforms": random.random((1, length), np.float32),
         "noise": np.zeros((1, length), np.int64),
     }
-    results = Block(
+    results = Transfer(
         device,
         {
             "canvas": (np.int64, length),
@@ -223,15 +225,15 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
 
 
 def _provider(folder: Path) -> str:
-    """The demo's tokens through the CUDA provider, beside the CPU's."""
+    """Return the demo's tokens through the CUDA provider, next to the CPU's."""
     from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
 
-    OrtCudaBackend()  # says at once what is missing
+    OrtCudaBackend()  # names what is missing at once
     return _generated(_in_fp32(folder), folder, "cuda")
 
 
 def _engines(folder: Path) -> str:
-    """The demo's tokens through engines for the GPU that is here, beside the CPU's in fp32."""
+    """Return the demo's tokens through engines for this machine's GPU, next to the CPU's in fp32."""
     from canvasrt.build.plan import Options
     from canvasrt.pipeline import build
     from canvasrt.targets import TARGETS
@@ -239,13 +241,13 @@ def _engines(folder: Path) -> str:
     here = {gpu.capability for gpu in gpus()[:1]}
     target = next((target for target in TARGETS if target.capability in here), None)
     if target is None:
-        raise CanvasError("no target has the capability of the GPU here, or there is none", "")
+        raise CanvasError("this machine has no GPU, or no target has its capability", "")
     bundle = build("demo", target, folder / "engines", Options("bf16"))
     return f"{target.name}: {_generated(bundle.path, folder, None)}"
 
 
 def _in_fp32(folder: Path) -> Path:
-    """The demo's graphs in fp32, exported once."""
+    """Return the demo's graphs in fp32, exported once."""
     from canvasrt.export.graphs import export
 
     out = folder / "fp32"
@@ -253,7 +255,7 @@ def _in_fp32(folder: Path) -> Path:
 
 
 def _generated(path: Path, folder: Path, device: str | None) -> str:
-    """Tokens of four requests: apart, in shared passes, and on the CPU."""
+    """Generate four requests apart, in shared passes, and on the CPU; return whether tokens agree."""
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.open import open_model
@@ -279,7 +281,7 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     )
 
 
-# The whole demo, by what it runs through.
+# The whole demo, by what runs it.
 WHOLE: dict[str, Callable[[Path], str]] = {
     "onnxruntime, CUDA": _provider,
     "engines of the demo": _engines,

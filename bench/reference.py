@@ -17,7 +17,7 @@ NO_TOKEN = -1
 
 
 class TransformersRunner:
-    """transformers' own model and `generate`. `static` is the cache that makes it compile itself."""
+    """transformers' own model and `generate`. With a `static` cache, it compiles itself."""
 
     def __init__(self, prepared: Prepared, static: bool) -> None:
         self._torch: Any = require("torch", "export")
@@ -34,7 +34,7 @@ class TransformersRunner:
         _watch_routers(self._model, self._loads_of, prepared.config.num_experts)
 
     def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
-        # Compiling happens in a first run, not counted.
+        # Compiling happens in a first run, which does not count.
         for _ in range(1 + self._static):
             found = self.generate(batch, context, 1, WARM_UP + repeats)
         return [1e3 * seconds for seconds in found.step_seconds[WARM_UP:]]
@@ -80,7 +80,7 @@ class TransformersRunner:
 
 
 class _Clock:
-    """Times the denoising steps of a model, and as a streamer its blocks; every block takes all steps."""
+    """Times a model's denoising steps, and as a streamer its blocks. Every block takes all steps."""
 
     def __init__(self, model: Any, wait: Any) -> None:
         self.steps: list[float] = []
@@ -98,7 +98,7 @@ class _Clock:
             self.steps.append(time.perf_counter() - begin)
             return result
 
-        # On the instance: the class stays as it is.
+        # On the instance, so that the class stays as it is.
         self._model._denoising_step = timed
         self._model._prepare_diffusion_stopping_criteria = lambda *_: None
 
@@ -106,23 +106,24 @@ class _Clock:
         del self._model._denoising_step, self._model._prepare_diffusion_stopping_criteria
 
     def put(self, value: Any) -> None:
-        """Called with the prompt, then with each block."""
+        """Note the time. Called with the prompt, then with each block."""
         self._wait()
         self.blocks.append(time.perf_counter())
 
     def end(self) -> None:
-        """Called after the last block."""
+        """Do nothing. Called after the last block."""
 
 
 def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:
-    """transformers' model of the checkpoint, with its layers several times over, each with memory of its own."""
+    """Return transformers' model of the checkpoint with its layers repeated, each copy with its own
+    memory."""
     from transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # the weights that the checkpoint lacks are the vision tower's
+    logging.set_verbosity_error()  # the checkpoint lacks only the vision tower's weights
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[prepared.shape.precision]
-    # The checkpoint has no vision tower, and the reference would make one of 550M parameters.
+    # The checkpoint has no vision tower, and the reference would create one of 550M parameters.
     config = AutoConfig.from_pretrained(prepared.checkpoint)
     config.vision_config = type(config.vision_config)(
         hidden_size=32,
@@ -145,7 +146,7 @@ def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:
     ]
     first = [list(stack.layers) for stack in stacks]
     for number in range(1, copies):
-        # One memory of what was copied, since encoder and decoder share their weights.
+        # One memo for all copies, since encoder and decoder share their weights.
         for stack, copied in zip(stacks, copy.deepcopy(first), strict=True):
             for layer in copied:
                 for module in layer.modules():
@@ -163,7 +164,7 @@ def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:
 
 
 def _repeat(text: Any, copies: int) -> None:
-    """Makes a text configuration one of `copies` times as many layers."""
+    """Give a text configuration `copies` times as many layers."""
     before = text.num_hidden_layers
     text.layer_types = list(text.layer_types) * copies
     text.num_hidden_layers = before * copies
@@ -177,7 +178,7 @@ def _repeat(text: Any, copies: int) -> None:
 
 
 def _watch_routers(model: Any, loads: dict[str, int], experts: int) -> None:
-    """Notes, a decoder's layer, the most tokens that one expert was given in the last pass."""
+    """Record, per decoder layer, the most tokens given to one expert in the last pass."""
 
     def note(name: str, output: Any) -> None:
         for each in output if isinstance(output, tuple) else (output,):
@@ -191,7 +192,7 @@ def _watch_routers(model: Any, loads: dict[str, int], experts: int) -> None:
         if type(module).__name__ == "DiffusionGemmaTextRouter" and "decoder" in name:
 
             def hook(_: Any, __: Any, output: Any, name: str = name) -> None:
-                # A copy to the host would break a compiled graph.
+                # Copying to the host would break a compiled graph.
                 if name not in loads and not torch.compiler.is_compiling():
                     note(name, output)
 

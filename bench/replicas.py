@@ -1,4 +1,4 @@
-"""One segment's engine or graph in the place of another: its layers go by other numbers. And how long each runs."""
+"""One segment's engine or graph in place of another, with renumbered layers, and timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAYER = re.compile(r"^((?:past|new)_(?:key|value)_)(\d+)$")
 
 
 def shifted(name: str, by: int) -> str:
-    """`past_key_2` by 6 → `past_key_8`; other names stay."""
+    """Renumber: `past_key_2` by 6 → `past_key_8`. Other names stay."""
     match = _LAYER.match(name)
     return f"{match[1]}{int(match[2]) + by}" if match else name
 
@@ -45,7 +45,7 @@ class ReplicaEngine:
 
 
 class TimedEngine:
-    """An engine that notes its launches, while `marks` is a list, as pairs of the device's events."""
+    """An engine that records its launches as pairs of device events, while `marks` is a list."""
 
     def __init__(self, engine: Engine, device: Any) -> None:
         self._engine, self._device = engine, device
@@ -71,7 +71,7 @@ class TimedEngine:
 
 
 class ReplicaSegment:
-    """A graph on the CPU whose layers are numbered from `by` on; it counts the seconds that it runs."""
+    """A graph on the CPU whose layers are numbered from `by` on. It adds up the seconds that it runs."""
 
     def __init__(self, segment: Segment, name: str, by: int) -> None:
         self._segment, self._by = segment, by

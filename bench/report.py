@@ -1,4 +1,4 @@
-"""The measurements as JSON and as a Markdown table."""
+"""The measurements as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = ("gpu.json", "gpu.md")
 
 
 def write(data: Json, out: Path) -> tuple[Path, Path]:
-    """`FILES` in `out`."""
+    """Write `FILES` to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     files = out / FILES[0], out / FILES[1]
     files[0].write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -21,7 +21,7 @@ def write(data: Json, out: Path) -> tuple[Path, Path]:
 
 
 def markdown(data: Json) -> str:
-    """The tables of a run."""
+    """Return a run's tables."""
     parts = [_heading(data), _passes(data), _floor(data), _generation(data), _segments(data)]
     parts += [_experts(data), _loads(data), _skipped(data)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -39,12 +39,12 @@ def _heading(data: Json) -> str:
 
 
 def _engines(data: Json) -> str:
-    """What sets the engines apart from the other sides, and the floor with them."""
+    """Return how the engines, and with them the floor, differ from the other sides."""
     engines = data.get("engines")
     if not engines:
         return ""
     return (
-        f"The side tensorrt and the floor, and these alone: {engines['precision']} "
+        f"Only the side tensorrt and the floor: {engines['precision']} "
         f"({engines['weight_bytes'] / 1e9:.2f} GB), {engines['calibration']}. "
     )
 
@@ -63,7 +63,7 @@ def _passes(data: Json) -> str:
         ]
         floor = data["floor"].get(str(batch), {}).get("floor")
         rows.append([f"{context:,}", str(batch), *cells, _number(floor)])
-    return _table(["context", "batch", *sides, "floor"], rows, "Milliseconds of a denoising pass")
+    return _table(["context", "batch", *sides, "floor"], rows, "Milliseconds per denoising pass")
 
 
 def _floor(data: Json) -> str:

@@ -1,4 +1,4 @@
-"""What a measurement asks of a side, and our own sides: graphs or engines on a device, and graphs on the CPU."""
+"""The interface of a side, and our own sides: graphs or engines on a device, and graphs on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canvasrt.runtime.cpu import Body, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.gpu.model import DeviceModel
-from canvasrt.runtime.gpu.workspace import Stage
+from canvasrt.runtime.gpu.workspace import DeviceSegment
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
@@ -31,7 +31,7 @@ WARM_UP = 4  # a call is captured when it comes a third time
 
 @dataclass(frozen=True)
 class Generation:
-    """A run of some requests to their end, all steps taken. Seconds."""
+    """A run of some requests to their end, with all steps taken. Times are in seconds."""
 
     tokens: int
     seconds: float
@@ -45,28 +45,28 @@ class Runner(Protocol):
     name: str
 
     def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
-        """Milliseconds of denoising passes of `batch` requests with `context` tokens each in their caches."""
+        """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each."""
         ...
 
     def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
-        """Median milliseconds of each part of such a pass; empty where parts cannot be told."""
+        """Return median milliseconds of each part of such a pass; empty if parts cannot be told apart."""
         ...
 
     def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
-        """Whole requests with prompts of `prompt` tokens."""
+        """Run whole requests with prompts of `prompt` tokens."""
         ...
 
     def memory(self) -> int | None:
-        """Bytes of the device's memory in use; None on the CPU."""
+        """Return the bytes of device memory in use; None on the CPU."""
         ...
 
     def loads(self) -> list[int]:
-        """A layer, the most tokens that one expert was given in the last pass."""
+        """Return, per layer, the most tokens given to one expert in the last pass."""
         ...
 
 
 class OurRunner(ABC):
-    """What our two sides share: all goes through the runtime's own model."""
+    """What our two sides share: everything runs through the runtime's own model."""
 
     def __init__(self, name: str, model: Model) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class OurRunner(ABC):
 
     @abstractmethod
     def _fill(self, row: Any, context: int) -> None:
-        """Let a row's cache hold `context` tokens; each side has its own way."""
+        """Make a row's cache hold `context` tokens; each side has its own way."""
 
     def generate(self, batch: int, prompt: int, blocks: int, steps: int) -> Generation:
         config = self.model.config
@@ -167,31 +167,31 @@ class HostRunner(OurRunner):
 
 
 class DeviceRunner(OurRunner):
-    """Our graphs or engines over a device's memory; a batch shares passes."""
+    """Our graphs or engines over a device's memory. A batch shares passes."""
 
     def __init__(
         self, name: str, prepared: Prepared, backend: DeviceBackend, bundle: Bundle | None = None
     ) -> None:
-        """bundle: engines that were built from the prepared graphs; the graphs themselves when None."""
+        """Open `bundle`, engines built from the prepared graphs, or the graphs themselves if None."""
         bundle = bundle or prepared.graphs
         device: Any = backend.device
         layers = prepared.shape.layers
         entries = {entry["name"]: entry for entry in bundle.manifest.segments}
         self._used = device.memory()[0] if hasattr(device, "memory") else 0
-        stages = []
+        segments = []
         for copy in range(prepared.shape.copies):
             held = tuple(range(copy * layers, (copy + 1) * layers))
             engine = ReplicaEngine(_open(backend, bundle, entries["body_0"]), copy, copy * layers)
-            stages.append(Stage(TimedEngine(engine, device), held))
-        stages.append(Stage(TimedEngine(_open(backend, bundle, entries["head"]), device)))
-        self._timed: list[Any] = [stage.engine for stage in stages]
+            segments.append(DeviceSegment(TimedEngine(engine, device), held))
+        segments.append(DeviceSegment(TimedEngine(_open(backend, bundle, entries["head"]), device)))
+        self._timed: list[Any] = [segment.engine for segment in segments]
         self._device = device
         super().__init__(
             name,
             DeviceModel(
                 prepared.config,
                 bundle.manifest.sampler,
-                stages,
+                segments,
                 map_table(prepared.graphs),
                 prepared.shape.max_context,
                 backend,
@@ -199,7 +199,7 @@ class DeviceRunner(OurRunner):
         )
 
     def _fill(self, row: Any, context: int) -> None:
-        # Zeros, as the memory starts: reading them costs what reading keys and values costs.
+        # Zeros, as memory starts: reading them costs as much as reading keys and values.
         assert isinstance(self.model, DeviceModel)
         self.model.workspace.cache.take(row)
         self.model.workspace.cache.make_room([row], [context])
@@ -226,8 +226,8 @@ class DeviceRunner(OurRunner):
         results = self.model.workspace.results
         return [
             int(load)
-            for number, stage in enumerate(self.model.stages[:-1])
-            for load in results.view(f"load_{number}", len(stage.layers))
+            for number, segment in enumerate(self.model.segments[:-1])
+            for load in results.view(f"load_{number}", len(segment.layers))
         ]
 
 

@@ -1,7 +1,9 @@
-"""What is measured: the released model's shape with random weights, or a reduced one, written to disk once.
+"""What is measured: the released model's shape with random weights, or a reduced one, written to
+disk once.
 
-One body segment is written and stands for all of them: their layers are of the same kinds in the same order, so that a
-pass costs the same, and the disk holds a fifth. Every copy has memory of its own on the device.
+One body segment stands for all of them. Their layers are of the same kinds in the same order, so a
+pass costs the same, and the files take a fifth of the disk. On the device, every copy has its own
+memory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.extras import require
 from canvasrt.formats import FORMATS
 
-# A sliding and a full layer, a few experts, and the released canvas.
+# One sliding and one full layer, a few experts, and the released canvas.
 _SMALL: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -39,7 +41,7 @@ _SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Which model: `layers` of one body segment, and `copies` of that."""
+    """Which model: `layers` per body segment, and `copies` of that segment."""
 
     name: str
     layers: int
@@ -59,7 +61,8 @@ FULL = Shape("released", 6, 5, "bf16", (1, 2, 4, 8), (512, 4096, 32_768), 16, 20
 SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
 
 
-# The largest input of every product, in a calibration that is made up: that of normalised states is of this order.
+# The largest input of every product in the made-up calibration; normalised states are of this
+# order.
 MADE_UP_AMAX = 8.0
 # What engines may be measured at, besides the precision of a shape.
 QUANTIZED = tuple(FORMATS)
@@ -67,7 +70,8 @@ QUANTIZED = tuple(FORMATS)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files of a shape: a checkpoint of one segment's layers, its graphs, and the whole model's configuration."""
+    """A shape's files: a checkpoint of one segment's layers, its graphs, and the whole model's
+    configuration."""
 
     shape: Shape
     checkpoint: Path
@@ -76,14 +80,14 @@ class Prepared:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all segments and the head; the table counts once."""
+        """Bytes of all segments and the head; the table counts once."""
         files = self.graphs.manifest.files
         body = files["body_0.bin"]["bytes"] * self.shape.copies
         return body + files["head.bin"]["bytes"] + files["embedding.bin"]["bytes"]
 
 
 def prepare(shape: Shape, folder: Path) -> Prepared:
-    """Write what is missing in `folder`. Needs what `canvasrt[export]` brings."""
+    """Write what is missing in `folder`. Needs `canvasrt[export]`."""
     require("torch", "export")
     from canvasrt.export import synthetic
     from canvasrt.export.graphs import export
@@ -99,10 +103,11 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
 
 
 def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
-    """The same with the body's weights quantized by a recipe of canvasrt's; what is missing in `folder` is written.
+    """Return the files with the body's weights quantized by one of canvasrt's recipes; write what
+    is missing.
 
-    The calibration is made up: no prompt is run, and every input is said to reach `MADE_UP_AMAX`. How long a pass takes
-    does not depend on it.
+    The calibration is made up: no prompt is run, and every input is assumed to reach
+    `MADE_UP_AMAX`. The time of a pass does not depend on it.
     """
     from canvasrt.export.quantize.calibrate import Calibration
     from canvasrt.export.quantize.quantize import quantize
@@ -124,12 +129,12 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
 
 
 def repeated(config: ModelConfig, copies: int) -> ModelConfig:
-    """The configuration of a model that has the layers of `config` several times over."""
+    """Return the configuration of a model that repeats the layers of `config`."""
     return replace(config, layers=config.layers * copies)
 
 
 def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
-    """One layer's router and experts alone, `x` `[tokens, D]` → the same, with random weights."""
+    """Return one layer's router and experts alone, `x` `[tokens, D]` → the same, with random weights."""
     torch = require("torch", "export")
     import onnx_ir as ir
 
@@ -173,7 +178,10 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
 
 
 def _random(parameter: Any, dtype: Any) -> Iterator[memoryview]:
-    """Values of variance 1 / inputs, a row of the first axis at a time; ones where there is one axis."""
+    """Yield values of variance 1 / inputs, one row of the first axis at a time; ones for a single
+    axis.
+
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,8 @@ from canvasrt.targets import TARGETS, Target
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise CanvasError when a plan cannot be carried out here, or its engines would not fit their GPU."""
+    """Raise CanvasError when a plan cannot be carried out here, or when its engines would not fit
+    their GPU."""
     check_buildable(plan.target)
     check_source(plan.target, plan.precision, plan.source)
     check_extras(plan)
@@ -33,15 +34,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_buildable(target: Target) -> None:
-    """Raise CanvasError when engines of a target cannot be built here."""
+    """Raise CanvasError when engines for a target cannot be built here."""
     if target.capability is None:
         return
     module, extra = BUILDER_MODULES[target.builder]
     if not target.builds_anywhere and not has_gpu(target):
-        missing = "" if is_installed(module) else f"; nor is {module} installed"
+        missing = "" if is_installed(module) else f", and {module} is not installed"
         raise CanvasError(
-            f"engines for {target.name} are built on its GPU ({target.gpu}),"
-            f" which is not here{missing}",
+            f"engines for {target.name} can only be built on its GPU ({target.gpu}),"
+            f" which this machine does not have{missing}",
             f"on a machine with that GPU: pip install 'canvasrt[{extra}]';"
             " --dry-run shows the plan anywhere",
         )
@@ -49,22 +50,22 @@ def check_buildable(target: Target) -> None:
 
 
 def check_source(target: Target, precision: Precision, source: Source) -> None:
-    """Raise CanvasError when what there is to build from cannot be built at a precision."""
+    """Raise CanvasError when the source cannot be built at a precision."""
     have = source.precision
     what = "graphs are" if source.graphs is not None else "checkpoint's weights are"
     if source.is_quantized and (source.graphs is not None or precision.is_quantized):
         if have != precision.name or not _same_recipe(source, precision):
             raise CanvasError(
-                f"the {what} quantized already, to {have}, and this asks for"
+                f"the {what} already quantized to {have}, and cannot become"
                 f" {precision.text} engines for {target.name}",
                 f"build them as they are, for {_targets_with(str(have))},"
-                " or start from a checkpoint of plain weights",
+                " or start from a checkpoint with plain weights",
             )
         if source.graphs is not None:
             _check_base(target, source.graphs)
     elif source.graphs is not None and have != precision.exported:
         raise CanvasError(
-            f"the {what} {have}, and {precision.name} engines for {target.name} need"
+            f"the {what} {have}, but {precision.name} engines for {target.name} need"
             f" {precision.exported} graphs",
             "build from the checkpoint instead, or from graphs of"
             f" `canvasrt export CHECKPOINT --precision {precision.exported} -o DIR`",
@@ -72,17 +73,17 @@ def check_source(target: Target, precision: Precision, source: Source) -> None:
 
 
 def _check_base(target: Target, graphs: Bundle) -> None:
-    """Raise CanvasError where what is not quantized is in fp32: a GPU's engines compute it in bf16."""
+    """Raise CanvasError when the unquantized part is in fp32: a GPU's engines compute it in bf16."""
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(
-            f"the graphs were quantized from {base} ones, and engines for {target.name} need bf16 ones",
+            f"the graphs were quantized from {base} ones, but engines for {target.name} need bf16 ones",
             "quantize graphs of `canvasrt export CHECKPOINT --precision bf16 -o DIR`",
         )
 
 
 def _same_recipe(source: Source, precision: Precision) -> bool:
-    """Whether graphs that are quantized already are what a recipe would make."""
+    """Return whether already quantized graphs are what a recipe would produce."""
     if precision.recipe is None:
         return True
     made_with = source.graphs and source.graphs.manifest.options.get("recipe")
@@ -90,7 +91,7 @@ def _same_recipe(source: Source, precision: Precision) -> bool:
 
 
 def check_extras(plan: Plan) -> None:
-    """Raise CanvasError when what exports or quantizes is not installed, before the first of it is used."""
+    """Raise CanvasError when an extra for exporting or quantizing is missing, before anything is written."""
     if plan.source.graphs is None:
         for module in ("torch", "onnx"):
             require(module, "export")
@@ -103,9 +104,10 @@ def check_extras(plan: Plan) -> None:
 
 
 def check_space(plans: Sequence[Plan]) -> None:
-    """Raise CanvasError when the disks have no room for what plans of one source write.
+    """Raise CanvasError when the disks lack room for what plans of one source write.
 
-    Engines are counted once a capability and precision, and nothing whose graphs a former build has kept.
+    Engines are counted once per capability and precision. Graphs that are already cached are not
+    counted.
     """
     cache = cache_folder()
     graphs: dict[str, int] = {}
@@ -127,13 +129,13 @@ def check_memory(plan: Plan) -> None:
     hint = ", or ".join(_what_fits(plan))
     raise CanvasError(
         f"{plan.precision.text} engines for {plan.max_batch} requests of {plan.max_context} tokens"
-        f" take {_gb(plan.memory.total)}, and {plan.target.name} has {_gb(plan.target.memory)}",
-        f"this would fit: {hint}" if hint else "no precision or target of this table has room",
+        f" take {_gb(plan.memory.total)}, but {plan.target.name} has {_gb(plan.target.memory)}",
+        f"this would fit: {hint}" if hint else "no precision or target has enough memory",
     )
 
 
 def _what_fits(plan: Plan) -> Iterator[str]:
-    """Options that would make a plan fit, each by itself; other targets when there are none."""
+    """Return options that would each make a plan fit, or other targets if there are none."""
     found = False
     least = plan.source.model.canvas_length
     contexts = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))

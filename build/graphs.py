@@ -1,4 +1,4 @@
-"""Which graphs a plan needs, and all that decides them: the cache finds them again by it."""
+"""Which graphs a plan needs, and everything that decides them, as the cache's key."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from canvasrt import extras
 from canvasrt.build.plan import Plan
 from canvasrt.cache import GraphCache, code_hash
 
-# Distributions whose versions shape what they make.
+# Distributions whose versions affect what they produce.
 _EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
 _QUANTIZED_BY = (*_EXPORTED_BY, "nvidia-modelopt", "onnxruntime", "numpy")
 
-# Folders of canvasrt/ whose code shapes graphs.
+# Folders of canvasrt/ whose code affects graphs.
 _SHARED = ("checkpoints", "graphs", "recipes")
 
 Json = dict[str, Any]
 
 
 def is_cached(plan: Plan) -> bool:
-    """Whether a plan's graphs are there already."""
+    """Return whether a plan's graphs already exist."""
     if is_quantized_here(plan):
         return GraphCache().has(quantized_from(plan))
     return plan.source.graphs is not None or GraphCache().has(exported_from(plan))
 
 
 def is_quantized_here(plan: Plan) -> bool:
-    """Whether the build quantizes, rather than taking weights that are quantized already."""
+    """Return whether the build quantizes, rather than using already quantized weights."""
     return plan.precision.is_quantized and not plan.source.is_quantized
 
 
 def exported_precision(plan: Plan) -> str:
-    """What the export makes: a quantized checkpoint's own weights, where they are what is wanted."""
+    """Return the precision to export in: a quantized checkpoint's own, if that is the one asked for."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 
 
 def exported_from(plan: Plan) -> Json:
-    """All that decides the exported graphs of a plan."""
-    # A quantized checkpoint may leave the scales of its activations to who runs it.
+    """Return everything that decides the exported graphs of a plan."""
+    # A quantized checkpoint may leave its activation scales to calibration.
     own = plan.calibration_hash if plan.source.is_quantized else None
     return {
         **plan.source.made_from,
@@ -54,7 +54,7 @@ def exported_from(plan: Plan) -> Json:
 
 
 def quantized_from(plan: Plan) -> Json:
-    """All that decides the quantized graphs of a plan."""
+    """Return everything that decides the quantized graphs of a plan."""
     recipe = plan.precision.recipe
     assert recipe is not None
     return {
@@ -66,7 +66,7 @@ def quantized_from(plan: Plan) -> Json:
 
 
 def _versions(packages: tuple[str, ...], *stages: str) -> Json:
-    """What makes graphs here: versions, and our own sources, which change more often than their version."""
+    """Return versions, and the hash of our own sources, which change more often than their version."""
     found = {name: version for name in packages if (version := extras.version(name))}
     shared = Path(canvasrt.__file__).parent
     sources = [*sorted(shared.glob("*.py")), *(shared / room for room in _SHARED)]

@@ -1,4 +1,4 @@
-"""Work side by side, as far as memory allows."""
+"""Runs tasks in parallel, as far as memory allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Task(Generic[Result]):
-    """Something to be done, in a thread of its own, and the bytes of memory that it takes meanwhile."""
+    """A task for a thread of its own, and the bytes of memory that it needs meanwhile."""
 
     name: str
     memory: int
@@ -27,10 +27,11 @@ def run_all(
     finished: Callable[[str], None],
     stop: Callable[[], None],
 ) -> dict[str, Result]:
-    """Results by name. Together tasks take at most `memory`; one that takes more runs alone.
+    """Run all tasks and return their results by name.
 
-    `started` and `finished` are told each name, in this thread. When a task fails, or this thread is interrupted, `stop` is called,
-    which should make the others end soon; the first failure is raised.
+    Together they take at most `memory`; a task that needs more runs alone. `started` and `finished`
+    are called with each name, in this thread. If a task fails or this thread is interrupted, `stop`
+    is called to end the others soon. The first failure is raised.
     """
     waiting, results = list(tasks), {}
     running: dict[Future[Result], Task[Result]] = {}

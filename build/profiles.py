@@ -1,4 +1,4 @@
-"""Optimization profiles: the sizes that each dynamic dimension of a segment's graph may take."""
+"""Optimization profiles: the range of sizes for each dynamic dimension of a segment's graph."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from typing import Any
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 
-# The most tokens of a prompt that the runtime encodes in one call.
-# The context that kernels are chosen for; everything up to --max-context works.
+# The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
-# Soft tokens of an image, and the images of a call: the defaults of transformers' image processor.
 
 ENCODE, DENOISE, DENOISE_BATCH, IMAGES = "encode", "denoise", "denoise_batch", "images"
 
 
 @dataclass(frozen=True)
 class Range:
-    """The least, the usual and the largest size of one dimension."""
+    """The smallest, usual and largest size of one dimension."""
 
     min: int
     opt: int
     max: int
 
     def to_json(self) -> dict[str, int]:
-        """As the manifest has it."""
+        """Return the range as in the manifest."""
         return {"min": self.min, "opt": self.opt, "max": self.max}
 
 
-# Dimension name of the graph → its sizes.
+# Dimension name in the graph → its sizes.
 Profile = dict[str, Range]
 
 
 def profiles(
     segment: Mapping[str, Any], model: ModelConfig, max_context: int, max_batch: int
 ) -> dict[str, Profile]:
-    """The profiles of a segment, described by its manifest entry, by name.
+    """Return a segment's profiles by name. `segment` is its manifest entry.
 
-    `encode` takes a prefill chunk or a finished canvas, of any number of requests; `denoise` one request's canvas, and
-    `denoise_batch` those of several. A size is chosen for, not bound to, its `opt`; what a call must not exceed is `max`.
+    `encode` takes a prefill chunk or a finished canvas, for any number of requests. `denoise` takes
+    one request's canvas, `denoise_batch` several. Kernels are tuned for `opt`; only `max` is
+    binding.
     """
     rows = _rows(max_batch)
     if "layers" in segment:
@@ -50,13 +49,13 @@ def profiles(
         return {name: {"batch": batch, "length": canvas} for name, batch in rows.items()}
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The exporter names the number of patches by the expression that it is.
+    # The exporter names the number of patches by its expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
     return {IMAGES: {"images": Range(1, 1, max_batch), f"{square}*soft_tokens": patches}}
 
 
 def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
-    """As the manifest has them, in the engine's order."""
+    """Return profiles as in the manifest, in the engine's order."""
     return [
         {"name": name, **{dimension: size.to_json() for dimension, size in sizes.items()}}
         for name, sizes in made.items()
@@ -114,7 +113,7 @@ def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
 
 
 def _rows(max_batch: int) -> dict[str, Range]:
-    """The requests that are denoised together: one, and where there may be more, a full batch."""
+    """Return how many requests are denoised together: one, and a full batch if there may be more."""
     rows = {DENOISE: _always(1)}
     if max_batch > 1:
         rows[DENOISE_BATCH] = Range(2, max_batch, max_batch)
@@ -122,17 +121,17 @@ def _rows(max_batch: int) -> dict[str, Range]:
 
 
 def _capacity(model: ModelConfig, length: int, usual_rows: int, most_rows: int) -> Range:
-    """Slots an expert of calls of `length` tokens a row."""
+    """Return the slots per expert for calls of `length` tokens per row."""
     most = max_capacity(model, length, most_rows)
     return Range(1, min(most, _twice_the_mean(model, length * usual_rows)), most)
 
 
 def max_capacity(model: ModelConfig, longest: int, max_batch: int) -> int:
-    """The most slots an expert that an engine has room for.
+    """Return the most slots per expert that an engine supports.
 
-    Enough that a call of one row cannot overflow, and that the first guess of the runtime for a full batch, twice
-    the mean load, is allowed. A batch that overflows even this is run row by row: room for every token of a
-    batch at one expert would take gigabytes, and hardly ever be used.
+    They suffice for any single row, and for the runtime's first guess for a full batch, twice the
+    mean load. A batch that overflows them is run row by row. Slots for every token of a batch at
+    one expert would take gigabytes and hardly ever be used.
     """
     return max(longest, _twice_the_mean(model, longest * max_batch))
 

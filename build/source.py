@@ -1,4 +1,4 @@
-"""What a build starts from: a checkpoint, or graphs that were exported (and perhaps quantized) from one."""
+"""What a build starts from: a checkpoint, or graphs exported (and perhaps quantized) from one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from canvasrt.progress import Progress, no_progress
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint (`graphs` None) or a graph bundle; `made_from` holds its hashes.
+    """A checkpoint (`graphs` is None) or a graph bundle. `made_from` holds its hashes.
 
-    `precision` is that of graphs, or of a checkpoint that is quantized already; None for one of plain weights.
+    `precision` is that of the graphs or of an already quantized checkpoint; None for plain weights.
     """
 
     path: Path
@@ -30,12 +30,12 @@ class Source:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights have been quantized by someone."""
+        """Whether the weights are already quantized."""
         return self.precision is not None and self.precision not in PLAIN
 
     @property
     def formats(self) -> dict[str, str] | None:
-        """The format of each weight that graphs have quantized, by global name; None where it is not known."""
+        """The format of each quantized weight in the graphs, by global name; None if unknown."""
         if self.graphs is None:
             return None
         entries = self.graphs.manifest.segments
@@ -43,7 +43,7 @@ class Source:
 
 
 def find_source(source: Path | str) -> Source:
-    """Locate a checkpoint or a graph bundle and read what it says about itself; nothing large is read.
+    """Locate a checkpoint or a graph bundle and read its metadata, but nothing large.
 
     `made_from` is empty until `hash_source` fills it in.
     """
@@ -58,7 +58,7 @@ def find_source(source: Path | str) -> Source:
 
 
 def hash_source(source: Source, progress: Progress | None = None) -> Source:
-    """The source with its hashes in `made_from`; CanvasError when a graph bundle is damaged."""
+    """Return the source with its hashes in `made_from`. Raises CanvasError when a graph bundle is damaged."""
     report = progress or no_progress
     if source.graphs is not None:
         graphs = load_checked(
@@ -80,12 +80,12 @@ def read_source(source: Path | str, progress: Progress | None = None) -> Source:
 
 
 def precision_of(graphs: Bundle) -> str:
-    """What a graph bundle's weights are."""
+    """Return the precision of a graph bundle's weights."""
     return graphs.manifest.options.get("precision", "fp32")
 
 
 def checkpoint_precision(folder: Path) -> str | None:
-    """What a checkpoint's weights were quantized to by who made it; None when they are plain."""
+    """Return what a checkpoint's weights are quantized to; None if they are plain."""
     found = quantization_of(folder)
     return None if found is None else found.precision
 

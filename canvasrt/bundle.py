@@ -1,4 +1,4 @@
-"""Bundles: the folders that stages hand to each other, described by a manifest that is checked."""
+"""Bundles: the folders that stages hand to each other, each described by a checked manifest."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Json = dict[str, Any]
 MANIFEST = "manifest.json"
 SCHEMA = 1
 KINDS = ("graphs", "engines", "package")
-_AGAIN = "the bundle is damaged or was edited: make it again, or copy it again"
+_AGAIN = "the bundle is damaged or was edited: make or copy it again"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest.json as read. Anything that identifies a machine or a moment stays out of it."""
+    """A manifest.json. It contains nothing that identifies a machine or a moment."""
 
     data: Json
 
@@ -37,22 +37,22 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the canonical JSON without this field: it names the bundle's content."""
+        """The SHA-256 of the canonical JSON without this field. It identifies the bundle's content."""
         return self.data["digest"]
 
     @property
     def made_by(self) -> Json:
-        """Versions of what wrote the bundle."""
+        """The versions of what wrote the bundle."""
         return self.data["made_by"]
 
     @property
     def made_from(self) -> Json:
-        """What it was made from, by hash."""
+        """What the bundle was made from, by hash."""
         return self.data["made_from"]
 
     @property
     def options(self) -> Json:
-        """The options that it was made with."""
+        """The options that the bundle was made with."""
         return self.data["options"]
 
     @cached_property
@@ -67,7 +67,7 @@ class Manifest:
 
     @property
     def segments(self) -> list[Json]:
-        """The network's parts: name, file, and for a body segment its layers."""
+        """The network's parts: name, file, and the layers of a body segment."""
         return self.data["segments"]
 
     @property
@@ -104,18 +104,18 @@ class Bundle:
     manifest: Manifest
 
     def file(self, name: str) -> Path:
-        """The path of a file that the manifest lists."""
+        """Return the path of a file that the manifest lists."""
         if name not in self.manifest.files:
             raise CanvasError(f"{self.path} lists no file {name}", _AGAIN)
         return self.path / name
 
     def unlisted(self) -> list[str]:
-        """Files in the folder that the manifest does not know, which nothing reads."""
+        """Return files in the folder that the manifest does not list. Nothing reads them."""
         return sorted(set(_files_under(self.path)) - set(self.manifest.files) - {MANIFEST})
 
 
 def made_by(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of canvasrt and of the named distributions that are installed."""
+    """Return the versions of canvasrt and of the named distributions, if installed."""
     found = {"canvasrt": canvasrt.__version__}
     for name in packages:
         try:
@@ -139,18 +139,18 @@ def write_manifest(
     target: Mapping[str, Any] | None = None,
     packages: Sequence[str] = (),
     known: Mapping[str, Json] | None = None,
-    progress: HashProgress | None = None,
 ) -> Manifest:
     """Describe every file under `folder` in its manifest.json.
 
-    `packages` are the distributions whose versions shaped the result. `known` gives `files` entries of
-    an already verified bundle for files taken over unchanged, which are not hashed again.
+    packages: distributions whose versions shaped the result.
+    known: `files` entries of a verified bundle, for files taken over unchanged; these are not
+    hashed again.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is none of {KINDS}")
     known = known or {}
     names = [name for name in _files_under(folder) if name != MANIFEST]
-    hashed = hash_files(folder, [name for name in names if name not in known], progress)
+    hashed = hash_files(folder, [name for name in names if name not in known])
     files = {
         name: {"sha256": hashed[name], "bytes": (folder / name).stat().st_size}
         if name in hashed
@@ -184,16 +184,17 @@ def load_bundle(
     progress: HashProgress | None = None,
     hasher: Callable[..., dict[str, str]] = hash_files,
 ) -> Bundle:
-    """Open a bundle; with `check`, compare every file's size and SHA-256, as `hasher` gives it, with the manifest.
+    """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
-    Raises CanvasError naming the file that is missing or differs, or the kind that was expected.
+    hasher: what computes the hashes.
+    Raises CanvasError that names the missing or differing file, or the expected kind.
     """
     path = Path(path)
     manifest = _read_manifest(path)
     wanted = (kind,) if isinstance(kind, str) else kind
     if wanted and manifest.kind not in wanted:
         raise CanvasError(
-            f"{path} is a bundle of {manifest.kind}, and this needs {' or '.join(wanted)}",
+            f"{path} is a bundle of {manifest.kind}; this needs {' or '.join(wanted)}",
             _how_to_make(wanted[0]),
         )
     bundle = Bundle(path, manifest)
@@ -212,7 +213,7 @@ def _read_manifest(path: Path) -> Manifest:
         raw = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise CanvasError(
-            f"{path} is no bundle: there is no {MANIFEST} in it"
+            f"{path} is not a bundle: it has no {MANIFEST}"
             if path.exists()
             else f"no bundle at {path}",
             "a bundle is a folder written by `canvasrt export`, `build` or `package`",
@@ -227,13 +228,13 @@ def _read_manifest(path: Path) -> Manifest:
             f"{file} has schema {schema!r}; this version of canvasrt reads {SCHEMA}",
             "make the bundle again with this version, or use the version that wrote it",
         )
-    # The digest covers the values and the canonical form covers the bytes between them.
+    # The digest covers the values; the canonical form covers the bytes between them.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
     for name in data["files"]:
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:
-            raise CanvasError(f"{file} lists a file outside of the bundle: {name}", _AGAIN)
+            raise CanvasError(f"{file} lists a file outside the bundle: {name}", _AGAIN)
     return Manifest(data)
 
 
@@ -245,7 +246,7 @@ def _check_sizes(bundle: Bundle) -> None:
         size = file.stat().st_size
         if size != entry["bytes"]:
             raise CanvasError(
-                f"{file} has {size} bytes where the manifest says {entry['bytes']}", _AGAIN
+                f"{file} has {size} bytes; the manifest says {entry['bytes']}", _AGAIN
             )
 
 

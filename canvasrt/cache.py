@@ -1,4 +1,4 @@
-"""Graphs and engines kept between builds, found again by all that decides them."""
+"""Graphs and engines kept between builds, keyed by everything that decides them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
 
 
 def cache_folder() -> Path:
-    """`CANVASRT_CACHE`, or canvasrt's folder in the user's cache."""
+    """Return `CANVASRT_CACHE`, or canvasrt's folder in the user's cache."""
     if own := os.environ.get("CANVASRT_CACHE"):
         return Path(own).expanduser().resolve()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def check_cache() -> None:
-    """Raise CanvasError when nothing can be kept."""
+    """Raise CanvasError if the cache cannot be written."""
     folder = cache_folder()
     try:
         check_output(folder / "engines" / "new")
@@ -36,17 +36,20 @@ def check_cache() -> None:
 
 
 def hash_memo() -> HashMemo:
-    """What is known of large files' hashes."""
+    """Return the remembered hashes of large files."""
     return HashMemo(cache_folder() / "hashes.json")
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
-    """The name of what is made from this: a SHA-256."""
+    """Return the key of what is made from this: a SHA-256."""
     return hashlib.sha256(canonical(made_from).encode()).hexdigest()
 
 
 def code_hash(paths: Sequence[Path]) -> str:
-    """The SHA-256 of source files, and of those under folders: what an older version made is not taken for this one's."""
+    """Return the SHA-256 of source files, and of those under folders.
+
+    As part of a key, it keeps what an older version made from being reused.
+    """
     digest = hashlib.sha256()
     for path in paths:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
@@ -56,13 +59,13 @@ def code_hash(paths: Sequence[Path]) -> str:
 
 
 class GraphCache:
-    """A folder with one graph bundle for each export and each quantization."""
+    """A folder with one graph bundle per export and per quantization."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or cache_folder()) / "graphs"
 
     def has(self, made_from: Mapping[str, Any]) -> bool:
-        """Whether a bundle is here, damaged or not."""
+        """Return whether a bundle exists, damaged or not."""
         return (self.folder / key_of(made_from)).is_dir()
 
     def get(
@@ -71,7 +74,7 @@ class GraphCache:
         make: Callable[[Path], object],
         progress: HashProgress | None = None,
     ) -> Bundle:
-        """The bundle that is made from this: the one that is here, whole, or else what `make` writes."""
+        """Return the bundle made from this, if it is here and whole; otherwise have `make` write it."""
         folder = self.folder / key_of(made_from)
         try:
             return load_checked(folder, "graphs", progress)
@@ -80,25 +83,26 @@ class GraphCache:
         try:
             make(folder)
         except CanvasError:
-            # Otherwise another build made the same in the meantime.
+            # If the folder exists, another build made the same in the meantime.
             if not folder.is_dir():
                 raise
         return load_bundle(folder, kind="graphs", check=False)
 
 
 def load_checked(path: Path, kind: str, progress: HashProgress | None = None) -> Bundle:
-    """`load_bundle`, without hashing again what has been hashed and not changed since."""
+    """Run `load_bundle`, without rehashing files that were hashed before and have not changed."""
     return load_bundle(path, kind=kind, progress=progress, hasher=hash_memo().hash_files)
 
 
 class EngineCache:
-    """A folder with one folder an engine, named by the SHA-256 of what the engine was built from."""
+    """A folder with one folder per engine, named by the SHA-256 of what the engine was built from."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (folder or cache_folder()) / "engines"
+    def __init__(self) -> None:
+        self.folder = cache_folder() / "engines"
 
     def find(self, made_from: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
-        """The engine's file and its `sha256`, `bytes` and `facts`; None when it is not here or damaged."""
+        """Return the engine's file and its `sha256`, `bytes` and `facts`; None if it is missing or
+        damaged."""
         folder = self.folder / key_of(made_from)
         try:
             entry = json.loads((folder / _ENTRY).read_text(encoding="utf-8"))["file"]
@@ -139,7 +143,7 @@ class EngineCache:
                 text = canonical({"made_from": made_from, "file": entry})
                 (tmp / _ENTRY).write_text(text, encoding="utf-8")
         except CanvasError as error:
-            # Otherwise another build kept the same in the meantime.
+            # If it is there, another build kept the same in the meantime.
             if self.find(made_from) is None:
                 raise _unusable(self.folder, error) from error
         return entry
@@ -151,6 +155,6 @@ def _kernels_of(entry: Mapping[str, Any]) -> dict[str, str]:
 
 def _unusable(folder: Path, error: CanvasError) -> CanvasError:
     return CanvasError(
-        f"nothing can be kept in {folder}: {error.message}",
-        "set CANVASRT_CACHE to a folder that can be written, with space for graphs and engines",
+        f"the cache {folder} cannot be used: {error.message}",
+        "set CANVASRT_CACHE to a writable folder with space for graphs and engines",
     )

@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, progress and errors on stderr."""
+"""Command output: results on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def emit(data: Any, as_json: bool, render: Callable[[Console], None]) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console that leaves text alone: no highlighting, no emoji codes."""
+    """Return a rich console that leaves text alone: no highlighting, no emoji codes."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -38,7 +38,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table: a header line and no frame."""
+    """Return a plain table: a header line and no frame."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -51,7 +51,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def size(count: float) -> str:
-    """Bytes for a reader: 2816 → `2.8 kB`."""
+    """Format a number of bytes: 2816 → `2.8 kB`."""
     for factor, unit in _UNITS:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -59,7 +59,7 @@ def size(count: float) -> str:
 
 
 def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
-    """The two lines that every failure ends in, after the lines of a log that explains it."""
+    """Print the log that explains a failure, then the two lines that every failure ends in."""
     for line in log:
         print(line, file=sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
@@ -71,7 +71,7 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Progress]:
-    """Show progress on stderr: a bar on a terminal, otherwise one line for each kind of work."""
+    """Show progress on stderr: a bar on a terminal, otherwise one line per kind of work."""
     if sys.stderr.isatty():
         with _bars() as show:
             yield show
@@ -79,7 +79,7 @@ def progress() -> Iterator[Progress]:
     said: set[str] = set()
 
     def show_line(what: str, done: int, total: int) -> None:
-        # Kinds of work may run side by side, and report in turns.
+        # Several kinds of work may run side by side and report in turn.
         if what not in said:
             said.add(what)
             print(what, file=sys.stderr, flush=True)

@@ -1,10 +1,12 @@
-"""Numbers and file names that several stages share, free of torch."""
+"""Numbers and file names that several stages share; imports nothing."""
 
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
+# The released model becomes five engines of six layers. Building one engine of everything would need
+# three times its weights in memory.
 LAYERS_PER_SEGMENT = 6
 
-# The most tokens of one row in an encoding pass, and of one image.
+# The most tokens per row of an encoding pass, and per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
 # A past comes in groups of 8 tokens, some of them masked: products over other sizes would copy it first.
 OCTET = 8

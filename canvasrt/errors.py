@@ -1,4 +1,4 @@
-"""The exceptions for what a user can fix; everything else is a bug and keeps its traceback."""
+"""Exceptions for what a user can fix. Anything else is a bug and keeps its traceback."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 class CanvasError(Exception):
     """A mistake in the input or the environment: what is wrong, and what to do about it.
 
-    `log` holds the last lines of a log that explains it, when nobody has seen them yet.
+    `log` holds the last lines of an explaining log that the user has not seen yet.
     """
 
     def __init__(self, message: str, hint: str = "", log: Sequence[str] = ()) -> None:
@@ -17,4 +17,4 @@ class CanvasError(Exception):
 
 
 class UsageError(CanvasError):
-    """Wrong use: an argument that no input or machine could make right. The command line exits with 2."""
+    """Wrong use: arguments that would be wrong on any machine. The command line exits with 2."""

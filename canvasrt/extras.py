@@ -1,4 +1,4 @@
-"""Modules that only some commands need, with the command that installs them."""
+"""Modules that only some commands need, and the command that installs them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from canvasrt.errors import CanvasError
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import a module of an optional extra; CanvasError says how to install it."""
+    """Import a module of an optional extra. CanvasError says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         missing = (error.name or module).partition(".")[0]
         raise CanvasError(
-            f"{missing} is not installed, or not whole: {error}",
+            f"{missing} is not installed, or its installation is broken: {error}",
             f"pip install 'canvasrt[{extra}]'",
         ) from error
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found, without importing it."""
+    """Return whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
@@ -31,7 +31,7 @@ def is_installed(module: str) -> bool:
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution, None when it is not installed."""
+    """Return the installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""SHA-256 of files and of JSON; those of large files are remembered, since hashing 50 GB again takes a minute."""
+"""SHA-256 of files and of JSON. Hashes of large files are remembered: 50 GB take a minute."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Called with (bytes hashed so far, bytes in all).
+# Called with (bytes hashed so far, total bytes).
 HashProgress = Callable[[int, int], None]
 
-# Smaller files are hashed each time: that is as fast as asking.
+# Smaller files are always hashed: that is as fast as a lookup.
 LARGE = 1 << 24
-# A file changed this lately (ns) may change once more without its times showing it.
+# A file changed this recently (ns) may change again without its times showing it.
 _SETTLED = 2 * 10**9
 _MOST = 4096
 _CHUNK = 1 << 22
@@ -27,14 +27,14 @@ Stamp = tuple[int, ...]
 
 
 def canonical(data: Mapping[str, Any]) -> str:
-    """The one text that a manifest may have."""
+    """Return `data` as canonical JSON: the only text that a manifest may have."""
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
 def hash_files(
     root: Path, names: Iterable[str], progress: HashProgress | None = None
 ) -> dict[str, str]:
-    """SHA-256 of files under `root`, by name, several at a time."""
+    """Return the SHA-256 of files under `root`, by name; hashes several at a time."""
     names = list(names)
     total = sum((root / name).stat().st_size for name in names)
     done = 0
@@ -45,7 +45,7 @@ def hash_files(
         with (root / name).open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
-                done += len(chunk)  # only a progress display reads it
+                done += len(chunk)  # read only by a progress display
                 if progress is not None:
                     progress(done, total)
         return digest.hexdigest()
@@ -55,10 +55,10 @@ def hash_files(
 
 
 class HashMemo:
-    """The hashes of large files by their place on disk, size and times of change; kept in one JSON file.
+    """The hashes of large files by place on disk, size and times of change, in one JSON file.
 
-    A file whose bytes changed and whose inode did not say so (a failing disk) is not noticed: `canvasrt verify` hashes
-    everything, always.
+    It does not notice bytes that changed while the inode did not, as on a failing disk. `canvasrt
+    verify` always hashes everything.
     """
 
     def __init__(self, file: Path) -> None:
@@ -68,7 +68,7 @@ class HashMemo:
     def hash_files(
         self, root: Path, names: Iterable[str], progress: HashProgress | None = None
     ) -> dict[str, str]:
-        """SHA-256 of files under `root`, by name, as `bundle.hash_files` gives them."""
+        """Return the SHA-256 of files under `root`, by name, like the function `hash_files`."""
         names = list(names)
         stamps = {name: _stamp(root / name) for name in names}
         keys = {name: _key(stamp) for name, stamp in stamps.items()}
@@ -85,7 +85,7 @@ class HashMemo:
         return {name: known.get(name) or fresh[name] for name in names}
 
     def _save(self) -> None:
-        """Replace the file; a memo that cannot be kept costs time and is no error."""
+        """Replace the file. Failing to do so only costs time, so it is not an error."""
         latest = dict(list((_read(self._file) | self._known).items())[-_MOST:])
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)

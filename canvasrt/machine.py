@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, processors, memory, disk. Nothing here imports a GPU library."""
+"""What this machine has: GPUs, processors, memory, disk. Imports no GPU library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvasrt.targets import Target
 
 _QUERY = ("name", "memory.total", "compute_cap", "driver_version")
 _MIB = 1 << 20
-# Builder → the module that must be there, and the extra that brings it.
+# Builder → the module it needs, and the extra that installs it.
 BUILDER_MODULES = {
     "onnxruntime": ("onnxruntime", "cpu"),
     "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
@@ -26,7 +26,7 @@ BUILDER_MODULES = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi describes it; memory in bytes."""
+    """One GPU, as described by nvidia-smi; memory in bytes."""
 
     name: str
     memory: int
@@ -34,13 +34,13 @@ class Gpu:
     driver: str
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with a key a field."""
+        """Return a JSON object with one key per field."""
         return {**asdict(self), "capability": ".".join(map(str, self.capability))}
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA GPUs here; none when nvidia-smi is not there or does not answer."""
+    """Return this machine's NVIDIA GPUs; none if nvidia-smi is missing or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -52,7 +52,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpu(line: str) -> Gpu | None:
-    """One line of nvidia-smi's table. Unified memory is reported as [N/A]: the host's counts then."""
+    """Parse one line of nvidia-smi's table. For unified memory, reported as [N/A], use the host's."""
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None
@@ -65,7 +65,7 @@ def parse_gpu(line: str) -> Gpu | None:
 
 
 def memory_bytes() -> int:
-    """The memory of this machine, or of the container's limit where that is lower."""
+    """Return this machine's memory, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -75,7 +75,7 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """The memory that is free, or that a container's limit leaves where that is less."""
+    """Return the free memory, or what a container's limit leaves if that is less."""
     free = memory_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -86,14 +86,14 @@ def available_bytes() -> int:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        # Files in memory count as used and are given back when something needs the room.
+        # Cached files count as used, but are dropped when something needs the memory.
         return min(free, limit - used + int(stat[stat.index("inactive_file") + 1]))
     except (OSError, ValueError):
         return free
 
 
 def builds_here(target: Target) -> str:
-    """Why engines for a target cannot be built on this machine; empty when they can."""
+    """Return why engines for a target cannot be built on this machine; empty if they can."""
     module, extra = BUILDER_MODULES[target.builder]
     if not target.builds_anywhere and not has_gpu(target):
         return f"needs its GPU ({target.gpu})"
@@ -103,7 +103,7 @@ def builds_here(target: Target) -> str:
 
 
 def runs_here(target: Target) -> str:
-    """Why engines of a target cannot run on this machine; empty when they can."""
+    """Return why a target's engines cannot run on this machine; empty if they can."""
     if target.capability is not None and not has_gpu(target):
         return f"needs its GPU ({target.gpu})"
     module, extra = BUILDER_MODULES[target.builder]
@@ -111,12 +111,12 @@ def runs_here(target: Target) -> str:
 
 
 def has_gpu(target: Target) -> bool:
-    """Whether a GPU of the target's capability is in this machine."""
+    """Return whether this machine has a GPU of the target's capability."""
     return any(gpu.capability == target.capability for gpu in gpus())
 
 
 def description() -> dict[str, Any]:
-    """Architecture, processors, memory and free disk space of this machine."""
+    """Return architecture, processors, memory and free disk space of this machine."""
     return {
         "system": platform.system(),
         "architecture": platform.machine(),

@@ -1,4 +1,4 @@
-"""From a checkpoint or graphs to one engine bundle per target, reusing what has not changed."""
+"""Builds one engine bundle per target from a checkpoint or graphs, reusing what has not changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from canvasrt.targets import Target, find_target
 
 Builder = Callable[[Plan, Bundle, Progress], Bundle]
 
-# Builder in the table of targets → the function that makes its engines.
+# Builder in the table of targets → the function that builds its engines.
 BUILDERS: dict[str, Builder] = {
     "onnxruntime": cpu.build_engines,
     "tensorrt-rtx": tensorrt.build_engines,
@@ -43,8 +43,8 @@ def build(
 ) -> Bundle:
     """Build the engine bundle of one target at `out`.
 
-    `source` is a checkpoint (a folder, a hub name or `demo`), which is exported first, or a graph bundle. A bundle
-    that exists already, made from the same source with the same options, is returned as it is.
+    `source` is a graph bundle, or a checkpoint (a folder, a hub name or `demo`), which is exported
+    first. An existing bundle made from the same source with the same options is returned as it is.
     """
     targets = [find_target(target) if isinstance(target, str) else target]
     ((_, bundle),) = build_all(plan_all(source, targets, out, options, progress), progress)
@@ -52,7 +52,7 @@ def build(
 
 
 def build_all(plans: Sequence[Plan], progress: Progress | None = None) -> list[tuple[Plan, Bundle]]:
-    """Carry out plans that share a source; what they have in common is exported and quantized once.
+    """Carry out plans that share a source. What they have in common is exported and quantized once.
 
     Everything that can be refused is refused before the first byte is written.
     """
@@ -81,7 +81,7 @@ def plan_all(
     progress: Progress | None = None,
     check: bool = True,
 ) -> list[Plan]:
-    """One plan per target: a single one writes `out`, several write `out/<target>`.
+    """Return one plan per target: a single one writes `out`, several write `out/<target>`.
 
     With `check`, a target that cannot be built here is refused before the source is hashed.
     """
@@ -104,7 +104,7 @@ def plan_all(
 
 
 def graphs_of(plan: Plan, progress: Progress) -> Bundle:
-    """The graph bundle that a plan's engines are built from: from the cache, or made now."""
+    """Return the graph bundle for a plan's engines: from the cache, or made now."""
     if not is_quantized_here(plan):
         return _unquantized(plan, progress)
     recipe = plan.precision.recipe
@@ -119,7 +119,7 @@ def graphs_of(plan: Plan, progress: Progress) -> Bundle:
 
 
 def _unquantized(plan: Plan, progress: Progress) -> Bundle:
-    """The graphs as given, or as the checkpoint's export makes them."""
+    """Return the graphs as given, or exported from the checkpoint."""
     if plan.source.graphs is not None:
         return plan.source.graphs
     return GraphCache().get(exported_from(plan), _exporter(plan, progress), _checking(progress))

@@ -1,10 +1,10 @@
-"""How long work reports where it is."""
+"""How long-running work reports its progress."""
 
 from collections.abc import Callable
 
-# Called with (what is being done, units done, units in all); a total of 0 means: not known.
+# Called with (what is being done, units done, total units); a total of 0 means unknown.
 Progress = Callable[[str, int, int], None]
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """For callers that do not show any."""
+    """Ignore progress."""

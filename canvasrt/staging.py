@@ -1,4 +1,4 @@
-"""Write a folder beside its place, then rename: a reader never sees half of one."""
+"""Writes a folder next to its final place, then renames it: readers never see half of one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 def staging(out: Path | str) -> Iterator[Path]:
     """Yield a folder that becomes `out` when the block ends without an exception.
 
-    On an exception, an interrupt or SIGTERM nothing is left of it. Raises CanvasError when `out` holds
-    something already, and when the disk is full. Leftovers of killed processes are removed.
+    After an exception, an interrupt or SIGTERM, nothing of it is left. Folders left by killed
+    processes are removed.
+    Raises CanvasError when `out` is not empty, or when the disk is full.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -38,7 +39,7 @@ def staging(out: Path | str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `out`, on the same disk, that is gone when the block ends."""
+    """Yield an empty folder next to `out`, on the same disk, and remove it when the block ends."""
     with _signals_raise():
         made = _make_parents(out.parent)
         _remove_stale(out)
@@ -54,12 +55,12 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                with contextlib.suppress(OSError):  # it holds the result, or another's
+                with contextlib.suppress(OSError):  # holds the result, or another process's
                     folder.rmdir()
 
 
 def check_output(out: Path | str) -> None:
-    """Raise CanvasError when `out` holds something already, or cannot be made."""
+    """Raise CanvasError when `out` is not empty or cannot be created."""
     out = Path(out).expanduser().resolve()
     if out.is_dir():
         if next(out.iterdir(), None) is not None:
@@ -71,16 +72,18 @@ def check_output(out: Path | str) -> None:
     else:
         parent = next(folder for folder in out.parents if folder.exists())
         if not parent.is_dir():
-            raise CanvasError(f"{parent} is a file, so {out} cannot be made", "name another folder")
+            raise CanvasError(
+                f"{parent} is a file, so {out} cannot be created", "name another folder"
+            )
         if not os.access(parent, os.W_OK | os.X_OK):
             raise CanvasError(f"{parent} is not writable", "name a folder elsewhere with -o")
 
 
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
-    """Whether an exception, or one behind it, means that the disk (or a quota) was full.
+    """Return whether an exception, or one behind it, means that the disk or a quota was full.
 
-    Some writers (numpy, Rust extensions) report it without an errno: their texts and the space that is
-    left on the disk of `folder`, if one is given, are looked at too.
+    Some writers (numpy, Rust extensions) report it without an errno. So messages count too, and so
+    does the free space on the disk of `folder`, if given.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -95,19 +98,19 @@ def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
 
 
 def disk_full_error(out: Path) -> CanvasError:
-    """What to tell the user."""
+    """Return the error for a full disk."""
     free = ""
     with contextlib.suppress(OSError):
         folder = next(parent for parent in (out, *out.parents) if parent.exists())
         free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free now)"
     return CanvasError(
-        f"no space left while writing {out}: nothing was kept",
+        f"no space left while writing {out}; nothing was kept",
         f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere with -o",
     )
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """Hard-link a file, which takes no space; copy it when the destination is on another disk."""
+    """Hard-link a file, which takes no space. Copy it if the destination is on another disk."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source.resolve(), destination)
@@ -121,13 +124,13 @@ def _move_into_place(tmp: Path, out: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise CanvasError(
-                f"{out} was made by something else in the meantime", "name another folder with -o"
+                f"another process created {out} in the meantime", "name another folder with -o"
             ) from error
         raise
 
 
 def _make_parents(folder: Path) -> list[Path]:
-    """Make a folder and what is above it; return those that were not there, outermost first."""
+    """Create a folder and its missing parents; return the new ones, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     _make(folder, exist_ok=True)
     return missing
@@ -140,18 +143,18 @@ def _make(folder: Path, exist_ok: bool) -> None:
         if error.errno in _FULL:
             raise disk_full_error(folder) from error
         raise CanvasError(
-            f"{folder} cannot be made: {error.strerror}", "name a folder elsewhere with -o"
+            f"{folder} cannot be created: {error.strerror}", "name a folder elsewhere with -o"
         ) from error
 
 
 @contextlib.contextmanager
 def _locked(tmp: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which tells others that its writer lives."""
+    """Hold a lock on a folder, which tells others that its writer is alive."""
     handle = os.open(tmp, os.O_RDONLY)
     try:
         with contextlib.suppress(
             OSError
-        ):  # a filesystem without locks: the pid in the name decides
+        ):  # no locks on this filesystem: the pid in the name decides
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -159,7 +162,7 @@ def _locked(tmp: Path) -> Iterator[None]:
 
 
 def _remove_stale(out: Path) -> None:
-    """Remove partial folders whose process is gone."""
+    """Remove partial folders whose process has ended."""
     prefix = f".{out.name}.partial-"
     for found in out.parent.glob(glob.escape(prefix) + "*"):
         pid = found.name.removeprefix(prefix)
@@ -169,7 +172,7 @@ def _remove_stale(out: Path) -> None:
 
 def _is_running(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # the number of a dead process, used again: always so in a container
+        return False  # a dead process's number may be in use again; in a container it always is
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -180,7 +183,10 @@ def _is_running(pid: int) -> bool:
 
 
 def _is_locked(folder: Path) -> bool:
-    """A process of another container may share the disk and not the process table."""
+    """Return whether a living process holds the folder's lock.
+
+    A process in another container may share the disk but not the process table.
+    """
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -198,7 +204,7 @@ def _is_locked(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn signals that would end the process at once into an exception, where nobody handles them."""
+    """Turn signals that would kill the process into an exception, unless someone handles them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -213,5 +219,5 @@ def _signals_raise() -> Iterator[None]:
 
 
 def raise_exit(number: int, frame: FrameType | None) -> None:
-    """A signal handler that unwinds the stack and exits as the shell reports a signal."""
+    """Handle a signal: unwind the stack and exit with the shell's code for that signal."""
     raise SystemExit(128 + number)

@@ -39,16 +39,16 @@ class Target:
 
     @property
     def builds_anywhere(self) -> bool:
-        """Whether its engines are built without its GPU."""
+        """Whether its engines can be built without its GPU."""
         return self.builder != "tensorrt"
 
     @property
     def capability_text(self) -> str:
-        """For example `12.0`, or `-` for a CPU."""
+        """The capability, for example `12.0`, or `-` for a CPU."""
         return ".".join(map(str, self.capability)) if self.capability else "-"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with a key a field."""
+        """Return a JSON object with one key per field."""
         data = asdict(self)
         data["capability"] = self.capability_text if self.capability else None
         data["precisions"] = list(self.precisions)
@@ -79,7 +79,7 @@ _BY_NAME = {target.name: target for target in TARGETS}
 
 
 def find_target(name: str) -> Target:
-    """The target of that name; UsageError names the valid ones."""
+    """Return the target of that name. UsageError lists the valid ones."""
     target = _BY_NAME.get(name.strip().lower())
     if target is None:
         raise UsageError(f"unknown target {name.strip()!r}", f"targets are: {', '.join(_BY_NAME)}")
@@ -87,7 +87,7 @@ def find_target(name: str) -> Target:
 
 
 def parse_targets(names: str) -> tuple[Target, ...]:
-    """`cpu,rtx-5090` → the two targets, each once, in the order given."""
+    """Parse `cpu,rtx-5090` into the two targets, each once, in the given order."""
     found = [find_target(name) for name in names.split(",") if name.strip()]
     if not found:
         raise UsageError("no target was named", f"targets are: {', '.join(_BY_NAME)}")
@@ -95,7 +95,10 @@ def parse_targets(names: str) -> tuple[Target, ...]:
 
 
 def check_precision(target: Target, precision: str | None) -> str:
-    """The precision to build at; None takes the target's first. UsageError names the valid ones."""
+    """Return the precision to build at; None takes the target's first. UsageError lists the valid
+    ones.
+
+    """
     if precision is None:
         return target.precisions[0]
     if precision not in target.precisions:

@@ -1,4 +1,4 @@
-"""A run of transformer layers as one graph that serves both phases: encoding clean tokens and denoising a canvas."""
+"""A run of transformer layers as one graph for both phases: encoding clean tokens and denoising a canvas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from canvasrt.export.moe import Experts, Router, Slots
 
 
 class BodyLayer(nn.Module):
-    """Attention, then a shared MLP beside the experts, each between norms, then the layer's scalar."""
+    """Attention, then a shared MLP next to the experts, each between norms, then the layer's scalar."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class BodyLayer(nn.Module):
         self.pre_experts_norm = RMSNorm(size, eps)
         self.post_experts_norm = RMSNorm(size, eps)
         self.post_norm = RMSNorm(size, eps)
-        # The only weights that the phases do not share.
+        # The only weights that the two phases do not share.
         self.encoder_scalar = placeholder(1)
         self.decoder_scalar = placeholder(1)
 
@@ -49,7 +49,7 @@ class BodyLayer(nn.Module):
         valid: Tensor,
         slots: Slots,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`x` `[B, L, D]` → the same shape, this call's key and value, and the largest expert load."""
+        """Map `x` `[B, L, D]` to the same shape, this call's key and value, and the largest expert load."""
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
         x = x + self.post_attention_norm(attended)
         flat = x.reshape(-1, x.shape[-1])
@@ -64,7 +64,7 @@ class BodyLayer(nn.Module):
 
 
 class BodySegment(nn.Module):
-    """Layers `first … first + count − 1` of the model; the graph's inputs and outputs are `forward`'s, by name."""
+    """Layers `first … first + count − 1` of the model. Graph inputs and outputs are named as in `forward`."""
 
     def __init__(self, config: ModelConfig, first: int, count: int) -> None:
         super().__init__()
@@ -99,7 +99,8 @@ class BodySegment(nn.Module):
             past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.
             past: a layer, cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
         Returns:
-            hidden `[B, L, D]`, each layer's largest expert load `[layers]` int64, a layer this call's key and value.
+            hidden `[B, L, D]`, the largest expert load per layer `[layers]` int64, and this call's
+            key and value per layer.
         """
         masks, turns = {}, {}
         for kind, octets in past_positions.items():

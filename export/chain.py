@@ -1,6 +1,7 @@
-"""Joins graphs of single layers into the graph of a segment.
+"""Joins single-layer graphs into the graph of a segment.
 
-Tracing takes seconds a layer and all layers of a kind trace alike: each kind is traced once and copied.
+Tracing takes seconds per layer, and all layers of a kind trace alike. So each kind is traced once
+and copied.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from canvasrt.export.onnx import OPSET
 
 
 def chain(layers: Sequence[ir.Model]) -> ir.Model:
-    """One graph of single-layer graphs, run one after the other.
+    """Return one graph that runs the single-layer graphs in turn.
 
-    Inputs of the same name are one input; `hidden` of a layer is `hidden_out` of the one before it; the loads are put
-    end to end. Weights of layer k, `layers.0.…` in its own graph, become `layers.k.…`; buffers of the same name are
-    one. Keys and values keep their order, layer by layer.
+    Inputs of the same name become one input. A layer's `hidden` is the previous layer's
+    `hidden_out`, and loads are concatenated. Weights of layer k, named `layers.0.…` in its own
+    graph, become `layers.k.…`. Buffers of the same name are merged. Keys and values keep their
+    order, layer by layer.
     """
     joined = layers[0].clone()
     graph = joined.graph
@@ -64,7 +66,7 @@ def _keys_and_values(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
-    """Give what `graph` computes, and its weights, names of its own among the other layers'."""
+    """Give the values and weights of `graph` names that no other layer uses."""
     names = {id(value) for value in kept}
     for node in graph:
         node.name = _node_name(str(node.name), number)

@@ -15,12 +15,13 @@ from canvasrt.export.shards import INDEX, Entry, Shard
 
 SINGLE = "model.safetensors"
 
-# Text weights are tied: a checkpoint may hold them under the decoder's name, the encoder's, or the output's.
+# Text weights are tied: a checkpoint may store them under the decoder's, the encoder's or the
+# output's name.
 _ALIASES = (
     ("model.decoder.", "model.encoder.language_model."),
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 )
-# Bytes of a large tensor that are in memory at once.
+# How many bytes of a large tensor are in memory at once.
 _CHUNK = 1 << 28
 
 
@@ -28,7 +29,7 @@ class Checkpoint:
     """The tensors of a checkpoint folder by name."""
 
     def __init__(self, path: Path) -> None:
-        """Read the index of `path`; raises `CanvasError` when a shard is missing or truncated."""
+        """Read the index of `path`. Raises `CanvasError` when a shard is missing or truncated."""
         self.path = path
         self._names = self._index()
         self._shards = {name: self._open(name) for name in sorted(set(self._names.values()))}
@@ -42,20 +43,21 @@ class Checkpoint:
         return self._find(name) is not None
 
     def dtype(self, name: str) -> torch.dtype:
-        """A tensor's dtype in the file."""
+        """Return a tensor's dtype in the file."""
         return self._entry(name)[2].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return a tensor's shape."""
         return self._entry(name)[2].shape
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in the dtype that the file holds it in."""
+        """Return one tensor in the file's dtype."""
         shard, found, _ = self._entry(name)
         return shard.read(found)
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """One tensor in pieces along its first axis, so that the largest ones are never whole in memory."""
+        """Yield one tensor in pieces along its first axis, so the largest ones are never in memory
+        as a whole."""
         shard, found, entry = self._entry(name)
         if not entry.shape:
             yield shard.read(found)[None]
@@ -70,12 +72,12 @@ class Checkpoint:
         if found is None:
             raise CanvasError(
                 f"{self.path} has no tensor {name}",
-                "this is not a whole DiffusionGemma checkpoint; fetch or save it again",
+                "this DiffusionGemma checkpoint is incomplete; fetch or save it again",
             )
         shard = self._shards[self._names[found]]
         if found not in shard.tensors:
             raise CanvasError(
-                f"{shard.file} has no tensor {found}, but {INDEX} says so",
+                f"{shard.file} has no tensor {found}, although {INDEX} lists it",
                 "fetch the checkpoint again",
             )
         return shard, found, shard.tensors[found]
@@ -83,7 +85,7 @@ class Checkpoint:
     def _find(self, name: str) -> str | None:
         if name in self._names:
             return name
-        # The layer scalars are the exception: encoder and decoder have their own.
+        # Except the layer scalars: encoder and decoder have their own.
         if name.endswith("layer_scalar"):
             return None
         for ours, theirs in _ALIASES:
@@ -93,7 +95,7 @@ class Checkpoint:
         return None
 
     def _index(self) -> dict[str, str]:
-        """Tensor name → the file that holds it."""
+        """Return tensor name → file."""
         index, single = self.path / INDEX, self.path / SINGLE
         if index.is_file():
             try:
@@ -106,7 +108,7 @@ class Checkpoint:
         if single.is_file():
             return dict.fromkeys(Shard(single).tensors, SINGLE)
         raise CanvasError(
-            f"{self.path} holds neither {SINGLE} nor {INDEX}",
+            f"{self.path} has neither {SINGLE} nor {INDEX}",
             "give a folder in the Hugging Face layout with safetensors weights",
         )
 
@@ -115,11 +117,12 @@ class Checkpoint:
             return Shard(self.path / name)
         except FileNotFoundError as cause:
             raise CanvasError(
-                f"{self.path / name} is missing, but {INDEX} names it", "fetch the checkpoint again"
+                f"{self.path / name} is missing, although {INDEX} lists it",
+                "fetch the checkpoint again",
             ) from cause
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's values as little-endian bytes, without a copy when it is contiguous."""
+    """Return the tensor's values as little-endian bytes, without a copy if it is contiguous."""
     flat = tensor.contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,7 +1,9 @@
-"""Weights that a checkpoint holds quantized already: its codes and block scales go into the graph as they are.
+"""Weights that a checkpoint already stores quantized: their codes and block scales go into the
+graph unchanged.
 
-What the graph has one of and the checkpoint several: the scales of stacked matrices or of experts become one scalar and
-factors behind the product, and the scales of inputs their maximum, since one input is quantized once for all of them.
+A graph has one scale where the checkpoint has several. The scales of stacked matrices or of experts
+become one scalar and factors after the product. Input scales become their maximum, since one input
+is quantized once for all of them.
 """
 
 from __future__ import annotations
@@ -41,12 +43,12 @@ class Codes:
         return self.input_scale is not None
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Read codes and block scales; `input_scale` for a checkpoint that has none."""
+        """Read codes and block scales. `input_scale` replaces a missing one."""
         found = self.input_scale if input_scale is None else np.array(input_scale, np.float32)
         if found is None:
             raise CanvasError(
                 f"{_module(self.weight.parts[0])} has no input_scale in {self.weight.checkpoint.path}",
-                "give prompts to calibrate with: canvasrt export CHECKPOINT --calibration FILE",
+                "give calibration prompts: canvasrt export CHECKPOINT --calibration FILE",
             )
         *rows, width = self.form.shape
         format = FORMATS[self.form.format]
@@ -56,7 +58,7 @@ class Codes:
         return Packed(self.form.format, values, self.scale, found, blocks, self.factor)
 
     def wide(self) -> Iterator[Tensor]:
-        """What it stands for in float32, a part at a time, in the order of `Weight.read`."""
+        """Yield the weight's values in float32, a part at a time, in the order of `Weight.read`."""
         rows = self.scale * (1 if self.factor is None else self.factor)
         *experts, out, _ = self.form.shape
         shape = (experts[0] if experts else 1, out)
@@ -73,7 +75,7 @@ class Codes:
                 yield torch.from_numpy(dequantize_nvfp4(codes, blocks, 1) * scale)
 
     def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
-        """One tensor of each part, stacked along the outputs."""
+        """Return one tensor from each part, stacked along the outputs."""
         out = np.empty(shape, np.uint8)
         flat = out.reshape(-1, shape[-1])
         first = 0
@@ -84,11 +86,11 @@ class Codes:
         return out
 
     def _codes(self, part: str, kind: str) -> Bytes:
-        """One tensor's bytes, checked."""
+        """Return one tensor's bytes, checked."""
         name = f"{_module(part)}.{kind}"
         codes = self.weight.checkpoint.read(name).view(torch.uint8).numpy()
         if kind == "weight_scale":
-            # Zero is 0x00, and from 0x80 on numbers are negative.
+            # Zero is 0x00, and negative numbers start at 0x80.
             wrong = (codes == 0) | (codes >= _NAN)
             what = "block scales that are zero, negative or not finite"
         else:
@@ -104,10 +106,11 @@ class Codes:
 
 
 def read_codes(weight: Weight) -> Codes | None:
-    """What the checkpoint has of a graph's weight, or None where it is not quantized.
+    """Return what the checkpoint stores for a graph's weight, or None if it is not quantized.
 
-    Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not finite, for shapes that
-    disagree with the configuration, and for parts of one weight in several formats.
+    Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not
+    finite, for shapes that disagree with the configuration, and for a weight whose parts have
+    several formats.
     """
     held = weight.checkpoint
     formats = {part: _FORMATS.get(held.dtype(part)) for part in weight.parts if part in held}
@@ -144,7 +147,7 @@ def _read(weight: Weight, format: NumberFormat) -> Codes:
     missing = [part.module for part in each if part.input_scale is None]
     if missing and len(missing) != len(inputs):
         raise CanvasError(
-            f"{weight.checkpoint.path} has no tensor {missing[0]}.input_scale, but others beside it",
+            f"{weight.checkpoint.path} has no tensor {missing[0]}.input_scale, although other weights have one",
             _AGAIN,
         )
     shape = None if factor is None else factor.shape
@@ -159,7 +162,7 @@ def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats,
         return np.array(scales[0, 0]), None
     if not format.blocks and not batched:
         return scales[0], None
-    # A power of two, so that the factors are the checkpoint's scales to the last bit.
+    # A power of two, so that the factors equal the checkpoint's scales to the last bit.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = scales / scale
     if batched:
@@ -194,7 +197,7 @@ class _PartScales:
         self.input_scale = self._numbers("input_scale", ((), (1,)))[0] if found else None
 
     def by_row(self) -> Floats:
-        """A scale for each output."""
+        """Return one scale per output."""
         return np.broadcast_to(self._scales, self.rows)
 
     def _numbers(self, kind: str, shapes: tuple[tuple[int, ...], ...]) -> Floats:
@@ -207,7 +210,7 @@ class _PartScales:
         wrong = values[~(np.isfinite(values) & (values > 0))]
         if wrong.size:
             raise CanvasError(
-                f"{name} in {self._weight.checkpoint.path} is {wrong[0]}: a scale is positive and finite",
+                f"{name} in {self._weight.checkpoint.path} is {wrong[0]}; a scale must be positive and finite",
                 _AGAIN,
             )
         return values
@@ -217,7 +220,7 @@ class _PartScales:
         held = self._weight.checkpoint
         if held.dtype(name) != torch.float8_e4m3fn or held.shape(name) != shape:
             found = f"{held.dtype(name)} {held.shape(name)}".removeprefix("torch.")
-            wanted = f"float8_e4m3fn {shape} beside a weight of {self.rows} rows"
+            wanted = f"float8_e4m3fn {shape} for a weight of {self.rows} rows"
             self._weight.refuse(name, found, wanted)
 
     def _require(self, name: str) -> None:

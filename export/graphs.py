@@ -1,4 +1,4 @@
-"""Export: a checkpoint becomes a bundle of ONNX graphs with its tokenizer and its embedding table."""
+"""Exports a checkpoint to a bundle of ONNX graphs with its tokenizer and embedding table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from canvasrt.export.segments import EMBEDDING_FILE, Segment, segments
 from canvasrt.export.weights import weights
 from canvasrt.staging import staging
 
-# Called with (bytes of weights written so far, bytes in all).
+# Called with (bytes of weights written so far, total bytes).
 Progress = Callable[[int, int], None]
 
 TOKENIZER_FILES = (
@@ -48,12 +48,17 @@ def export(
 ) -> Bundle:
     """Write the graph bundle of `checkpoint` to `out`.
 
-    Args: `checkpoint` a folder in the Hugging Face layout, a hub name, or `demo`; `layers_per_segment` the layers of
-    one body graph; `precision` a key of `DTYPES`, that of the weights and of what the graphs compute in; without one it
-    is fp32, or of a quantized checkpoint its own: its codes are in the graphs as they are, and the rest is bf16;
-    `adapters` folders of PEFT LoRA adapters and their weights, merged in; `calibration` a JSONL file of prompts, for a
-    quantized checkpoint that has no scales for activations. Raises `CanvasError` for a checkpoint or an adapter that is
-    missing, damaged, or of another architecture, and when `out` is not empty; then nothing is left behind.
+    Args:
+        checkpoint: a folder in the Hugging Face layout, a hub name, or `demo`.
+        layers_per_segment: layers per body graph.
+        precision: a key of `DTYPES`, for weights and computation. The default is fp32. A quantized
+            checkpoint defaults to its own: its codes go into the graphs unchanged, and the rest is
+            bf16.
+        adapters: folders of PEFT LoRA adapters and their weights, merged in.
+        calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales.
+
+    Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
+    architecture, and when `out` is not empty. Nothing is left behind then.
     """
     folder = locate.resolve(checkpoint)
     return export_folder(
@@ -78,7 +83,7 @@ def export_folder(
     adapters: Sequence[tuple[str | Path, float]] = (),
     calibration: Path | None = None,
 ) -> Bundle:
-    """`export` of a checkpoint that has been resolved to `folder`, and whose fingerprint is `hashes`."""
+    """Run `export` for a checkpoint already resolved to `folder`, with the fingerprint `hashes`."""
     config, sampler = ModelConfig.from_checkpoint(folder)
     how = quantization_of(folder)
     _check_options(folder, how, precision, adapters)
@@ -133,7 +138,7 @@ def _check_options(
     known = (*DTYPES, *([how.precision] if how else []))
     if precision is not None and precision not in known:
         raise CanvasError(
-            f"{folder} is not exported in {precision!r}", f"precisions: {', '.join(known)}"
+            f"{folder} cannot be exported in {precision!r}", f"precisions: {', '.join(known)}"
         )
     if how is not None and adapters:
         raise CanvasError(
@@ -146,7 +151,8 @@ def _check_options(
 def _check_weights(
     parts: Sequence[Segment], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
-    """Raise CanvasError for a weight that is missing or of another shape, before the first graph is traced."""
+    """Raise CanvasError for a weight that is missing or has another shape, before the first graph
+    is traced."""
     for part in parts:
         for weight in weights(part.module, part.sources, source):
             if quantized is None or not quantized.holds(part, weight):
@@ -196,7 +202,7 @@ def _entry(part: Segment, quantized: Prequantized | None) -> dict[str, Any]:
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> list[str] | None:
-    """Copy the tokenizer's files to `tokenizer/`; None when the checkpoint has no tokenizer."""
+    """Copy the tokenizer's files to `tokenizer/`. Return None if the checkpoint has no tokenizer."""
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if "tokenizer.json" not in names:
         return None

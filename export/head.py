@@ -1,7 +1,9 @@
-"""The last graph of a denoising step: hidden states in; the next canvas and its first hidden states out.
+"""The last graph of a denoising step: hidden states in, the next canvas and its first hidden states
+out.
 
-Projection to the vocabulary, softcap, temperature, the draw, entropy-bound acceptance, renoising, embedding and
-self-conditioning are one graph, so that nothing as wide as the vocabulary ever leaves it.
+One graph holds projection to the vocabulary, softcap, temperature, the draw, entropy-bound
+acceptance, renoising, embedding and self-conditioning. So nothing as wide as the vocabulary ever
+leaves it.
 """
 
 from __future__ import annotations
@@ -39,23 +41,25 @@ class Head(nn.Module):
         uniforms: Tensor,
         noise: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """One step of the sampler for each row of the batch.
+        """Run one step of the sampler for each row of the batch.
 
         Args:
             hidden: `[B, L, D]` from the last body segment.
             temperature, entropy_bound: `[B]` float32; the bound is in nats.
-            uniforms: `[B, L]` float32 in [0, 1), one draw a position.
+            uniforms: `[B, L]` float32 in [0, 1), one draw per position.
             noise: `[B, L]` int64, the fresh token of each position that is not accepted.
+
         Returns:
-            canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64; entropy `[B, L]` float32 in nats;
-            accepted `[B, L]` bool; next_hidden `[B, L, D]`, what the first body segment takes next.
+            canvas `[B, L]` int64, the next canvas; argmax `[B, L]` int64; entropy `[B, L]` float32
+            in nats; accepted `[B, L]` bool; next_hidden `[B, L, D]`, the first body segment's next
+            input.
         """
         logits = self.logits(hidden) / temperature[:, None, None]
         argmax = logits.argmax(dim=-1)
         shifted = logits - logits.amax(dim=-1, keepdim=True)
         mass = shifted.exp()
         total = mass.sum(dim=-1)
-        # H = log Z − Σ (m / Z) log m: no pass over normalised log-probabilities.
+        # H = log Z − Σ (m / Z) log m, which saves a pass over normalised log-probabilities.
         entropy = total.log() - (mass * shifted).sum(dim=-1) / total
         accepted = accept(entropy, entropy_bound)
         canvas = torch.where(accepted, draw(mass, uniforms, self.grid), noise)
@@ -65,22 +69,24 @@ class Head(nn.Module):
         return canvas, argmax, entropy, accepted, rms_norm(embedded + signal, self.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits `[B, L, V]` in float32: `cap · tanh(head(norm(hidden)) / cap)`."""
+        """Return soft-capped logits `[B, L, V]` in float32: `cap · tanh(head(norm(hidden)) / cap)`."""
         raw = (self.norm(hidden) @ self.table.t()).to(torch.float32)
         return torch.tanh(raw / self.softcap) * self.softcap
 
 
 def vocabulary_grid(size: int) -> tuple[int, int]:
-    """The two factors of the vocabulary nearest to its square root, the smaller first (262,144 = 512 × 512)."""
+    """Return the two factors of the vocabulary closest to its square root, the smaller first
+    (262,144 = 512 × 512)."""
     rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
     return rows, size // rows
 
 
 def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
-    """One token `[B, L]` a position by inverse CDF: the first whose cumulative mass exceeds u times the total.
+    """Draw one token `[B, L]` per position by inverse CDF: the first whose cumulative mass exceeds
+    u times the total.
 
-    `mass` `[B, L, V]` need not be normalised. The sum runs over rows of the vocabulary first and then inside the row
-    that holds the target, so that no running sum is as long as the vocabulary.
+    `mass` `[B, L, V]` need not be normalised. The sum runs over rows of the vocabulary first, and
+    then inside the row that holds the target, so no running sum is as long as the vocabulary.
     """
     rows, columns = grid
     batch, length, _ = mass.shape
@@ -90,17 +96,17 @@ def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
     row = (below <= target).sum(dim=-1, keepdim=True).clamp(max=rows - 1)
     before = torch.where(row > 0, below.gather(-1, (row - 1).clamp(min=0)), 0.0)
     inside = cells.gather(2, row[..., None].expand(-1, -1, 1, columns)).squeeze(2).cumsum(dim=-1)
-    # Rounding may put the target past the row's own sum: the last token with any mass is meant then.
+    # Rounding may put the target past the row's own sum. Take the last token with any mass then.
     rest = torch.minimum(target - before, inside[..., -1:] * (1 - 2**-23))
     column = (inside <= rest).sum(dim=-1, keepdim=True)
     return (row * columns + column).squeeze(-1)
 
 
 def accept(entropy: Tensor, bound: Tensor) -> Tensor:
-    """The positions `[B, L]` to keep: the most certain ones, while the entropy before each is within the bound.
+    """Return the positions `[B, L]` to keep.
 
-    In ascending order of entropy a position is kept while the sum of those before it is at most `bound` `[B]`
-    (`EntropyBoundSampler.accept_canvas`), so the most certain position is always kept.
+    A position is kept if the entropies of all more certain positions sum to at most `bound` `[B]`
+    (`EntropyBoundSampler.accept_canvas`). So the most certain position is always kept.
     """
     ordered, order = torch.topk(entropy, entropy.shape[-1], dim=-1, largest=False, sorted=True)
     kept = ordered.cumsum(dim=-1) - ordered <= bound[:, None]

@@ -1,8 +1,10 @@
-"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE, attention, MLP.
+"""The parts of a transformer layer, written so that torch.onnx can export them: norm, RoPE,
+attention, MLP.
 
-Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, which is the oracle for its
-numbers. Weights keep the checkpoint's `[out, in]` layout; projections that read the same input are stacked into one.
-A module is built with placeholders in place of its weights, so that a network of any size can be traced.
+Every module follows `transformers.models.diffusion_gemma.modeling_diffusion_gemma`, the oracle for
+its numbers. Weights keep the checkpoint's `[out, in]` layout; projections that read the same input
+are stacked. Modules are built with placeholders for weights, so a network of any size can be
+traced.
 """
 
 from __future__ import annotations
@@ -16,18 +18,14 @@ from torch.nn import functional as F
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import FOLDED_HEADS, MAX_FUSED_HEAD_DIM
 
-# ONNX `Attention` has no TensorRT kernel above this head size; larger heads are written out in primitives.
-# Query heads of each group whose scores are in memory at once, where attention is written out. Fewer bound the memory
-# more closely, and copy the keys more often.
-
 
 def placeholder(*shape: int) -> nn.Parameter:
-    """A weight of this shape that takes no memory until `weights.load` puts the real one in its place."""
+    """Return a weight of this shape that takes no memory until `weights.load` replaces it."""
     return nn.Parameter(torch.zeros(1).expand(*shape), requires_grad=False)
 
 
 class Linear(nn.Module):
-    """`x @ weightᵀ`, no bias."""
+    """`x @ weightᵀ`, without bias."""
 
     def __init__(self, size: int, out: int) -> None:
         super().__init__()
@@ -46,13 +44,14 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves of the last axis. (`chunk` becomes a sequence in ONNX, which TensorRT does not take.)"""
+    """Return the two halves of the last axis. (`chunk` becomes a sequence in ONNX, which TensorRT
+    does not support.)"""
     middle = x.shape[-1] // 2
     return x[..., :middle], x[..., middle:]
 
 
 def gelu_gate(gate_up: Tensor) -> Tensor:
-    """`gelu_tanh(gate) * up` of a stacked `[..., 2·inner]` projection."""
+    """Return `gelu_tanh(gate) * up` of a stacked `[..., 2·inner]` projection."""
     gate, up = halves(gate_up)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -70,7 +69,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """`down(gelu_tanh(gate(x)) * up(x))`, gate and up stacked in one `[2·inner, size]` weight."""
+    """`down(gelu_tanh(gate(x)) * up(x))`, with gate and up stacked in one `[2·inner, size]` weight."""
 
     def __init__(self, size: int, inner: int) -> None:
         super().__init__()
@@ -82,10 +81,10 @@ class GatedMLP(nn.Module):
 
 
 def inverse_frequencies(layer: Layer) -> Tensor:
-    """RoPE frequencies `[head_dim / 2]` in float32.
+    """Return RoPE frequencies `[head_dim / 2]` in float32.
 
-    Sliding layers rotate every pair. Full layers are `proportional`: only the first `rope_partial` of the pairs turn,
-    at frequencies spaced over the whole head, and the others stand still
+    Sliding layers rotate every pair. Full layers are `proportional`: only the first `rope_partial`
+    of the pairs rotate, at frequencies spaced over the whole head
     (`modeling_rope_utils._compute_proportional_rope_parameters`).
     """
     half = layer.head_dim // 2
@@ -117,12 +116,14 @@ def attention_mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Additive mask `[B, 1, L, past + L]`: 0 where a query sees a key, a large negative number elsewhere.
+    """Return the additive mask `[B, 1, L, past + L]`: 0 where a query sees a key, else a large
+    negative number.
 
-    A clean token (`causal[b]`) sees keys up to its own position, in a sliding layer only the last `window` of them, and
-    every key of its own group (the tokens of one image). A canvas token sees every key, with no window. Keys at
-    position −1 are empty. The reference is `create_masks_for_generate` and `create_diffusion_decoder_attention_mask`
-    with the dynamic cache.
+    A clean token (`causal[b]`) sees keys up to its own position; in a sliding layer, only the last
+    `window` of them. It also sees every key of its own group, the tokens of one image. A canvas
+    token sees every key, without a window. Keys at position −1 are empty. The reference is
+    `create_masks_for_generate` and `create_diffusion_decoder_attention_mask` with the dynamic
+    cache.
     """
     key_positions = torch.cat([past_positions, positions], dim=1)[:, None, :]
     key_groups = torch.cat([torch.full_like(past_positions, -1), groups], dim=1)[:, None, :]
@@ -132,7 +133,7 @@ def attention_mask(
         seen = seen & (queries - key_positions < window)
     seen = seen | ((groups[:, :, None] == key_groups) & (key_groups >= 0))
     seen = (seen | ~causal[:, None, None]) & (key_positions >= 0)
-    # Half the lowest value: adding a score to it cannot overflow in any dtype.
+    # Half the lowest value, so that adding a score cannot overflow in any dtype.
     hidden = torch.finfo(dtype).min / 2
     return torch.where(seen, 0.0, hidden).to(dtype)[:, None]
 
@@ -162,7 +163,8 @@ class Attention(nn.Module):
         past_key: Tensor,
         past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`x` `[B, L, D]` → attended `[B, L, D]` and this call's key and value `[B, kv_heads, L, head_dim]`."""
+        """Map `x` `[B, L, D]` to attended `[B, L, D]` and this call's key and value `[B, kv_heads,
+        L, head_dim]`."""
         batch, length, _ = x.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
         # One norm for queries, keys and values: it is over single heads, and only its weights differ.
@@ -182,7 +184,8 @@ class Attention(nn.Module):
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`[B, heads, L, d]` queries over `[B, kv_heads, K, d]` at scale 1, as one ONNX `Attention` node."""
+    """Attend `[B, heads, L, d]` queries to `[B, kv_heads, K, d]` keys at scale 1, as one ONNX
+    `Attention` node."""
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, scale=1.0, enable_gqa=grouped)
 
@@ -204,9 +207,11 @@ def folded_attention(
         part = grouped[:, :, first : first + FOLDED_HEADS]
         count = part.shape[2]
         if parts:
-            # Adds nothing, and makes this part wait for the last one: TensorRT would compute all scores side by side.
+            # This adds zero, but makes this part wait for the last one. Otherwise TensorRT computes
+            # all scores side by side.
             part = part + parts[-1][:, :, :1, :1, :1] * 0
-        # Every size is written out: of a −1 beside dynamic sizes TensorRT's bound is their product, in memory too.
+        # Every size is written out. TensorRT bounds a −1 next to dynamic sizes by their product, in
+        # memory too.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)

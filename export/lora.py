@@ -23,7 +23,7 @@ from canvasrt.hashes import hash_files
 CONFIG, WEIGHTS = ADAPTER_FILES
 
 _HINT = "merge it with PEFT's merge_and_unload(), save the whole checkpoint, and export that"
-# What makes of a LoRA something that is no sum, or changes more than the weights that it names.
+# Settings that make a LoRA more than a sum, or that change weights it does not name.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -39,17 +39,19 @@ _UNSUPPORTED = {
     "trainable_token_indices": "trained tokens",
     "layer_replication": "replicated layers",
 }
-# Initialisations that change the base model's own weights; PEFT can save such an adapter converted.
+# Initialisations that change the base model's weights. PEFT can convert such an adapter when saving
+# it.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLE = ("embed_tokens", "lm_head")
-# The names that the one text stack goes by, `model.` where a tool does not split it in two.
+# Names of the single text stack; `model.` is for tools that do not split it in two.
 _STACKS = (f"{ENCODER}.", f"{DECODER}.", "model.")
 _OURS = ("model.encoder.", f"{DECODER}.")
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to one tensor: `alpha / rank · B A`, of experts `B[e] A[e]`; by `root` over √rank."""
+    """What an adapter adds to one tensor: `alpha / rank · B A`, for experts `B[e] A[e]`; divided by
+    √rank if `root`."""
 
     file: Shard
     module: str
@@ -61,14 +63,14 @@ class Delta:
         return self.file.tensors[self._name("A")].shape, self.file.tensors[self._name("B")].shape
 
     def add_to(self, chunk: Tensor, first: int, total: int) -> None:
-        """Add, in place, to the rows from `first` on of a tensor with `total` rows, in float32."""
+        """Add to the rows from `first` on of a tensor with `total` rows, in place and in float32."""
         a, b = (self.file.read(self._name(each)).to(torch.float32) for each in "AB")
         rank = len(a) if chunk.dim() == 2 else len(a) // total
         scale = self.alpha / (math.sqrt(rank) if self.root else rank)
         if chunk.dim() == 2:
             chunk.addmm_(b[first : first + len(chunk)], a, alpha=scale)
             return
-        # PEFT's order: A has the ranks of an expert side by side, B the experts of a rank.
+        # PEFT's order: A has the ranks of each expert side by side, B the experts of each rank.
         a = a.view(total, -1, a.shape[-1])
         b = b.view(len(b), -1, total)
         for expert, weight in enumerate(chunk, first):
@@ -87,7 +89,7 @@ class Adapter:
     deltas: dict[str, list[Delta]]
 
     def to_json(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Return the adapter's entry in the manifest."""
         return {"files": hash_files(self.path, (CONFIG, WEIGHTS)), "weight": self.weight}
 
 
@@ -95,7 +97,7 @@ class Adapted(Checkpoint):
     """A checkpoint with adapters merged in, `W + Σ weight · scale · B A`, summed in float32."""
 
     def __init__(self, path: Path, adapters: Sequence[Adapter]) -> None:
-        """Open the checkpoint; raises `CanvasError` for an adapter that does not fit it."""
+        """Open the checkpoint. Raises `CanvasError` for an adapter that does not fit it."""
         super().__init__(path)
         self._adapters = list(adapters)
         for adapter in self._adapters:
@@ -118,27 +120,28 @@ class Adapted(Checkpoint):
             first += len(chunk)
 
     def _check(self, adapter: Adapter, name: str, delta: Delta) -> None:
-        other = f"{adapter.path} is for another base model than {self.path}"
+        other = f"{adapter.path} is for a base model other than {self.path}"
         hint = "name the adapter's own base checkpoint"
         if name not in self:
-            raise CanvasError(f"{other}: that has no {name}", hint)
+            raise CanvasError(f"{other}: {self.path} has no {name}", hint)
         shape = self.shape(name)
         a, b = delta.shapes
         experts = shape[0] if len(shape) == 3 else 1
         fits = a[1:] == shape[-1:] and b[:1] == shape[-2:-1] and a[0] == b[1] and not a[0] % experts
         if not fits:
             raise CanvasError(
-                f"{other}: {name} has shape {shape} there, and lora_A {a} with lora_B {b} here",
+                f"{other}: {name} has shape {shape} there, but lora_A is {a} and lora_B {b} here",
                 hint,
             )
 
 
 def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
-    """Read an adapter's configuration and the names of its tensors; `weight` scales all that it adds.
+    """Read an adapter's configuration and the names of its tensors; `weight` scales all that it
+    adds.
 
-    The encoder's and the decoder's text weights are one in the graphs, as in transformers. What an adapter adds to
-    either is added to it, and where it has both their sum is, as PEFT's own merge does. Raises `CanvasError` for a
-    folder that holds no adapter, and for kinds that cannot be merged, by name.
+    The encoder's and the decoder's text weights are the same in the graphs, as in transformers. An
+    adapter for both adds its sum, as PEFT's own merge does. Raises `CanvasError` for a folder
+    without an adapter, and for kinds that cannot be merged, by name.
     """
     folder = Path(path).expanduser()
     config = _read_config(folder)
@@ -159,7 +162,9 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
             tensor, delta = _delta(shard, module, config, weight)
             deltas.setdefault(tensor, []).append(delta)
     if not deltas:
-        raise CanvasError(f"{folder / WEIGHTS} holds no LoRA weights", "give a PEFT LoRA adapter")
+        raise CanvasError(
+            f"{folder / WEIGHTS} contains no LoRA weights", "give a PEFT LoRA adapter"
+        )
     return Adapter(folder, weight, deltas)
 
 
@@ -169,14 +174,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise CanvasError(
-            f"{folder} is no adapter: there is no {CONFIG} in it",
+            f"{folder} is not an adapter: it has no {CONFIG}",
             "name the folder that PEFT's save_pretrained() wrote",
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as cause:
         raise CanvasError(f"{file} is not JSON: {cause}", "fetch the adapter again") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise CanvasError(f"{file} is of a {kind!r} adapter, and only LORA is merged", _HINT)
+        raise CanvasError(f"{file} describes a {kind!r} adapter; only LORA can be merged", _HINT)
     found = [what for key, what in _UNSUPPORTED.items() if config.get(key)]
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(_CHANGES_BASE):
@@ -184,7 +189,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         found.append("trained biases")
     if found:
-        raise CanvasError(f"{file}: {', '.join(found)}: canvasrt merges plain LoRA only", _HINT)
+        raise CanvasError(f"{file}: {', '.join(found)}: canvasrt only merges plain LoRA", _HINT)
     return config
 
 
@@ -198,14 +203,14 @@ def _check_known(folder: Path, name: str, shard: Shard) -> None:
     partner = name.replace(".lora_B.weight", ".lora_A.weight")
     if not partner.endswith(".lora_A.weight"):
         raise CanvasError(
-            f"{folder / WEIGHTS} holds {name}, which is no LoRA of a matrix product", _HINT
+            f"{folder / WEIGHTS} contains {name}, which is not a LoRA of a matrix product", _HINT
         )
     if partner not in shard.tensors:
         raise CanvasError(f"{folder / WEIGHTS} has {name} without its lora_A", "fetch it again")
 
 
 def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> tuple[str, Delta]:
-    """The tensor that a module's LoRA changes, and how."""
+    """Return the tensor that a module's LoRA changes, and how."""
     if f"{module}.lora_B.weight" not in shard.tensors:
         raise CanvasError(f"{shard.file} has no {module}.lora_B.weight", "fetch the adapter again")
     key = module.removeprefix("base_model.model.")
@@ -220,23 +225,24 @@ def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> 
 
 
 def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
-    """Which of the experts' batched weights a LoRA is of: PEFT wraps them in order, the last one outermost.
+    """Return which of the experts' batched weights a LoRA is for.
 
-    The order is that of the module's parameters, gate_up_proj first.
+    PEFT wraps them in the order of the module's parameters, gate_up_proj first; the last one is
+    outermost.
     """
     names = {str(each).rpartition(".")[2] for each in config.get("target_parameters") or ()}
     both = [name for name in ("gate_up_proj", "down_proj") if name in names]
     inner = module.count(".base_layer")
     if inner >= len(both):
         raise CanvasError(
-            f"{shard.file} has a LoRA of {module}, which target_parameters does not name",
+            f"{shard.file} has a LoRA for {module}, which target_parameters does not list",
             "fetch the adapter again",
         )
     return both[len(both) - 1 - inner]
 
 
 def _ours(key: str) -> str:
-    """A module or parameter as a checkpoint names it, the text stack as the decoder's."""
+    """Return the checkpoint's name for a module or parameter, with the text stack named as the decoder's."""
     for stack in _STACKS:
         if key.startswith(stack) and not (stack == "model." and key.startswith(_OURS)):
             return f"{DECODER}.{key[len(stack) :]}"
@@ -244,7 +250,7 @@ def _ours(key: str) -> str:
 
 
 def _alpha(config: dict[str, Any], key: str) -> float:
-    """PEFT's rule: of the first pattern that the end of a module's name matches."""
+    """Return alpha by PEFT's rule: the first pattern that matches the end of a module's name."""
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", key):
             return float(value)

@@ -1,7 +1,9 @@
-"""The mixture of experts in standard ONNX operators: exact, and near the cost of reading each expert's weights once.
+"""The mixture of experts in standard ONNX operators: exact, and close to the cost of reading each
+expert's weights once.
 
-Tokens are gathered into `capacity` slots an expert, all experts run as one batched matrix product, and the results
-are gathered back. The capacity is a dynamic dimension. A call that would need more slots says so through its load.
+Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product,
+and the results are gathered back. The capacity is a dynamic dimension. A call that needs more slots
+reports it through its load.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs, one an expert, as batched weights in the checkpoint's `[E, out, in]` layout."""
+    """Gated MLPs, one per expert, as batched weights in the checkpoint's `[E, out, in]` layout."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

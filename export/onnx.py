@@ -1,4 +1,5 @@
-"""From a torch module to an ONNX graph whose weights are streamed to disk, one tensor in memory at a time."""
+"""Turns a torch module into an ONNX graph whose weights are streamed to disk, one tensor in memory
+at a time."""
 
 from __future__ import annotations
 
@@ -36,10 +37,12 @@ def trace(
     input_names: Sequence[str],
     output_names: Sequence[str],
 ) -> ir.Model:
-    """The graph of `module`, weights still placeholders.
+    """Return the graph of `module`, with placeholders for weights.
 
-    Args: `inputs` example values by argument name of `forward`; `dynamic` the dimension names in the same structure;
-    `input_names`, `output_names` the graph's, in flattened order.
+    Args:
+        inputs: example values by argument name of `forward`.
+        dynamic: the dimension names, in the same structure.
+        input_names, output_names: the graph's, in flattened order.
     """
     with _quiet():
         program = torch.onnx.export(
@@ -51,7 +54,8 @@ def trace(
             output_names=list(output_names),
             opset_version=OPSET,
             dynamo=True,
-            # The optimizer merges and renames small weights, which then no longer match the checkpoint's.
+            # The optimizer merges and renames small weights, which then no longer match the
+            # checkpoint's.
             optimize=False,
             verbose=False,
         )
@@ -86,11 +90,14 @@ def write(
     own_files: dict[str, str] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Write `model` to `file`, its weights beside it as external data.
+    """Write `model` to `file`, with its weights next to it as external data.
 
-    Args: `weights` in the order of the file, read when it is their turn; `dtype` what a `Weight` is converted to, a
-    `Stored` one is written as it is; `own_files` weight name → name of a file of its own, for one that others read
-    too; the rest share `file` with the suffix `.bin`. `advance` is told the bytes of each part written.
+    Args:
+        weights: in file order, each read when it is its turn.
+        dtype: what a `Weight` is converted to; a `Stored` one is written as it is.
+        own_files: weight name → its own file name, for a weight that others read too. All other
+            weights share `file` with the suffix `.bin`.
+        advance: called with the bytes of each part written.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")
@@ -115,7 +122,7 @@ def _stored(weight: Weight, dtype: torch.dtype) -> Stored:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's exporter: its warnings are about its own internals, and it prints progress of its own."""
+    """Silence torch's exporter, which prints its own progress and warns about its own internals."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,5 @@
-"""A checkpoint that is quantized already, as a whole: which weights of its graphs stay so, and what the bundle says of it."""
+"""A checkpoint that is already quantized: which weights stay so in its graphs, and what the bundle
+records."""
 
 from __future__ import annotations
 
@@ -48,10 +49,12 @@ class Prequantized:
         dtype: torch.dtype,
         packs: bool,
     ) -> None:
-        """Find them, and check their scales.
+        """Find the quantized weights, and check their scales.
 
-        Args: `dtype` that of the graphs; `packs` whether codes go into the graphs. Else, and for weights that have no
-        quantized form, such as the vision tower's, what they stand for does.
+        Args:
+            dtype: the graphs'.
+            packs: whether codes go into the graphs. If not, the weights are widened. Weights
+                without a quantized form, such as the vision tower's, always are.
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
@@ -67,8 +70,8 @@ class Prequantized:
         self._prompts = ""
         if not self._held or (packs and not self._packed):
             raise CanvasError(
-                f"{source.path} says that it is quantized ({how.algorithm}), but holds no quantized weight",
-                "fetch the checkpoint again, or remove what names the quantization from its configuration",
+                f"{source.path} says that it is quantized ({how.algorithm}), but has no quantized weight",
+                "fetch the checkpoint again, or remove the quantization from its configuration",
             )
 
     @property
@@ -88,7 +91,7 @@ class Prequantized:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the manifest's options say beside the graphs' own."""
+        """The quantization's part of the manifest's options."""
         said: dict[str, Any] = {"checkpoint_quantization": self._how.to_json()}
         if not self._packed:
             return said
@@ -105,24 +108,26 @@ class Prequantized:
 
     @property
     def made_from(self) -> dict[str, Any]:
-        """What the manifest names beside the checkpoint."""
+        """The quantization's part of the manifest's `made_from`."""
         return {"calibration": self._prompts} if self._prompts else {}
 
     def holds(self, part: Segment, weight: Weight) -> bool:
-        """Whether the checkpoint has a weight quantized, in whatever form it goes into the graph."""
+        """Return whether the checkpoint stores a weight quantized, whatever form it takes in the graph."""
         return global_name(part, weight.name) in self._held
 
     def formats(self, part: Segment) -> dict[str, str]:
-        """The format of each weight that stays quantized in a graph, by global name."""
+        """Return the format of each weight that stays quantized in a graph, by global name."""
         names = [global_name(part, name) for name in part.sources]
         return {name: self._held[name].form.format for name in names if name in self._packed}
 
     def calibrate(
         self, export_wide: Callable[[Path], Bundle], out: Path, prompts: Path | None
     ) -> None:
-        """Find the scales that the checkpoint leaves to each call, by generating from `prompts`.
+        """Find the input scales that the checkpoint leaves to run time, by generating from
+        `prompts`.
 
-        TensorRT's scales are constants. `export_wide` writes plain graphs, which are run for it, beside `out`.
+        TensorRT needs constant scales. `export_wide` writes plain graphs next to `out`, and these
+        are run.
         """
         from canvasrt.export.quantize.calibrate import calibrate
 
@@ -140,7 +145,8 @@ class Prequantized:
     def rewrite(
         self, part: Segment, model: ir.Model, each: Sequence[Weight]
     ) -> Iterator[Weight | Stored]:
-        """Put the quantized forms into a graph; its weights to be written, each read when it is its turn."""
+        """Put the quantized forms into a graph. Return its weights to write, each read when it is
+        its turn."""
         names = {weight.name: global_name(part, weight.name) for weight in each}
         packed = {local: name for local, name in names.items() if name in self._packed}
         if packed:
@@ -168,7 +174,8 @@ class Prequantized:
 
 
 def global_name(part: Segment, name: str) -> str:
-    """A graph's weight, `layers.<place>.attention.qkv.weight`, as recipes name it: `layers.<layer>.attention.qkv`."""
+    """Return a recipe's name for a graph's weight: `layers.<place>.attention.qkv.weight` →
+    `layers.<layer>.attention.qkv`."""
     name = name.removesuffix(".weight")
     first, _, rest = name.partition(".")
     if not part.layers:
@@ -179,9 +186,10 @@ def global_name(part: Segment, name: str) -> str:
 
 
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:
-    """The checkpoint's choices as a recipe: one of canvasrt's where it is the same, with its limits, else its own.
+    """Return the checkpoint's choices as a recipe.
 
-    Args: `forms` what is quantized, by global name.
+    If they equal one of canvasrt's, return that one, with its limits. `forms` is what is quantized,
+    by global name.
     """
     choices = {
         name: Choice(form.format, "per_channel" if _by_channel(form) else "per_tensor")
@@ -192,14 +200,14 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
     rest = [name for name in quantizable(config) if name not in forms]
     return Recipe(
         name=base.name if same else f"{how.precision}-checkpoint",
-        description=f"As the checkpoint has it: {how.algorithm}, written by {how.producer}.",
+        description=f"As in the checkpoint: {how.algorithm}, written by {how.producer}.",
         rules=tuple(
             Rule(pattern, choice)
             for choice in dict.fromkeys(choices.values())
             for pattern in _patterns([n for n in choices if choices[n] == choice], config)
         ),
         excluded=tuple(
-            Exclusion(pattern, "the checkpoint does not have it quantized")
+            Exclusion(pattern, "not quantized in the checkpoint")
             for pattern in _patterns(rest, config)
         ),
         limits=base.limits,
@@ -216,7 +224,7 @@ def _by_channel(form: Form) -> bool:
 def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bool:
     try:
         wanted = recipe.formats(config)
-    except CanvasError:  # widths that a format does not have
+    except CanvasError:  # widths that a format does not support
         return False
     return {name: choice.format for name, choice in wanted.items()} == {
         name: form.format for name, form in forms.items()
@@ -224,7 +232,7 @@ def _agree(recipe: Recipe, forms: Mapping[str, Form], config: ModelConfig) -> bo
 
 
 def _patterns(names: list[str], config: ModelConfig) -> list[str]:
-    """Names, those of all layers as one pattern."""
+    """Return names, with one pattern for a weight that every layer has."""
     found: dict[str, list[str]] = {}
     for name in names:
         first, _, rest = name.partition(".")

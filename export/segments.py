@@ -1,4 +1,4 @@
-"""The graphs that a model is cut into: body segments, head and vision tower, with their inputs and outputs."""
+"""The graphs that a model is cut into: body segments, head and vision tower, with inputs and outputs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ from canvasrt.export.chain import chain
 from canvasrt.export.head import Head
 from canvasrt.export.vision import Vision
 from canvasrt.export.weights import Sources
-
-# The released model is built in five engines of six layers: one engine of everything needs three times its weights
-# in memory to build.
 
 EMBEDDING_FILE = "embedding.bin"
 
@@ -45,7 +42,8 @@ class Segment:
         return next(self.module.parameters()).dtype
 
     def trace(self, config: ModelConfig, traced: dict[Layer, ir.Model]) -> ir.Model:
-        """The ONNX graph, weights still placeholders; `traced` keeps the graphs of single layers."""
+        """Return the ONNX graph, with placeholders for weights. `traced` caches the graphs of
+        single layers."""
         if isinstance(self.module, BodySegment):
             for i in self.layers:
                 layer = config.layers[i]
@@ -67,7 +65,8 @@ def segments(
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     dtype: torch.dtype = torch.float32,
 ) -> list[Segment]:
-    """Every graph of the model, in the order in which they run; `dtype` is that of weights and hidden states."""
+    """Return every graph of the model in the order in which they run; `dtype` is for weights and
+    hidden states."""
     with _default_dtype(dtype):
         return _cut(config, layers_per_segment)
 
@@ -88,7 +87,7 @@ def _cut(config: ModelConfig, layers_per_segment: int) -> list[Segment]:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Placeholders made inside are of `dtype`."""
+    """Create placeholders in `dtype` inside the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -100,9 +99,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def trace_layer(
     module: BodySegment, layer: Layer, config: ModelConfig, dtype: torch.dtype
 ) -> ir.Model:
-    """Graph of a body segment of one layer.
+    """Return the graph of a body segment of one layer.
 
-    The names and shapes of all inputs and outputs are in `docs/design.md`.
+    `docs/design/export.md` lists names and shapes of all inputs and outputs.
     """
     batch, length, slots, past = 2, 3, 4, 5
     # Two tensors: the tracer takes one given twice for one input.
@@ -156,7 +155,7 @@ def _either_queue(model: ir.Model) -> None:
 
 
 def name_layers(model: ir.Model, layers: Sequence[int]) -> None:
-    """Name a body graph's cached and new keys and values by the model's layers that it holds."""
+    """Name a body graph's cached and new keys and values by the model's layers."""
     for stem, values in (("past", model.graph.inputs), ("new", model.graph.outputs)):
         names = _per_layer(stem, layers)
         for value, name in zip(values[len(values) - len(names) :], names, strict=True):
@@ -168,7 +167,7 @@ def _per_layer(stem: str, layers: Sequence[int]) -> list[str]:
 
 
 def trace_head(module: Head, config: ModelConfig, dtype: torch.dtype) -> ir.Model:
-    """Graph of the head."""
+    """Return the graph of the head."""
     batch, length = 2, 3
     inputs: dict[str, Any] = {
         "hidden": torch.zeros(batch, length, config.hidden_size, dtype=dtype),
@@ -187,7 +186,7 @@ def trace_head(module: Head, config: ModelConfig, dtype: torch.dtype) -> ir.Mode
 
 
 def trace_vision(module: Vision, config: ModelConfig, dtype: torch.dtype) -> ir.Model:
-    """Graph of the vision tower."""
+    """Return the graph of the vision tower."""
     assert config.vision is not None
     square = config.vision["pooling_kernel_size"] ** 2
     images, patches = 2, 4 * square
@@ -197,7 +196,7 @@ def trace_vision(module: Vision, config: ModelConfig, dtype: torch.dtype) -> ir.
         "pixel_positions": torch.zeros(images, patches, 2, dtype=torch.int64),
     }
     n = torch.export.Dim("images")
-    # The soft tokens are whole squares of patches.
+    # Soft tokens are whole squares of patches.
     p = square * torch.export.Dim("soft_tokens")
     dynamic = {name: {0: n, 1: p} for name in inputs}
     return onnx.trace(module, inputs, dynamic, list(inputs), ["features", "valid"])

@@ -1,7 +1,7 @@
 """Safetensors files, written and read a piece at a time.
 
-The library's own writer wants all tensors of a file in memory, and its reader maps the file, whose pages then count as
-this process's memory for as long as it is open.
+The library's own writer needs all tensors of a file in memory. Its reader maps the file, and the
+mapped pages count as this process's memory as long as the file is open.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Entry:
 
 
 class Shard:
-    """One safetensors file. Nothing of it stays in memory but the header."""
+    """One safetensors file. Only its header stays in memory."""
 
     def __init__(self, file: Path) -> None:
-        """Read the header; raises `CanvasError` for a file that is not whole, FileNotFoundError for a missing one."""
+        """Read the header. Raises `CanvasError` for an incomplete file, FileNotFoundError for a
+        missing one."""
         self.file = file
         try:
             # The library checks that the header is sound and that no byte is missing.
@@ -61,7 +62,7 @@ class Shard:
             raise
         except (SafetensorError, OSError) as cause:
             raise CanvasError(
-                f"{file} is not a whole safetensors file: {cause}", "fetch the checkpoint again"
+                f"{file} is not a complete safetensors file: {cause}", "fetch the checkpoint again"
             ) from cause
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
@@ -73,7 +74,7 @@ class Shard:
         }
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        """One tensor in the file's dtype, or `rows` of its first axis from `first` on."""
+        """Return one tensor in the file's dtype, or `rows` of its first axis from `first` on."""
         entry = self.tensors[name]
         shape = entry.shape
         start = entry.start
@@ -95,7 +96,7 @@ class Shard:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CanvasError(
-                f"{name} in {self.file} has the type {entry['dtype']}, which canvasrt does not read",
+                f"{name} in {self.file} has the type {entry['dtype']}, which canvasrt does not support",
                 f"types: {', '.join(_DTYPES)}",
             )
         return Entry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
@@ -108,7 +109,7 @@ class Shard:
 
 
 def _fill(handle: FileIO, data: np.ndarray) -> int:
-    """Read into all of `data`; one call reads 2 GB at most."""
+    """Fill all of `data`; a single call reads at most 2 GB."""
     found = 0
     while found < len(data):
         count = handle.readinto(data[found:].data)
@@ -120,7 +121,7 @@ def _fill(handle: FileIO, data: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to be written; `chunks` makes its little-endian bytes, in order, when they are needed."""
+    """One tensor to write. `chunks` yields its little-endian bytes in order, when they are needed."""
 
     name: str
     dtype: torch.dtype
@@ -133,7 +134,7 @@ class Piece:
 
 
 def write_shards(out: Path, shards: Sequence[Sequence[Piece]]) -> None:
-    """Write one file for each of `shards` and the index over them, as the Hugging Face layout has it."""
+    """Write one file for each of `shards`, and the index over them, in the Hugging Face layout."""
     index: dict[str, str] = {}
     for number, pieces in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -164,4 +165,4 @@ def write_shard(file: Path, pieces: Sequence[Piece]) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for piece in pieces:
             written = sum(out.write(chunk) for chunk in piece.chunks())
-            assert written == piece.size, f"{piece.name}: {written} bytes for {piece.size}"
+            assert written == piece.size, f"{piece.name}: wrote {written} bytes, not {piece.size}"

@@ -1,7 +1,7 @@
 """Random checkpoints of real shapes, for sizes and speeds that do not depend on trained weights.
 
-`python -m canvasrt.export.synthetic --shape released --layers 6 --format nvfp4 -o DIR` writes one in the Hugging Face
-layout, a tensor in memory at a time.
+`python -m canvasrt.export.synthetic --shape released --layers 6 --format nvfp4 -o DIR` writes one
+in the Hugging Face layout, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _RELEASED: dict[str, Any] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "released": _RELEASED,
-    # The released head sizes, experts and vocabulary, and their proportions, in 0.2 GB.
+    # The released head sizes, experts, vocabulary and proportions, in 0.2 GB.
     "narrow": _RELEASED
     | {
         "hidden_size": 256,
@@ -75,7 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "moe_intermediate_size": 64,
     },
-    # About 300M parameters: the released proportions on a machine without a GPU.
+    # About 300M parameters: the released proportions for a machine without a GPU.
     "300m": _RELEASED
     | {
         "vocab_size": 32_768,
@@ -101,7 +101,7 @@ _BLOCK = 16
 _SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
 _SCALES = np.concatenate([128 * (1 + np.arange(8) / 8), 256 * (1 + np.arange(7) / 8)])
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-# Root mean square of a random code times a random block scale, over a global scale of one.
+# Root mean square of a random code times a random block scale, for a global scale of one.
 _PACKED_RMS = math.sqrt(float((_E2M1**2).mean() * (_SCALES**2).mean()))
 # Largest value of a normalised activation, and of one between the products of an expert, that calibration would see.
 _GROUP = 64
@@ -116,10 +116,15 @@ def write(
     seed: int = 0,
     format: str = "bf16",
 ) -> ModelConfig:
-    """Write a random checkpoint to `out`, without a vision tower and without a tokenizer.
+    """Write a random checkpoint to `out`, without vision tower and tokenizer.
 
-    Args: `shape` a key of `SHAPES`; `layers` how many, the shape's own number when None; `format` one of `FORMATS`.
-    Matrices have mean zero and variance 1 / inputs, norms and scalars are one, so that activations keep their size.
+    Args:
+        shape: a key of `SHAPES`.
+        layers: how many; None takes the shape's own number.
+        format: one of `FORMATS`.
+
+    Matrices have mean zero and variance 1 / inputs; norms and scalars are one, so that activations
+    keep their size.
     """
     text = dict(SHAPES[shape])
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
@@ -152,7 +157,7 @@ def write(
 
 
 def _write_quant_config(out: Path, layers: int) -> dict[str, Any]:
-    """Write ModelOpt's hf_quant_config.json; returns config.json's `quantization_config`, which says the same."""
+    """Write ModelOpt's hf_quant_config.json. Return the equivalent `quantization_config` for config.json."""
     kept = ["lm_head", "model.decoder.self_conditioning*"]
     for layer in range(layers):
         prefix = f"model.decoder.layers.{layer}"
@@ -203,7 +208,7 @@ _W4A16 = {
 
 
 class _Noise:
-    """Random values, cheaply: pieces of two small pools, each from an offset of its own."""
+    """Cheap random values: pieces of two small pools, each from its own offset."""
 
     _POOL = 1 << 23
     _CHUNK = 1 << 21
@@ -234,7 +239,7 @@ class _Noise:
             yield self._scales[start : start + size].data
 
     def around(self, value: float) -> float:
-        """A number within a quarter of `value`."""
+        """Return a number within a quarter of `value`."""
         return value * self._random.uniform(0.75, 1.25)
 
     def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
@@ -245,7 +250,7 @@ class _Noise:
 
 
 def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> Iterator[Piece]:
-    """The checkpoint tensors that a graph's weights are stacked from."""
+    """Yield the checkpoint tensors that a graph's weights are stacked from."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
         sources = part.sources[name]
@@ -271,7 +276,8 @@ def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> It
 
 
 def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piece]:
-    """The tensors of all experts of a layer, for `source`, which would hold them as one of `shape` `[E, out, in]`."""
+    """Yield the tensors of all experts of a layer, in place of the batched `source` of `shape` `[E,
+    out, in]`."""
     experts, rows, width = shape
     prefix, _, name = source.rpartition(".")
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
@@ -337,7 +343,7 @@ def _ones(count: int, dtype: torch.dtype) -> list[memoryview]:
 
 
 def _rows(part: Segment, name: str, sources: int, model: ModelConfig) -> list[int]:
-    """How many rows of a stacked weight each of its sources gives."""
+    """Return how many rows of a stacked weight come from each of its sources."""
     rows = part.module.get_parameter(name).shape[0]
     if name.endswith("qkv.weight"):
         (index,) = part.layers

@@ -1,6 +1,8 @@
-"""The vision tower and its projection into the language model, as one graph: patches in, soft tokens out.
+"""The vision tower and its projection into the language model as one graph: patches in, soft tokens
+out.
 
-Follows `transformers.models.gemma4.modeling_gemma4.Gemma4VisionModel` and `DiffusionGemmaMultimodalEmbedder`.
+Follows `transformers.models.gemma4.modeling_gemma4.Gemma4VisionModel` and
+`DiffusionGemmaMultimodalEmbedder`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from canvasrt.export.layers import (
 
 
 class ClippedLinear(nn.Module):
-    """A projection whose input and output are clamped to ranges that the checkpoint may carry."""
+    """A projection whose input and output are clamped to ranges that the checkpoint may specify."""
 
     input_min: Tensor
     input_max: Tensor
@@ -72,7 +74,7 @@ class VisionLayer(nn.Module):
         self.pre_mlp_norm, self.post_mlp_norm = RMSNorm(size, eps), RMSNorm(size, eps)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """`x` `[N, P, size]` → the same shape; `mask` `[N, 1, 1, P]` is additive."""
+        """Map `x` `[N, P, size]` to the same shape; `mask` `[N, 1, 1, P]` is additive."""
         batch, patches, _ = x.shape
         normed = self.input_norm(x)
         shape = (batch, patches, -1, self.head_dim)
@@ -114,11 +116,16 @@ class Vision(nn.Module):
         self.register_buffer("frequencies", theta**-exponents)
 
     def forward(self, pixel_values: Tensor, pixel_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Soft tokens of images that are cut into patches.
+        """Return the soft tokens of images that are cut into patches.
 
-        Args: `pixel_values` `[N, P, 3 · patch²]` in [0, 1]; `pixel_positions` `[N, P, 2]` int64, (x, y) of each patch,
-        (−1, −1) for padding. P is a multiple of pool².
-        Returns: features `[N, T, D]` with T = P / pool², and `[N, T]` bool, false where a soft token is padding.
+        Args:
+            pixel_values: `[N, P, 3 · patch²]` in [0, 1].
+            pixel_positions: `[N, P, 2]` int64, (x, y) of each patch, (−1, −1) for padding. P is a
+                multiple of pool².
+
+        Returns:
+            features `[N, T, D]` with T = P / pool², and `[N, T]` bool, false where a soft token is
+            padding.
         """
         empty = (pixel_positions[..., 0] == -1) & (pixel_positions[..., 1] == -1)
         places = pixel_positions.clamp(min=0)
@@ -138,14 +145,15 @@ class Vision(nn.Module):
 
 
 def plane_rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[N, P, 1, 2, head_dim / 2]` of the x and the y rotation at `positions` `[N, P, 2]`."""
+    """Return cosine and sine `[N, P, 1, 2, head_dim / 2]` of the x and y rotations at `positions`
+    `[N, P, 2]`."""
     angles = positions[..., None].to(torch.float32) * frequencies
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]
     return angles.cos(), angles.sin()
 
 
 def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[N, P, heads, head_dim]`: its first half turned by x, its second half by y."""
+    """Rotate `x` `[N, P, heads, head_dim]`: its first half by x, its second half by y."""
     across, down = halves(x)
     return torch.cat(
         [
@@ -157,10 +165,11 @@ def rotate_plane(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def average_pool(x: Tensor, places: Tensor, empty: Tensor, pool: int) -> tuple[Tensor, Tensor]:
-    """Mean over squares of `pool` × `pool` patches: `[N, P, size]` → `[N, P / pool², size]` and which are not empty.
+    """Average squares of `pool` × `pool` patches.
 
-    The reference marks a square as filled when any patch, padding included, falls into it, and padding falls into the
-    first one; that one always holds patches.
+    Returns `[N, P / pool², size]`, and which squares are not empty. The reference marks a square as
+    filled if any patch falls into it, padding included. Padding falls into the first square, which
+    always holds patches.
     """
     patches = x.shape[1]
     count = patches // (pool * pool)

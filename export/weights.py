@@ -1,4 +1,4 @@
-"""Which checkpoint tensors each weight of a graph is made of, and how they are put together."""
+"""Which checkpoint tensors make up each weight of a graph, and how they are combined."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 
 Sources = dict[str, tuple[str, ...]]
-"""A graph's weight → the checkpoint tensors that are stacked along the first axis to make it."""
+"""Weight of a graph → the checkpoint tensors that are stacked along the first axis to form it."""
 
 DECODER = "model.decoder"
 ENCODER = "model.encoder.language_model"
 VISION = "model.encoder.vision_tower"
 
-# What is a weight without any scale.
+# Dtypes of weights without scales.
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # What compressed-tensors calls a packed weight.
@@ -38,7 +38,7 @@ _NORMS = {
 
 
 def body_sources(config: ModelConfig, first: int, count: int) -> Sources:
-    """Sources of a body segment over layers `first … first + count − 1`."""
+    """Return the sources of a body segment over layers `first … first + count − 1`."""
     sources: Sources = {}
     for local, layer in enumerate(config.layers[first : first + count]):
         for name, tensors in _layer_sources(layer, first + local).items():
@@ -69,7 +69,7 @@ def _layer_sources(layer: Layer, index: int) -> Sources:
 
 
 def head_sources() -> Sources:
-    """Sources of the head."""
+    """Return the sources of the head."""
     signal = f"{DECODER}.self_conditioning"
     return {
         "table": (f"{DECODER}.embed_tokens.weight",),
@@ -81,7 +81,7 @@ def head_sources() -> Sources:
 
 
 def vision_sources(config: ModelConfig) -> Sources:
-    """Sources of the vision tower."""
+    """Return the sources of the vision tower."""
     assert config.vision is not None
     sources: Sources = {
         "input_proj.weight": (f"{VISION}.patch_embedder.input_proj.weight",),
@@ -117,9 +117,9 @@ def vision_sources(config: ModelConfig) -> Sources:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a graph: its name there, its shape, and the parts that make it, read one at a time.
+    """One weight of a graph: its name there, its shape, and its parts, read one at a time.
 
-    Parts are stacked along the first axis. Those of batched experts may be matrices, an expert after the other.
+    Parts are stacked along the first axis. Batched experts may have a matrix per expert, in order.
     """
 
     name: str
@@ -129,19 +129,19 @@ class Weight:
 
     @property
     def rows(self) -> int:
-        """Of all parts together."""
+        """Rows of all parts together."""
         split = len(self.shape) == 3 and len(self.parts) > 1
         return self.shape[0] * self.shape[1] if split else self.shape[0]
 
     def read(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The values in order, as `dtype`, in pieces along the first axis of the parts."""
+        """Yield the values in order, as `dtype`, in pieces along the first axis of the parts."""
         self.check()
         for part in self.parts:
             for chunk in self.checkpoint.chunks(part):
                 yield chunk.to(dtype)
 
     def check(self) -> None:
-        """Raise `CanvasError` for a part that is missing, that has another shape, or that is no plain weight."""
+        """Raise `CanvasError` for a part that is missing, has another shape, or is not a plain weight."""
         found = [(part, self.checkpoint.shape(part) or (1,)) for part in self.parts]
         for part, shape in found:
             self._check(part, shape)
@@ -150,18 +150,18 @@ class Weight:
             self.refuse(" + ".join(self.parts), f"{rows} rows", f"{self.rows} rows")
 
     def refuse(self, part: str, found: str, wanted: str) -> NoReturn:
-        """Raise: a tensor is not what the configuration asks for."""
+        """Raise `CanvasError` for a tensor that does not match the configuration."""
         raise CanvasError(
             f"{part} in {self.checkpoint.path} has {found}, but config.json asks for {wanted}",
-            "use a checkpoint whose config.json and weights belong together",
+            "use a checkpoint whose config.json and weights match",
         )
 
     def _check(self, part: str, shape: tuple[int, ...]) -> None:
         dtype = self.checkpoint.dtype(part)
         if dtype not in _NUMBERS:
             raise CanvasError(
-                f"{part} in {self.checkpoint.path} is {str(dtype).removeprefix('torch.')}, which alone is"
-                " no number: its scales, or the configuration that names them, are missing",
+                f"{part} in {self.checkpoint.path} is {str(dtype).removeprefix('torch.')}, which"
+                " needs scales: they, or the configuration that lists them, are missing",
                 "fetch the checkpoint again with its hf_quant_config.json, or use the bf16 one",
             )
         kept = len(self.shape) - 1 if self.rows == self.shape[0] else 1
@@ -172,7 +172,7 @@ class Weight:
 
 
 def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list[Weight]:
-    """Every weight of `module`, in a fixed order; the module's own shapes are what the checkpoint is held to."""
+    """Return every weight of `module` in a fixed order. The checkpoint must match the module's shapes."""
     named = dict(module.named_parameters())
     assert named.keys() == sources.keys(), named.keys() ^ sources.keys()
     return [
@@ -184,7 +184,7 @@ def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list
 def _parts(
     sources: tuple[str, ...], shape: tuple[int, ...], checkpoint: Checkpoint
 ) -> tuple[str, ...]:
-    """The sources, or where the checkpoint has experts as modules of their own, the weights of those."""
+    """Return the sources. If the checkpoint stores each expert separately, return their weights instead."""
     prefix, _, name = sources[0].rpartition(".")
     if len(shape) != 3 or sources[0] in checkpoint:
         return sources
@@ -200,7 +200,7 @@ def packed_name(part: str) -> str:
 
 
 def load(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> None:
-    """Put the checkpoint's values into `module`, whole and in memory."""
+    """Load all of the checkpoint's values into `module`, in memory."""
     for weight in weights(module, sources, checkpoint):
         parameter = module.get_parameter(weight.name)
         parameter.data = torch.cat(list(weight.read(parameter.dtype))).view(weight.shape)

@@ -1,1 +1,1 @@
-"""Engines to text."""
+"""The third stage: engines generate text."""

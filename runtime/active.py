@@ -1,4 +1,4 @@
-"""One running request: its blocks and steps, early stop, and the end of the sequence."""
+"""The state of one running request: blocks, steps, early stop and end of sequence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class ActiveRequest:
         self.id = id
         self.finished = False
         self.row = model.new_row()
-        # Tokens that the cache does not hold yet: the prompt, then each block that another follows.
+        # Tokens not in the cache yet: first the prompt, then each finished block that another one
+        # follows.
         self.pending = np.array(request.prompt_token_ids, np.int64)
         self._prompt = [int(token) for token in request.prompt_token_ids]
         self._params = request.params
@@ -47,7 +48,8 @@ class ActiveRequest:
         self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
 
     def next_step(self) -> DenoiseInput:
-        """The input of the next denoising step; the first of a block makes its canvas."""
+        """Return the input of the next denoising step. The first step of a block creates its
+        canvas."""
         if self._step == 0:
             self._hidden = self._model.first_hidden(self._noise(0)[1])
             self._history.clear()
@@ -63,7 +65,7 @@ class ActiveRequest:
         )
 
     def take(self, output: DenoiseOutput) -> list[Event]:
-        """Takes the result of that step in; its draft, and what it finished."""
+        """Apply the result of that step. Return its draft, and what it finished."""
         block = len(self._steps)
         events: list[Event] = [
             Draft(self.id, block, self._step, output.argmax, output.accepted),
@@ -75,7 +77,7 @@ class ActiveRequest:
         return events
 
     def result(self, reason: FinishReason) -> Result:
-        """What the request has come to."""
+        """Return the result so far."""
         return Result(
             token_ids=self._tokens,
             prompt_token_ids=self._prompt,
@@ -113,7 +115,7 @@ class ActiveRequest:
         self._tokens += tokens
         events: list[Event] = [Block(self.id, index, steps, tokens, reason)]
         if reason:
-            # The last block is never read again: it is not encoded.
+            # Nothing follows the last block, so it is not encoded.
             self.finished = True
             events.append(Finished(self.id, self.result(reason)))
         else:
@@ -121,7 +123,8 @@ class ActiveRequest:
         return events
 
     def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:
-        """The block's tokens that count, and why the request ends with them, if it does."""
+        """Return the block's tokens up to the end of sequence or the budget, and the reason if the
+        request ends here."""
         room = self._params.max_new_tokens - len(self._tokens)
         tokens = canvas[:room].tolist()
         ends = np.flatnonzero(np.isin(canvas, self._params.eos_token_ids))

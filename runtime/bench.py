@@ -1,4 +1,4 @@
-"""Measures generation: time a pass, steps a block, tokens a second, and time to the first tokens."""
+"""Measures generation: time per pass, steps per block, tokens per second, time to first tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from canvasrt.runtime.model import Model
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured round: some requests added at once and run to their end. Times in seconds."""
+    """One measured round: requests that start together and run to their end. Times are in seconds."""
 
     seconds: float
     tokens: int
     blocks: int
     steps: int  # denoising steps, summed over the requests
     step_seconds: list[float]  # wall time of each denoising step of the batch
-    first_tokens: list[float]  # a request: from its start to its first final tokens
+    first_tokens: list[float]  # per request, from its start to its first final tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -46,7 +46,7 @@ class Spread:
         return cls(median, p10, p90, float(min(values)), float(max(values)))
 
     def to_json(self) -> dict[str, float]:
-        """Percentiles by name."""
+        """Return the percentiles by name."""
         return {
             "median": self.median,
             "p10": self.p10,
@@ -58,7 +58,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a side achieved over all its rounds."""
+    """What one side achieved over all its rounds."""
 
     forward_ms: Spread
     tokens_per_second: Spread
@@ -77,7 +77,7 @@ class Summary:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Spreads in milliseconds and tokens a second."""
+        """Return the spreads, in milliseconds and tokens per second."""
         return {
             "forward_ms": self.forward_ms.to_json(),
             "tokens_per_second": self.tokens_per_second.to_json(),
@@ -88,9 +88,9 @@ class Summary:
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """`count` prompts of `length` ordinary tokens each, the same every time."""
+    """Return `count` prompts of `length` ordinary tokens each, the same ones every time."""
     if length < 1:
-        raise CanvasError(f"a prompt of {length} tokens", "give at least 1")
+        raise CanvasError(f"the prompt length is {length}", "give at least 1")
     special = {config.pad_token_id, config.bos_token_id, *config.eos_token_ids}
     special |= {config.image_token_id, config.boi_token_id, config.eoi_token_id}
     ordinary = np.array([token for token in range(config.vocab_size) if token not in special])
@@ -98,7 +98,7 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) 
 
 
 def measure(model: Model, requests: Sequence[Request]) -> Sample:
-    """Runs `requests` together, on a generator of their number, and times them."""
+    """Run all `requests` together and time them."""
     generator = Generator(model, max_batch=len(requests))
     steps: list[float] = []
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A model over arrays of the host: segments that map them to others, with a cache a request."""
+"""A model over host arrays, with one cache per request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Output = TypeVar("Output")
 
 @dataclass
 class Row:
-    """What the model keeps for one request: its cache, and what its experts' loads have been."""
+    """What the model keeps for one request: its cache, and its experts' loads so far."""
 
     cache: RequestCache
     past: PastBatch = field(default_factory=PastBatch)
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Body:
-    """One body segment and the layers that it holds."""
+    """One body segment and its layers."""
 
     segment: Segment
     layers: tuple[int, ...]
@@ -66,7 +66,7 @@ class HostModel(Model):
 
     @classmethod
     def open(cls, bundle: Bundle, backend: Backend) -> HostModel:
-        """Opens every segment of a bundle that this backend runs."""
+        """Open every segment of a bundle with this backend."""
         manifest = bundle.manifest
         opened = {
             entry["name"]: backend.open(entry["name"], bundle.file(entry["file"]))
@@ -99,7 +99,7 @@ class HostModel(Model):
         return [inputs] if inputs else []
 
     def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
-        # Passes side by side where there are several workers; they share no state.
+        # With several workers, passes run side by side; they share no state.
         if self._pool is None or len(batches) < 2:
             return [run(batch) for batch in batches]
         return list(self._pool.map(run, batches))
@@ -161,7 +161,8 @@ class HostModel(Model):
     def _run_body(
         self, body: Body, feeds: Arrays, rows: Sequence[Row], phase: str, tokens: int
     ) -> Arrays:
-        """Runs a segment, and again with more room while an expert is given more than its capacity."""
+        """Run a segment. While an expert gets more tokens than its capacity, run it again with more
+        room."""
         segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         wanted = None if phase == "encode" else ("hidden_out", "load")
@@ -175,7 +176,8 @@ class HostModel(Model):
             over = out["load"][out["load"] > capacity]
             if not over.size:
                 break
-            # Only the first overflowing layer's load can be relied on; the later ones saw its result.
+            # Only the first overflowing layer's load is reliable; later layers saw its wrong
+            # result.
             with self._counting:
                 self.counters.overflows += 1
             capacity = rounded(int(over[0]) * 1.1, tokens)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a backend: segments over arrays of the host, or engines over a device's memory."""
+"""What the runtime needs from a backend: segments over host arrays, or engines over device memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Segment(Protocol):
-    """One compiled graph. It keeps no state between calls."""
+    """One compiled graph, without state between calls."""
 
     @property
     def name(self) -> str: ...
@@ -27,64 +27,71 @@ class Segment(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
 
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
-        """Runs the graph over `feeds`, which hold every input, and returns the outputs `wanted`
-        (all of them when None). Arrays are C-contiguous; dtypes are those of the graph."""
+        """Run the graph over `feeds`, which hold every input. Return the outputs `wanted`, or all
+        if None.
+
+        Arrays are C-contiguous, in the graph's dtypes.
+        """
         ...
 
 
 class Backend(Protocol):
-    """Opens segments. A backend is chosen by the bundle's target."""
+    """Opens segments. The bundle's target decides which backend."""
 
-    # True: a request a pass, where one request's results may change in the last bits with what
-    # shares its batch and its tokens must not change.
+    # True runs one request per pass, so that its tokens cannot depend on what shares its batch.
     rows_apart: bool
     # How many passes may run at the same time.
     max_workers: int
 
     def open(self, name: str, file: Path) -> Segment:
-        """Loads the graph or engine in `file`. CanvasError when it cannot be loaded."""
+        """Load the graph or engine in `file`. Raises CanvasError if it cannot be loaded."""
         ...
 
 
 class Device(Protocol):
     """Memory that engines read and write, and one queue of work on it.
 
-    Everything but `allocate`, `host` and `synchronize` is queued: it happens in order, and an array of
-    the host that was given to `download` holds its result after the next `synchronize`.
+    All calls except `allocate`, `host` and `synchronize` are queued and happen in order. A host
+    array passed to `download` holds its result after the next `synchronize`.
     """
 
     @property
     def name(self) -> str: ...
 
     def allocate(self, size: int) -> int:
-        """The address of `size` bytes, all zero, aligned for any tensor. CanvasError when there is
-        no such room. They are given back with the device."""
+        """Return the address of `size` zeroed bytes, aligned for any tensor. They live as long as
+        the device.
+
+        Raises CanvasError when there is not enough memory.
+        """
         ...
 
     def host(self, size: int) -> np.ndarray:
-        """`size` bytes of the host that copies to and from the device are fast with."""
+        """Return `size` bytes of host memory that copies to and from the device are fast with."""
         ...
 
     def upload(self, address: int, array: np.ndarray) -> None:
-        """Host to device. `array` is C-contiguous and may change after the next `synchronize`."""
+        """Queue a copy from host to device. `array` is C-contiguous and must not change before
+        `synchronize`."""
         ...
 
     def download(self, array: np.ndarray, address: int) -> None:
-        """Device to host."""
+        """Queue a copy from device to host."""
         ...
 
     def copy(self, to: Pitched, source: Pitched, width: int, height: int) -> None:
-        """`height` pieces of `width` bytes each, inside the device; they do not overlap."""
+        """Queue copies of `height` pieces of `width` bytes each inside the device. They must not
+        overlap."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for all that was queued. CanvasError when some of it failed."""
+        """Wait for all queued work. Raises CanvasError if some of it failed."""
         ...
 
 
 @dataclass(frozen=True)
 class Pitched:
-    """Pieces of memory `pitch` bytes apart, from `address` on."""
+    """Pieces of memory that start `pitch` bytes apart, from `address` on."""
 
     address: int
     pitch: int
@@ -94,8 +101,8 @@ class Pitched:
 class Call:
     """One launch of an engine: its tensors' shapes and addresses, by name.
 
-    `dims` are the sizes that the shapes were made from, by the names that profiles use. `repeats` says that the
-    same call will likely come again, so that capturing it pays.
+    `dims` are the sizes that determine the shapes, named as in profiles. `repeats` says that the
+    same call will likely come again, so capturing it pays.
     """
 
     dims: Mapping[str, int]
@@ -105,12 +112,12 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for calls that are the same launch."""
+        """The same for equal launches."""
         return (*self.dims.values(), *self.addresses.values())
 
 
 class Engine(Protocol):
-    """One compiled graph over a device's memory. It keeps no state between calls."""
+    """One compiled graph over device memory, without state between calls."""
 
     @property
     def name(self) -> str: ...
@@ -127,15 +134,15 @@ class Engine(Protocol):
 
     @property
     def profiles(self) -> Profiles:
-        """The sizes that it was built for."""
+        """The sizes that the engine was built for."""
         ...
 
     def prepare(self) -> None:
-        """Takes the memory that calls need; after every engine of a bundle has been opened."""
+        """Take the memory that calls need. Called once every engine of the bundle is open."""
         ...
 
     def launch(self, call: Call) -> None:
-        """Queues one run. CanvasError when the engine refuses it."""
+        """Queue one run. Raises CanvasError if the engine refuses it."""
         ...
 
 
@@ -149,6 +156,9 @@ class DeviceBackend(Protocol):
     def device(self) -> Device: ...
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> Engine:
-        """Loads the engine in `file`, built with the manifest's `profiles` (none: every size works).
-        CanvasError when it cannot be loaded."""
+        """Load the engine in `file`, built with the manifest's `profiles`; without any, every size
+        works.
+
+        Raises CanvasError if it cannot be loaded.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Continuous batching at the level of a step: requests at different blocks and steps share a pass."""
+"""Continuous batching, step by step: requests at different blocks and steps share a loop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Resul
 
 
 class Generator:
-    """Runs requests over one model, up to `max_batch` at a time and no more than its engines take; the
-    others wait in order.
+    """Runs requests over one model, up to `max_batch` at a time, or fewer if the engines take
+    fewer.
 
-    `add` and `cancel` may be called from other threads while one thread calls `step`.
+    The others wait in order. `add` and `cancel` may be called from other threads while one thread
+    calls `step`.
     """
 
     def __init__(self, model: Model, max_batch: int = MAX_BATCH) -> None:
@@ -36,16 +37,16 @@ class Generator:
 
     @property
     def idle(self) -> bool:
-        """True when no request is waiting or running."""
+        """True if no request is waiting or running."""
         return not (self._waiting or self._running)
 
     @property
     def active_canvases(self) -> int:
-        """The rows of the last denoising pass whose requests still run."""
+        """The rows of the last denoising pass whose requests are still running."""
         return min(self._denoised, len(self._running))
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its id. CanvasError when it can never run."""
+        """Queue a request and return its id. Raises CanvasError if it can never run."""
         request.validate(self.model.config, self.model.max_context)
         id = self._next_id
         self._next_id += 1
@@ -53,13 +54,14 @@ class Generator:
         return id
 
     def cancel(self, id: int) -> None:
-        """Ends a request at the next `step`, with the blocks that it has finished by then."""
+        """End a request at the next `step`, with the blocks that it has finished by then."""
         self._cancelled.add(id)
 
     def step(self) -> list[Event]:
-        """At most one encoding and one denoising pass over the running requests; their events.
+        """Run at most one encoding and one denoising pass over the running requests; return their
+        events.
 
-        A long prompt is encoded a chunk a step, so that it holds up the others for one chunk only.
+        Each step encodes one chunk of a long prompt, so it delays the others by only one chunk.
         """
         events = self._drop_cancelled()
         while self._waiting and len(self._running) < self.max_batch:
@@ -70,7 +72,7 @@ class Generator:
         return events
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
-        """Runs requests to their end; results in the order of `requests`."""
+        """Run requests to their end; return results in the order of `requests`."""
         ids = [self.add(request) for request in requests]
         results: dict[int, Result] = {}
         while not self.idle:
@@ -80,7 +82,8 @@ class Generator:
         return [results[id] for id in ids]
 
     def stream(self, request: Request) -> Iterator[Event]:
-        """One request's events as they happen. Leaving the iteration early cancels the request."""
+        """Yield one request's events as they happen. Leaving the iteration early cancels the
+        request."""
         id = self.add(request)
         done = False
         try:
@@ -97,13 +100,13 @@ class Generator:
     def _drop_cancelled(self) -> list[Event]:
         if not self._cancelled:
             return []
-        gone, self._cancelled = self._cancelled, set()
+        cancelled, self._cancelled = self._cancelled, set()
         events: list[Event] = []
         for each in [*self._waiting, *self._running]:
-            if each.id in gone:
+            if each.id in cancelled:
                 events.append(Finished(each.id, each.result("cancelled")))
-        self._waiting = deque(each for each in self._waiting if each.id not in gone)
-        self._leave([each for each in self._running if each.id in gone])
+        self._waiting = deque(each for each in self._waiting if each.id not in cancelled)
+        self._leave([each for each in self._running if each.id in cancelled])
         return events
 
     def _leave(self, leaving: Sequence[ActiveRequest]) -> None:
@@ -112,7 +115,7 @@ class Generator:
             self._running.remove(each)
 
     def _encode(self) -> None:
-        """One chunk of every request that has tokens to encode."""
+        """Encode one chunk of every request that has tokens to encode."""
         chunk = self.model.prefill_chunk
         ready = [each for each in self._running if each.pending.size]
         self.model.encode([EncodeInput(each.row, each.pending[:chunk]) for each in ready])
@@ -120,7 +123,7 @@ class Generator:
             each.pending = each.pending[chunk:]
 
     def _denoise(self) -> list[Event]:
-        """One step of every request whose tokens are all encoded."""
+        """Run one step of every request whose tokens are all encoded."""
         ready = [each for each in self._running if not each.pending.size]
         inputs: list[DenoiseInput] = [each.next_step() for each in ready]
         self._denoised = len(ready)

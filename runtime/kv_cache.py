@@ -1,4 +1,4 @@
-"""The key-value cache: one a request, and the batches of pasts that a pass reads."""
+"""Key-value caches, one per request, and the batches of pasts that a pass reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from canvasrt.runtime.inputs import past_in_octets
 
 
 class RequestCache:
-    """Keys and values of one request's clean tokens, float32 `[1, kv_heads, kept, head_dim]` a layer.
+    """Keys and values of one request's clean tokens, float32 `[1, kv_heads, kept, head_dim]` per
+    layer.
 
     A sliding layer keeps the last `sliding_window - 1` tokens, a full layer all of them.
     """
@@ -29,11 +30,11 @@ class RequestCache:
         self.values = list(empty)
 
     def kept(self, kind: str) -> int:
-        """How many tokens a layer of this kind holds."""
+        """Return how many tokens a layer of this kind holds."""
         return min(self.length, self._window - 1) if kind == "sliding" else self.length
 
     def positions(self, kind: str) -> np.ndarray:
-        """The positions of those tokens, int64 `[kept]`."""
+        """Return the positions of those tokens, int64 `[kept]`."""
         return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
@@ -42,7 +43,7 @@ class RequestCache:
         self.values[layer] = self._joined(layer, self.values[layer], values)
 
     def advance(self, count: int) -> None:
-        """Counts `count` tokens as held, once every layer has them."""
+        """Count `count` tokens as cached, once every layer has them."""
         self.length += count
 
     def _joined(self, layer: int, old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -56,8 +57,8 @@ class RequestCache:
 class PastBatch:
     """The past inputs of a pass over some requests, padded to the longest.
 
-    They stay the same for all denoising steps of a block, so they are put together once and kept
-    until the requests or their lengths change.
+    They stay the same for all denoising steps of a block, so they are assembled once and kept until
+    the requests or their lengths change.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class PastBatch:
         `past_value_i` float32 `[B, kv_heads, O, 8, head_dim]` for every layer i."""
         key = tuple((id(cache), cache.length) for cache in caches)
         if key != self._key:
-            # Holding the caches keeps their ids from being given to new ones.
+            # Holding the caches keeps their ids from being reused.
             self._key, self._caches = key, list(caches)
             self._feeds = _assemble(caches)
         return self._feeds

@@ -1,4 +1,5 @@
-"""A loaded bundle: tokens to key-value caches (encode), and hidden states to the next canvas (denoise)."""
+"""A loaded bundle: encodes tokens into key-value caches, and denoises hidden states into the next
+canvas."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ Output = TypeVar("Output")
 class Model(ABC):
     """The engines of one bundle, with the embedding table mapped from disk. Not thread-safe."""
 
-    # The most requests of a pass; None where there is no limit.
+    # The most requests per pass; None if there is no limit.
     max_batch: int | None = None
     device_name = "cpu"
 
@@ -52,7 +53,7 @@ class Model(ABC):
         self.bundle = bundle
         self._table = table
         self.rows_apart = rows_apart
-        # The reference rounds it to the table's dtype.
+        # The reference rounds the scale to the table's dtype.
         self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
 
     @property
@@ -61,23 +62,24 @@ class Model(ABC):
 
     @abstractmethod
     def new_row(self) -> Row:
-        """The empty state of a new request."""
+        """Return the empty state of a new request."""
 
     def release(self, row: Row) -> None:  # noqa: B027 - most models hold nothing
-        """Gives back what a request's state holds; it is not used again."""
+        """Release a request's state, which is not used again."""
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
-        """Scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
+        """Return scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
         return np.asarray(self._table[tokens], np.float32) * self._scale
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
-        """The hidden states `[canvas, hidden_size]` of a block's first canvas, with no signal yet."""
+        """Return the hidden states `[canvas, hidden_size]` of a block's first canvas, before any
+        signal."""
         embedded = self.embed(canvas)
         square = np.mean(embedded * embedded, axis=-1, keepdims=True, dtype=np.float32)
         return embedded / np.sqrt(square + np.float32(self.config.rms_norm_eps))
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Adds clean tokens to their requests' caches."""
+        """Add clean tokens to their requests' caches."""
         start = time.perf_counter()
         batches = self._batches(inputs)
         self._map(self._encode_pass, batches)
@@ -86,7 +88,8 @@ class Model(ABC):
         self.counters.encode_seconds += time.perf_counter() - start
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """One denoising step of each request, in order. Caches are read, not written."""
+        """Run one denoising step of each request; return the outputs in order. Caches are only
+        read."""
         start = time.perf_counter()
         batches = self._batches(inputs)
         done: dict[int, DenoiseOutput] = {}
@@ -98,7 +101,7 @@ class Model(ABC):
 
     @abstractmethod
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
-        """The inputs by the pass that takes them, in any order."""
+        """Group the inputs into passes, in any order."""
 
     def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
         return [run(batch) for batch in batches]

@@ -1,4 +1,4 @@
-"""Open a bundle: choose the backend that runs it, and load its engines."""
+"""Open a bundle: choose a backend and load the engines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def open_model(
 ) -> Model:
     """Load a graph or engine bundle.
 
-    threads: CPU threads (None: every core). check: verify the files' hashes first. device: `cpu` or `cuda` (None:
-    what the bundle was built for). share_passes: let requests share passes on a GPU, which is faster, but the last
-    bits of a request's results, and so its tokens, may then depend on what shares its pass. backend: runs the
-    bundle instead of the one that `device` selects.
+    threads: CPU threads; None uses every core.
+    check: verify the files' hashes first.
+    backend: runs the bundle instead of the one that `device` selects.
+    device: `cpu` or `cuda`; None takes the device that the bundle was built for.
+    share_passes: let requests share passes on a GPU. This is faster, but the last bits of a
+    request's results, and so its tokens, may depend on what shares its pass.
+
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
@@ -45,10 +48,10 @@ def choose(
     threads: int | None = None,
     share_passes: bool = False,
 ) -> Backend | DeviceBackend:
-    """The backend for a bundle; CanvasError when this machine has not what it needs.
+    """Return the backend for a bundle. Raises CanvasError if this machine lacks something it needs.
 
-    device: None takes the device that the bundle was built for, and the CPU for plain graphs; share_passes:
-    whether requests share passes on a GPU. (On a CPU they gain nothing by it.)
+    device: None takes the device that the bundle was built for, and the CPU for plain graphs.
+    share_passes: let requests share passes on a GPU. On a CPU this gains nothing.
     """
     if device not in (None, *DEVICES):
         raise UsageError(f"unknown device {device!r}", f"devices are: {', '.join(DEVICES)}")
@@ -58,7 +61,7 @@ def choose(
         if device == "cpu":
             raise CanvasError(
                 f"the bundle holds engines for {target.get('name')}, which a CPU cannot run",
-                "give graphs, or build it for the target `cpu`",
+                "give graphs, or build for the target `cpu`",
             )
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
@@ -73,7 +76,7 @@ def choose(
     if device == "cuda":
         if target:
             raise CanvasError(
-                "the bundle was built for the CPU: its experts have a form that suits no GPU",
+                "the bundle was built for the CPU, and its experts have a form that GPUs do not support",
                 "give the graphs that `canvasrt export` wrote, or build for the GPU",
             )
         from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaBackend
@@ -85,14 +88,14 @@ def choose(
 
 
 def _check_graphs(precision: str, device: str | None) -> None:
-    """Refuses graphs that are not run as they are: ONNX Runtime has no kernels for them."""
+    """Refuse graphs that ONNX Runtime has no kernels for."""
     if precision not in ("fp32", "bf16"):
         raise CanvasError(
-            f"the graphs are quantized to {precision}, and run as engines only",
-            "build them for a target: `canvasrt build GRAPHS --target cpu`, or that of a GPU",
+            f"the graphs are quantized to {precision} and only run as engines",
+            "build them: `canvasrt build GRAPHS --target cpu`, or for a GPU's target",
         )
     if precision == "bf16" and device != "cuda":
         raise CanvasError(
-            "the graphs are in bf16, which a CPU does not run",
-            "export the checkpoint with --precision fp32, or give --device cuda where there is a GPU",
+            "the graphs are in bf16, which a CPU cannot run",
+            "export the checkpoint with --precision fp32, or give --device cuda on a machine with a GPU",
         )

@@ -1,4 +1,4 @@
-"""What goes into a pass and what comes out, and what passes cost."""
+"""Inputs and outputs of passes, and counters of their cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# What `Model.new_row` gives, and hidden states: an array, or what a model gave as `next_hidden`.
+# A row is what `Model.new_row` returned. Hidden states are an array, or a model's `next_hidden`.
 Row = Any
 Hidden = Any
 
@@ -25,7 +25,7 @@ class DenoiseInput:
     """One request's part of a denoising pass."""
 
     row: Row
-    hidden: Hidden  # float32 [canvas, hidden_size] of the first step; then the last `next_hidden`
+    hidden: Hidden  # float32 [canvas, hidden_size] in the first step; then the last `next_hidden`
     temperature: np.float32
     entropy_bound: float
     uniforms: np.ndarray  # float32 [canvas]
@@ -34,20 +34,19 @@ class DenoiseInput:
 
 @dataclass(frozen=True)
 class DenoiseOutput:
-    """One request's result of a denoising pass; arrays of `[canvas]`, but for the hidden states."""
+    """One request's result of a denoising pass. Arrays are `[canvas]`, except for the hidden
+    states."""
 
     canvas: np.ndarray  # int64, renoised
     argmax: np.ndarray  # int64
     entropy: np.ndarray  # float32, nats
     accepted: np.ndarray  # bool
-    next_hidden: (
-        Hidden  # float32 [canvas, hidden_size], or a name for it where it stays on a device
-    )
+    next_hidden: Hidden  # float32 [canvas, hidden_size], or a handle if it stays on a device
 
 
 @dataclass
 class Counters:
-    """What the passes of a model cost so far; seconds are wall time inside the passes."""
+    """What a model's passes have cost so far; seconds are wall time inside the passes."""
 
     encode_passes: int = 0
     encode_tokens: int = 0

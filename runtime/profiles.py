@@ -1,4 +1,5 @@
-"""The optimization profiles of an engine, as its bundle's manifest has them: which one a call takes."""
+"""An engine's optimization profiles, as its bundle's manifest lists them, and which one a call
+uses."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ UNLIMITED = 1 << 40
 
 @dataclass(frozen=True)
 class Range:
-    """The least, the usual and the largest size of one dimension."""
+    """The smallest, usual and largest size of one dimension."""
 
     min: int
     opt: int
@@ -23,17 +24,18 @@ class Range:
 
 
 class Profiles:
-    """The profiles of one engine, in the order in which they were built. With none, every size works."""
+    """The profiles of one engine, in build order. Without profiles, every size works."""
 
     def __init__(self, profiles: Iterable[Mapping[str, Any]] | None) -> None:
-        # A profile may carry a name beside its dimensions.
+        # A profile may carry a name next to its dimensions.
         self._profiles = [
             {name: Range(**size) for name, size in each.items() if isinstance(size, Mapping)}
             for each in profiles or ()
         ]
 
     def pick(self, dims: Mapping[str, int]) -> int | None:
-        """The number of the profile whose usual sizes are nearest; None when no profile holds `dims`."""
+        """Return the number of the profile whose usual sizes are closest; None if no profile holds
+        `dims`."""
         if not self._profiles:
             return 0
         fitting = [
@@ -44,7 +46,7 @@ class Profiles:
         return min(fitting)[1] if fitting else None
 
     def largest(self, name: str, dims: Mapping[str, int]) -> int:
-        """The largest size of `name` beside the other `dims`; 0 when no profile holds those."""
+        """Return the largest size of `name` for the other `dims`; 0 if no profile holds those."""
         if not self._profiles:
             return UNLIMITED
         others = {key: size for key, size in dims.items() if key != name}
@@ -58,7 +60,7 @@ class Profiles:
 
 
 def _holds(profile: Mapping[str, Range], dims: Mapping[str, int]) -> bool:
-    # A segment without a kind of layer has no dimension for its past.
+    # A segment without layers of a kind has no dimension for their past.
     return all(profile[name].holds(size) for name, size in dims.items() if name in profile)
 
 

@@ -1,4 +1,4 @@
-"""What a caller hands to the generator, and what it gets back."""
+"""What a caller gives the generator, and what it gets back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Request:
             if not 0 <= token < config.vocab_size:
                 raise CanvasError(
                     f"prompt token {token} is not in the vocabulary",
-                    f"token ids of this model run from 0 to {config.vocab_size - 1}",
+                    f"this model's token ids run from 0 to {config.vocab_size - 1}",
                 )
         room = self.params.blocks(config.canvas_length) * config.canvas_length
         if count + room > max_context:
@@ -49,7 +49,9 @@ class Request:
 class Timings:
     """Seconds since the request was added."""
 
-    first_block: float | None  # until the first finished block: the first tokens that are final
+    first_block: (
+        float | None
+    )  # until the first finished block, whose tokens are the first final ones
     total: float
 
 
@@ -57,11 +59,11 @@ class Timings:
 class Result:
     """A finished request."""
 
-    token_ids: list[int]  # the new ones, up to and with the first end-of-sequence token
+    token_ids: list[int]  # the new tokens, including the first end-of-sequence token
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     seed: int
-    steps: list[int]  # denoising steps of each block
+    steps: list[int]  # denoising steps per block
     timings: Timings
 
 
@@ -78,13 +80,13 @@ class Draft:
 
 @dataclass(frozen=True)
 class Block:
-    """A finished block: its final tokens, without what follows the end of sequence or the budget."""
+    """A finished block: its final tokens, cut at the end of sequence or the budget."""
 
     id: int
     block: int
     steps: int
     tokens: list[int]
-    finish: FinishReason | None  # None when another block follows
+    finish: FinishReason | None  # None if another block follows
 
 
 @dataclass(frozen=True)

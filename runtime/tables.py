@@ -1,4 +1,5 @@
-"""Facts about a bundle that every kind of model needs: its limits, its table, its dtypes, its work."""
+"""Facts about a bundle that every kind of model needs: limits, embedding table, dtypes, work per
+pass."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from canvasrt.extras import require
 
 
 def pass_work(config: ModelConfig) -> int:
-    """Multiply-adds by weights in one request's denoising pass."""
+    """Return the multiply-adds with weights in one request's denoising pass."""
     size, experts = config.hidden_size, config.top_k_experts
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
@@ -24,24 +25,22 @@ def pass_work(config: ModelConfig) -> int:
 
 
 def max_context(manifest: Manifest) -> int:
-    """The most tokens, prompt and answer, of one request."""
+    """Return the most tokens, prompt plus answer, that one request may have."""
     limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
     return int(manifest.options.get("max_context") or limit)
 
 
 def map_table(bundle: Bundle) -> np.ndarray:
-    """The embedding table `[vocab_size, hidden_size]`, mapped from its file and read on demand."""
+    """Map the embedding table `[vocab_size, hidden_size]` from its file; it is read on demand."""
     entry = bundle.manifest.embedding
     if not entry:
-        raise CanvasError(
-            f"{bundle.path} carries no embedding table", "export the checkpoint again"
-        )
+        raise CanvasError(f"{bundle.path} has no embedding table", "export the checkpoint again")
     dtype = host_dtype(entry["dtype"])
     return np.memmap(bundle.file(entry["file"]), dtype=dtype, mode="r", shape=tuple(entry["shape"]))
 
 
 def host_dtype(name: str) -> np.dtype:
-    """NumPy's dtype of that name, or ml_dtypes' where NumPy has none (bfloat16, float8_e4m3fn)."""
+    """Return NumPy's dtype of that name, or ml_dtypes' for bfloat16, float8_e4m3fn and the like."""
     try:
         return np.dtype(name).newbyteorder("<")
     except TypeError:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the tokenizer files of a bundle; no transformers needed."""
+"""Converts text to token ids and back with a bundle's tokenizer files, without transformers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, bundle: Bundle) -> Tokenizer:
-        """The tokenizer that the bundle carries. CanvasError when it carries none."""
+        """Load the bundle's tokenizer. Raises CanvasError if it has none."""
         files = {Path(rel).name: bundle.file(rel) for rel in bundle.manifest.tokenizer or ()}
         if "tokenizer.json" not in files:
             raise CanvasError(
-                f"the bundle {bundle.path} carries no tokenizer",
+                f"the bundle {bundle.path} has no tokenizer",
                 "give token ids with --prompt-ids, or export a checkpoint that has tokenizer.json",
             )
         config = {}
@@ -56,20 +56,20 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether `encode_chat` can be used."""
+        """Whether `encode_chat` works."""
         return self._template is not None
 
     def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The chat template's text for `messages`; `variables` (tools, ...) are handed to it.
+        """Render `messages` with the chat template; `variables` (tools, ...) are passed on to it.
 
-        CanvasError when there is no template, or it refuses the messages.
+        Raises CanvasError if there is no template, or if it refuses the messages.
         """
         if self._template is None:
             raise CanvasError(
                 "the bundle's tokenizer has no chat template",
-                "use --raw to give the prompt as it is",
+                "use --raw to send the prompt as it is",
             )
         try:
             return self._template.render(
@@ -84,14 +84,15 @@ class Tokenizer:
             ) from error
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Token ids of a chat, up to where the model's answer begins."""
-        # The template writes the beginning of sequence itself.
+        """Return the token ids of a chat, up to where the model's answer begins."""
+        # The template writes the beginning-of-sequence token itself.
         return self._core.encode(
             self.render_chat(messages, **variables), add_special_tokens=False
         ).ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of plain text, with what the tokenizer puts around any text (as a rule, bos)."""
+        """Return the token ids of plain text, with the tokenizer's own special tokens (usually
+        bos)."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -100,19 +101,20 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns blocks of token ids into pieces of text that add up to the text of them all."""
+    """Turns blocks of token ids into pieces of text that add up to the whole text."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         self._ids: list[int] = []
         self._given = ""
 
     def put(self, ids: Sequence[int], final: bool = False) -> str:
-        """The text that `ids` add. A character that they leave incomplete waits for the next call,
-        unless this is the final one."""
+        """Return the text that `ids` add.
+
+        An incomplete character waits for the next call, unless this is the `final` one.
+        """
         self._ids += ids
-        text = self._tokenizer.decode(self._ids, self._skip_special)
+        text = self._tokenizer.decode(self._ids)
         if not final:
             text = text.rstrip(REPLACEMENT)
         piece = text[len(self._given) :]
@@ -121,7 +123,8 @@ class StreamDecoder:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers renders templates in: they come from anyone, hence the sandbox."""
+    """Return the environment that transformers renders templates in. Templates are untrusted, hence
+    the sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -134,7 +137,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Takes `{% generation %}` blocks, which mark answers for training, as if they were not there."""
+    """Treats `{% generation %}` blocks, which mark answers for training, as plain content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -150,7 +153,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own filter escapes HTML characters.
+    # jinja's own filter would escape HTML characters.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""What tests of several folders share: a small checkpoint's files, and the command as users run it."""
+"""Shared fixtures: a small checkpoint's files, and the command as users run it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Under nohup SIGHUP comes ignored, and every process that a test starts would ignore it too.
+# Under nohup, SIGHUP arrives ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TEXT_CONFIG: dict[str, Any] = {
@@ -59,7 +59,7 @@ GENERATION_CONFIG: dict[str, Any] = {
 }
 
 
-# Folders whose files share what takes long to make: exported graphs, a running server.
+# Folders whose files share expensive fixtures: exported graphs, a running server.
 TOGETHER = ("tests/containers/", "tests/runtime/")
 
 
@@ -78,7 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What builds keep goes to a folder of this run, one for all workers, and not to the user's."""
+    """Builds cache in a folder of this run, shared by all workers, and not in the user's."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["CANVASRT_CACHE"] = str(shared / "canvasrt-cache")
@@ -86,7 +86,7 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def checkpoint_files(tmp_path: Path) -> Path:
-    """A folder with a checkpoint's files; its weights are whole, and not those of any network."""
+    """A folder with a checkpoint's files. Its weights are complete, but belong to no network."""
     from safetensors.numpy import save_file
 
     folder = tmp_path / "checkpoint"
@@ -102,7 +102,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def command() -> Command:
-    """Run `canvasrt` with arguments in a process of its own, as a user does."""
+    """Run `canvasrt` with arguments in a process of its own, as users do."""
 
     def run(
         *arguments: object, timeout: float = 300, **kwargs: Any

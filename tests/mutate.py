@@ -1,6 +1,7 @@
 """Breaks the export on purpose, one change at a time, and checks that the parity tests notice.
 
-`python tests/mutate.py` prints a row a change; it exits 1 when a change goes unnoticed. Not part of `make test`.
+`python tests/mutate.py` prints one row per change and exits 1 if a change goes unnoticed. It is not
+part of `make test`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ WIDE = (GRAPHS, "-k", "wide_heads-25")
 VISION = ("tests/export/test_vision.py", "-k", "plain")
 SAMPLER = ("tests/export/test_sampler.py",)
 
-# Dropping the normalisation of the router's weights is not here: a norm follows the experts, which cancels it.
-# What is broken, the file, the text there, what replaces it, and the tests that should fail.
+# What is broken, the file, the text there, its replacement, and the tests that should fail.
+# Not here: dropping the normalisation of the router's weights, which the norm after the experts
+# cancels.
 CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     ("sign of RoPE", "layers", "[-second, first]", "[second, first]", ODD),
     ("frequencies of full layers", "layers", "/ layer.head_dim\n", "/ (2 * turning)\n", ODD),
@@ -162,7 +164,8 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
 
 
 def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
-    """Whether `tests` fail on a copy of the package in which `old` of export/`file`.py is `new`."""
+    """Return whether `tests` fail on a copy of the package where `old` in export/`file`.py is
+    replaced by `new`."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "canvasrt"
         shutil.copytree(ROOT / "canvasrt", package)
@@ -173,7 +176,7 @@ def noticed(file: str, old: str, new: str, tests: tuple[str, ...]) -> bool:
         if text.count(old) != 1:
             raise SystemExit(f"export/{file}.py holds {old!r} {text.count(old)} times, not once")
         source.write_text(text.replace(old, new))
-        # -P: the working directory holds the unbroken package, and would come first.
+        # -P, or the working directory's unbroken package would come first.
         arguments = ["-P", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         environment = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(

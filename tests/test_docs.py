@@ -1,4 +1,4 @@
-"""The documentation names only files and commands that exist."""
+"""The documentation names only files and commands that exist, names every folder, and keeps paragraphs short."""
 
 from __future__ import annotations
 
@@ -11,21 +11,32 @@ import pytest
 from canvasrt.cli.app import command_names, parsed_command
 
 ROOT = Path(__file__).parent.parent
+TOP = ("bench", "build", "canvasrt", "containers", "docs", "export", "runtime", "tests")
+DESIGN = ROOT / "docs" / "design.md"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(TOP)})/[\w./*-]+")
+_WORDS = 80  # the most that a paragraph may have
+_BREAK = re.compile(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |#))")
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub makes them."""
+    """Return the anchors of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {title.strip().replace(" ", "-") for title in plain}
 
 
+def paragraphs(page: Path) -> list[str]:
+    """Return the paragraphs and list items of a page, without its code and tables."""
+    text = re.sub(r"^\|.*$", "", _FENCE.sub("", page.read_text()), flags=re.MULTILINE)
+    return [part.strip() for part in _BREAK.split(text) if part.strip()]
+
+
 def commands(page: Path) -> list[str]:
-    """Everything on a page that starts with `canvasrt`, in code."""
+    """Return every command in code that starts with `canvasrt`."""
     text = page.read_text()
     lines: list[str] = []
     for block in _FENCE.findall(text):
@@ -65,8 +76,36 @@ def test_commands_and_their_options_exist(page: Path) -> None:
                 assert name in known, f"{line}: no option {name}"
 
 
+def test_the_table_of_folders_names_every_folder() -> None:
+    """Each package's folder is listed with its import name."""
+    rows = dict(re.findall(r"^\| `([\w/]+)/` \| `([\w.]+)` \|", DESIGN.read_text(), re.MULTILINE))
+    files = (path.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/__init__.py"))
+    folders = {path.parent.as_posix() for path in files if not path.parts[0].endswith(".egg-info")}
+    assert len(folders) > 20
+    assert set(rows) == folders
+    for folder, name in rows.items():
+        dotted = folder.replace("/", ".")
+        outside = folder.partition("/")[0] in ("canvasrt", "bench", "tests")
+        assert name == (dotted if outside else f"canvasrt.{dotted}"), folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_paragraphs_are_short(page: Path) -> None:
+    found = paragraphs(page)
+    assert found
+    for paragraph in found:
+        assert len(paragraph.split()) <= _WORDS, paragraph
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_named_files_exist(page: Path) -> None:
+    """A path that starts with one of our folders exists; a pattern matches something."""
+    for path in _PATH.findall(page.read_text()):
+        assert list(ROOT.glob(path.rstrip("/."))), f"there is no {path}"
+
+
 def test_the_messages_to_look_up_exist() -> None:
-    """Each message that the troubleshooting page quotes, between its ellipses, is in the code."""
+    """Each message that the troubleshooting page quotes is in the code, apart from its ellipses."""
     sources = [
         file.read_text("utf-8")
         for folder in ("build", "canvasrt", "containers", "export", "runtime")

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STAGES = ("export", "build", "runtime", "containers")
 
-# From the ground up. A room imports from lower floors only, never from another room of its own floor.
+# From the ground up. A room only imports from lower floors, never from another room of its own
+# floor.
 FLOORS = (
     "errors progress defaults hashes formats",
     "extras targets staging console checkpoints",
@@ -27,7 +28,7 @@ FLOORS = (
     "cli",
     "__main__ bench",
 )
-# Inside the runtime and the containers, the same.
+# The same inside the runtime and the containers.
 RUNTIME = (
     "profiles passes capacity noise tables tokenizer",
     "engine sampling",
@@ -43,7 +44,7 @@ CONTAINERS = (
     "openai image",
     "serve deploy",
 )
-# Programs of their own, whose output is what they are for.
+# Programs whose output is their purpose.
 PROGRAMS = (
     "canvasrt.build.compile",
     "canvasrt.containers.image.probe",
@@ -53,7 +54,7 @@ PROGRAMS = (
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package and of `bench`, by its name."""
+    """Return every module of the package and of `bench`, by name."""
     found = {}
     for top in ("canvasrt", *STAGES, "bench"):
         for path in (ROOT / top).rglob("*.py"):
@@ -68,7 +69,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports() -> dict[str, frozenset[str]]:
-    """Which modules of ours each module imports, anywhere in its code."""
+    """Return which of our modules each module imports, anywhere in its code."""
     known = modules()
     graph = {}
     for name, path in known.items():
@@ -79,13 +80,13 @@ def imports() -> dict[str, frozenset[str]]:
                 found |= {full if full in known else node.module for full in each}
             elif isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-        # The package itself holds its version alone.
+        # The package itself only holds its version.
         graph[name] = frozenset(found & known.keys()) - {name, "canvasrt"}
     return graph
 
 
 def room(module: str, depth: int = 1) -> str:
-    """The folder or file that a module belongs to, `depth` levels below the package."""
+    """Return the folder or file that a module belongs to, `depth` levels below the package."""
     parts = module.split(".")
     return parts[0] if parts[0] == "bench" else ".".join(parts[1 : depth + 1])
 
@@ -158,7 +159,8 @@ def test_tests_mirror_the_source_and_do_not_import_each_other() -> None:
                 assert not module.rpartition(".")[2].startswith("test_"), f"{path} imports {module}"
 
 
-# A serving image holds neither torch nor the exporter's libraries; graphs are lowered for a CPU where they are made.
+# A serving image contains neither torch nor the exporter's libraries, so graphs for a CPU are
+# lowered at build time.
 FORBIDDEN = ("torch", "canvasrt.export", "transformers", "onnx", "onnxscript", "onnx_ir")
 _CODE = f"""
 import importlib, sys, types

@@ -1,4 +1,4 @@
-"""The wheel holds everything, and nothing under the stages' bare names."""
+"""The wheel contains everything, and nothing under the stages' bare names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that the checkout's own leftovers cannot help."""
+    """A wheel built from a copy, so that leftovers in the checkout cannot help."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignored = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "tests", "docs")
@@ -85,7 +85,10 @@ def test_the_entry_point(wheel: Path) -> None:
 
 
 def test_requirements_stay_small() -> None:
-    """What every user installs: nothing that takes hundreds of megabytes, or exists for one machine only."""
+    """What every user installs: nothing that takes hundreds of megabytes or exists for one machine
+    only.
+
+    """
     base = " ".join(PROJECT["project"]["dependencies"])
     for heavy in ("torch", "onnx", "transformers", "tensorrt", "triton", "nvidia"):
         assert heavy not in base

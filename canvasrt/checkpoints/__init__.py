@@ -1,1 +1,1 @@
-"""Checkpoints in the Hugging Face layout: where they are, their configuration, how they are quantized."""
+"""Checkpoints in the Hugging Face layout: where they are, how they are configured and quantized."""

@@ -1,4 +1,4 @@
-"""What a DiffusionGemma checkpoint's configuration says, read and checked without torch."""
+"""A DiffusionGemma checkpoint's configuration, read and checked without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.errors import CanvasError
 Json = dict[str, Any]
 
 MODEL_TYPE = "diffusion_gemma"
-# The reference's defaults for what a config.json may leave out (transformers 5.23).
+# The reference's defaults for keys that config.json may leave out (transformers 5.23).
 _ROPE_DEFAULTS: Json = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {
@@ -24,14 +24,12 @@ _ROPE_DEFAULTS: Json = {
 }
 _DEFAULT_GLOBAL_HEAD_DIM = 512
 _FULL_EVERY = 6
-_UNSUPPORTED_HINT = (
-    "canvasrt handles checkpoints of google/diffusiongemma-26B-A4B-it's architecture"
-)
+_UNSUPPORTED_HINT = "canvasrt supports the architecture of google/diffusiongemma-26B-A4B-it"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention of one layer. `rope_partial` is the share of the head that RoPE turns."""
+    """Attention of one layer. `rope_partial` is the share of the head that RoPE rotates."""
 
     kind: Literal["sliding", "full"]
     head_dim: int
@@ -53,12 +51,12 @@ class SamplerDefaults:
     max_new_tokens: int = 256
 
     def to_json(self) -> Json:
-        """A JSON object with a key a field."""
+        """Return a JSON object with one key per field."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SamplerDefaults:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         return cls(**_known_fields(cls, data))
 
 
@@ -91,7 +89,8 @@ class ModelConfig:
     def from_checkpoint(cls, folder: Path | str) -> tuple[ModelConfig, SamplerDefaults]:
         """Read a folder in the Hugging Face layout.
 
-        Raises CanvasError when a file is missing or broken, or when the architecture is another's.
+        Raises CanvasError when a file is missing or broken, or when the architecture is another
+        one.
         """
         folder = Path(folder)
         config = _read_json(folder / "config.json")
@@ -99,7 +98,7 @@ class ModelConfig:
         return read_config(config, _read_json(generation) if generation.exists() else None)
 
     def to_json(self) -> Json:
-        """A JSON object with a key a field."""
+        """Return a JSON object with one key per field."""
         data = asdict(self)
         data["layers"] = [asdict(layer) for layer in self.layers]
         data["eos_token_ids"] = list(self.eos_token_ids)
@@ -107,7 +106,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         values = _known_fields(cls, data)
         values["layers"] = tuple(Layer(**_known_fields(Layer, layer)) for layer in data["layers"])
         values["eos_token_ids"] = tuple(data["eos_token_ids"])
@@ -115,10 +114,10 @@ class ModelConfig:
 
 
 def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, SamplerDefaults]:
-    """The parsed config.json and generation_config.json (None when the checkpoint has none)."""
+    """Return the parsed config.json and generation_config.json; None for the latter if it is missing."""
     if config.get("model_type") != MODEL_TYPE:
         raise CanvasError(
-            f"config.json is of a {config.get('model_type')!r} model, not {MODEL_TYPE!r}",
+            f"config.json describes a {config.get('model_type')!r} model, not {MODEL_TYPE!r}",
             _UNSUPPORTED_HINT,
         )
     if not isinstance(config.get("text_config"), dict):
@@ -155,7 +154,7 @@ def read_config(config: Json, generation: Json | None) -> tuple[ModelConfig, Sam
 
 
 def _refuse_unsupported(text: _Fields, top: _Fields) -> None:
-    """Raise for variants that the reference allows and this project has no graph for."""
+    """Raise CanvasError for variants that the reference allows and our graphs do not support."""
     expected = {
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
@@ -179,10 +178,10 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
         ]
     if not isinstance(kinds, list) or len(kinds) != count:
         raise CanvasError(
-            f"text_config.layer_types does not name num_hidden_layers = {count} layers",
+            f"text_config.layer_types does not list num_hidden_layers = {count} layers",
             "the config.json is damaged: fetch it again",
         )
-    kinds = [*kinds[:-1], "full_attention"]  # as the reference does, whatever the file says
+    kinds = [*kinds[:-1], "full_attention"]  # as in the reference, whatever the file says
     return tuple(_layer(text, i, kind) for i, kind in enumerate(kinds))
 
 
@@ -207,7 +206,7 @@ def _layer(text: _Fields, index: int, kind: str) -> Layer:
 
 
 def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
-    """Head size and KV heads of a layer: `per_layer_config` wins over the older global_* fields."""
+    """Return head size and KV heads of a layer. `per_layer_config` wins over the older global_* fields."""
     head_dim = text.size("head_dim")
     num_kv_heads = text.size("num_key_value_heads")
     per_layer = text.data.get("per_layer_config")
@@ -228,7 +227,10 @@ def _attention_sizes(text: _Fields, index: int, kind: str) -> tuple[int, int]:
 
 
 def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
-    """The reference stops at generation_config.json's ids alone; without that file, at the model's."""
+    """Return the end-of-sequence tokens.
+
+    The reference uses generation_config.json's ids alone; without that file, the model's.
+    """
     value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(_is_int(item) for item in values):
@@ -307,8 +309,8 @@ class _Fields:
     def _wrong(self, name: str, wanted: str) -> CanvasError:
         found = repr(self.data[name]) if name in self.data else "missing"
         return CanvasError(
-            f"{self.where}: {name} should be {wanted}, and is {found}",
-            "is this a DiffusionGemma checkpoint in the Hugging Face layout, and complete?",
+            f"{self.where}: {name} should be {wanted}, not {found}",
+            "check that this is a complete DiffusionGemma checkpoint in the Hugging Face layout",
         )
 
 

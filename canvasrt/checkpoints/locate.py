@@ -1,4 +1,4 @@
-"""Where a CHECKPOINT argument points: a folder, a hub name, or the word `demo`."""
+"""Resolves a CHECKPOINT argument: a folder, a hub name, or the word `demo`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 
 
 def demo_checkpoint() -> Path:
-    """The demo checkpoint inside the installed package."""
+    """Return the demo checkpoint inside the installed package."""
     return Path(__file__).parents[1] / "demo" / "checkpoint"
 
 
 def resolve(name: str | Path) -> Path:
-    """The local folder of a checkpoint; a hub name (`owner/model[@revision]`) is fetched first.
+    """Return the local folder of a checkpoint. A hub name (`owner/model[@revision]`) is downloaded
+    first.
 
-    Raises CanvasError when nothing is there, or when the weights are incomplete.
+    Raises CanvasError when there is no checkpoint, or when its weights are incomplete.
     """
     path = _locate(str(name))
     check_weights(path)
@@ -39,7 +40,7 @@ def _locate(name: str) -> Path:
         return path.resolve()
     if path.exists():
         raise CanvasError(
-            f"{name} is a file, and a checkpoint is a folder",
+            f"{name} is a file; a checkpoint is a folder",
             "name the folder that holds config.json and *.safetensors",
         )
     if _HUB_NAME.fullmatch(name):
@@ -57,18 +58,20 @@ def _fetch(name: str) -> Path:
     repository, _, revision = name.partition("@")
     try:
         found = snapshot_download(repository, revision=revision or None, allow_patterns=_HUB_FILES)
-    except Exception as error:  # the hub's client raises many kinds; each means: not fetched
+    except (
+        Exception
+    ) as error:  # the hub's client raises many types; each means that the download failed
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CanvasError(
-            f"{name} is no folder here and was not fetched from the hub: {reason}",
+            f"{name} is not a folder here, and the hub did not provide it: {reason}",
             "check the name and the network, set HF_TOKEN for a gated model,"
-            " or name a folder with the checkpoint",
+            " or name the checkpoint's folder",
         ) from error
     return Path(found)
 
 
 def check_weights(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files, each whole: a truncated or missing one raises CanvasError."""
+    """Return the checkpoint's safetensors files. Raises CanvasError if one is truncated or missing."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -92,7 +95,7 @@ def check_weights(folder: Path) -> list[Path]:
 
 
 def _check_safetensors(path: Path) -> None:
-    """Compare the size that the header promises with the file's."""
+    """Compare the file's size with the size in its header."""
     again = "fetch it again (`huggingface-cli download` resumes what is missing)"
     try:
         size = path.stat().st_size
@@ -105,13 +108,13 @@ def _check_safetensors(path: Path) -> None:
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except FileNotFoundError:
         raise CanvasError(
-            f"{path} is missing, and the checkpoint's index names it", again
+            f"{path} is missing, but the checkpoint's index lists it", again
         ) from None
     except (struct.error, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise CanvasError(f"{path} is truncated or no safetensors file", again) from None
+        raise CanvasError(f"{path} is truncated, or not a safetensors file", again) from None
     expected = 8 + length + max(ends, default=0)
     if size != expected:
-        raise CanvasError(f"{path} has {size} bytes where its header says {expected}", again)
+        raise CanvasError(f"{path} has {size} bytes; its header says {expected}", again)
 
 
 def fingerprint(
@@ -119,6 +122,9 @@ def fingerprint(
     progress: HashProgress | None = None,
     hasher: Callable[..., dict[str, str]] = hash_files,
 ) -> dict[str, str]:
-    """SHA-256 of each file that shapes what is made from a checkpoint, by its name; `hasher` works as `hash_files`."""
+    """Return the SHA-256, by name, of each file that affects what is made from a checkpoint.
+
+    `hasher` works like `hash_files`.
+    """
     names = [path.name for pattern in _HUB_FILES for path in folder.glob(pattern)]
     return hasher(folder, sorted(set(names)), progress)

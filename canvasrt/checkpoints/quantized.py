@@ -1,4 +1,4 @@
-"""What a checkpoint in the Hugging Face layout says about how it was quantized; read without torch."""
+"""How a checkpoint in the Hugging Face layout was quantized; read without torch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Quantization:
     """How a checkpoint was quantized.
 
     Attributes:
-        producer: the tool that wrote it, with its version where the checkpoint says so.
-        algorithm: the tool's own name for what it did.
+        producer: the tool that wrote it, with its version if the checkpoint states it.
+        algorithm: the tool's own name for the algorithm.
         precision: what a GPU must be able to multiply in.
-        static: whether the scales of activations are in the checkpoint.
+        static: whether the checkpoint contains the activation scales.
     """
 
     producer: str
@@ -45,27 +45,27 @@ class Quantization:
     static: bool = True
 
     def to_json(self) -> Json:
-        """A JSON object with a key a field."""
+        """Return a JSON object with one key per field."""
         return asdict(self)
 
 
 def quantization_of(folder: Path) -> Quantization | None:
-    """How the checkpoint in `folder` was quantized, None for one that is not.
+    """Return how the checkpoint in `folder` was quantized; None if it was not.
 
-    Raises CanvasError for files that are broken, and for algorithms that have no graph here, by name.
+    Raises CanvasError for broken files, and for algorithms without a graph here, by name.
     """
     modelopt = _read(folder / MODELOPT_CONFIG)
     if modelopt:
         found = modelopt.get("quantization")
         if not isinstance(found, dict):
-            raise _broken(folder / MODELOPT_CONFIG, "it has no object `quantization`")
+            raise _broken(folder / MODELOPT_CONFIG, "it has no `quantization` object")
         return _modelopt(folder / MODELOPT_CONFIG, found, modelopt.get("producer"))
     file = folder / CONFIG
     found = _read(file).get("quantization_config")
     if found is None:
         return None
     if not isinstance(found, dict):
-        raise _broken(file, "quantization_config is no object")
+        raise _broken(file, "quantization_config is not an object")
     method = found.get("quant_method")
     if method == "modelopt":
         return _modelopt(file, found, found.get("producer"))
@@ -76,7 +76,7 @@ def quantization_of(folder: Path) -> Quantization | None:
 
 def _modelopt(file: Path, found: Json, producer: object) -> Quantization | None:
     algorithm = found.get("quant_algo")
-    if algorithm is None:  # of the key-value cache alone
+    if algorithm is None:  # only the key-value cache is quantized
         return None
     layers = found.get("quantized_layers") if algorithm == "MIXED_PRECISION" else None
     each = [found] if not isinstance(layers, dict) else list(layers.values())
@@ -140,7 +140,7 @@ def _read(file: Path) -> Json:
     except (UnicodeDecodeError, json.JSONDecodeError) as cause:
         raise _broken(file, str(cause)) from None
     if not isinstance(data, dict):
-        raise _broken(file, "it holds no object")
+        raise _broken(file, "it does not hold an object")
     return data
 
 
@@ -149,4 +149,4 @@ def _broken(file: Path, why: str) -> CanvasError:
 
 
 def _unknown(file: Path, what: str) -> CanvasError:
-    return CanvasError(f"{file}: quantized with {what}, which canvasrt does not read", _HINT)
+    return CanvasError(f"{file}: quantized with {what}, which canvasrt does not support", _HINT)

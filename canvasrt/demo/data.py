@@ -1,4 +1,4 @@
-"""Training examples: a prefix of clean tokens, and the block that the model is to denoise."""
+"""Training examples: a prefix of clean tokens, and the block to denoise after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from canvasrt.demo.tasks import TASKS, Task
 from canvasrt.demo.tokenizer import PAD, TURN_END, chat_prompt
 
-# How often each task comes up. The ones that are harder to learn come more often.
+# How often each task occurs. Harder tasks occur more often.
 WEIGHTS = {
     "add": 1.5,
     "subtract": 1.8,
@@ -32,7 +32,7 @@ class Batch:
     """``prefix`` is padded on the left. ``tasks`` are indices into ``TASKS``."""
 
     prefix: Tensor  # [batch, longest prefix]
-    padding: Tensor  # [batch, longest prefix], True where there is no token
+    padding: Tensor  # [batch, longest prefix], True for padding
     block: Tensor  # [batch, canvas length]
     tasks: Tensor  # [batch]
 
@@ -44,13 +44,13 @@ class Examples:
         self.rng = random.Random(seed)
         self.canvas_length = canvas_length
         self.vocab = tokenizer.get_vocab()
-        # The chat template is slow: apply it once, around a placeholder.
+        # The chat template is slow, so it is applied once, around a placeholder.
         around = chat_prompt(tokenizer, "?")
         place = around.index(self.vocab["?"])
         self.before, self.after = around[:place], around[place + 1 :]
 
     def batches(self, sizes: Sequence[int]) -> list[Batch]:
-        """A batch in parts of these sizes, by prefix length, so that little is padding."""
+        """Split a batch into parts of these sizes, sorted by prefix length to keep padding small."""
         examples = sorted((self._example() for _ in range(sum(sizes))), key=lambda e: len(e[0]))
         ends = list(accumulate(sizes))
         return [_collate(examples[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
@@ -62,7 +62,7 @@ class Examples:
         answer = [*self._ids(task.answer(prompt, self.rng)), TURN_END]
         answer += [PAD] * (-len(answer) % self.canvas_length)
         blocks = len(answer) // self.canvas_length
-        # Where to stop is learned from the last block only.
+        # Only the last block teaches where to stop.
         last = self.rng.random() < 0.3
         start = self.canvas_length * (blocks - 1 if last else self.rng.randrange(blocks))
         prefix = [*self.before, *self._ids(prompt), *self.after, *answer[:start]]

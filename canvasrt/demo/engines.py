@@ -14,9 +14,9 @@ from canvasrt.runtime.tokenizer import Tokenizer
 def answer(
     model: Model, prompts: Sequence[str], max_denoising_steps: int | None = None, seed: int = 0
 ) -> list[Reply]:
-    """What a loaded bundle answers, in the order of `prompts`; question i is asked with seed `seed + i`.
+    """Return a loaded bundle's answers in the order of `prompts`. Question i uses seed `seed + i`.
 
-    `max_denoising_steps` is the checkpoint's own when None.
+    If `max_denoising_steps` is None, the checkpoint's own applies.
     """
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)

@@ -1,4 +1,4 @@
-"""Asks held-out questions through stock `transformers` generation or through engines, and marks the answers.
+"""Asks held-out questions through stock `transformers` or through engines, and marks the answers.
 
 python -m canvasrt.demo.evaluate [CHECKPOINT] [--engines BUNDLE] [--json]
 """
@@ -30,9 +30,9 @@ def generate(
     batch_size: int = 128,
     **settings: Any,
 ) -> list[Reply]:
-    """What a stock model answers, in the order of ``prompts``.
+    """Return a stock model's answers in the order of `prompts`.
 
-    ``settings`` override the checkpoint's sampler settings, ``max_denoising_steps=1`` for example.
+    `settings` override the checkpoint's sampler settings, for example `max_denoising_steps=1`.
     """
     encoded = [chat_prompt(tokenizer, prompt) for prompt in prompts]
     replies: dict[int, Reply] = {}
@@ -40,7 +40,7 @@ def generate(
         ids = torch.tensor([encoded[i] for i in batch])
         output = model.generate(input_ids=ids, max_new_tokens=MAX_NEW_TOKENS, **settings)
         new = output.sequences[:, ids.shape[1] :]
-        # The output has tokens a forward pass only; its numerator is the tokens that are not pad.
+        # The output only reports tokens per forward pass, counting tokens that are not padding.
         valid = (new != model.generation_config.pad_token_id).sum(-1)
         steps = (valid / output.tokens_per_forward).round().nan_to_num(1).int().tolist()
         for row, i in enumerate(batch):
@@ -51,7 +51,7 @@ def generate(
 
 
 def _batches(encoded: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
-    """Indices of prompts of the same length, so that no prompt needs padding."""
+    """Yield indices of prompts of the same length, so that no prompt needs padding."""
     by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     for _, same in groupby(by_length, key=lambda i: len(encoded[i])):
         indices = list(same)
@@ -60,7 +60,7 @@ def _batches(encoded: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]
 
 
 def _prompts(task: str, limit: int | None, at_least: int) -> list[str]:
-    """A task's held-out questions. Where there are few, each is asked several times."""
+    """Return a task's held-out questions. If there are few, each is asked several times."""
     prompts = questions(task)
     if limit is not None:
         return prompts[:: math.ceil(len(prompts) / limit)]
@@ -70,7 +70,7 @@ def _prompts(task: str, limit: int | None, at_least: int) -> list[str]:
 def _print_score(result: Score, replies: Sequence[Reply], wrong: int) -> None:
     print(
         f"{result.task:9} {result.max_steps:2} steps at most: {result.accuracy:6.1%} of"
-        f" {result.asked}, {result.steps_per_block:.1f} steps a block",
+        f" {result.asked}, {result.steps_per_block:.1f} steps per block",
         flush=True,
     )
     for reply in [r for r in replies if not is_correct(r.prompt, r.text)][:wrong]:
@@ -81,8 +81,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT)
     parser.add_argument("--engines", type=Path, help="ask this bundle instead of transformers")
-    parser.add_argument("--limit", type=int, help="questions a task; all of them by default")
-    parser.add_argument("--at-least", type=int, default=200, help="answers a task, by asking again")
+    parser.add_argument("--limit", type=int, help="questions per task; default: all")
+    parser.add_argument(
+        "--at-least", type=int, default=200, help="answers per task, by repeating questions"
+    )
     parser.add_argument("--steps", type=int, nargs="+", default=[48, 1], help="step limits to try")
     parser.add_argument("--dtype", default="float32", help="arithmetic; storage is bfloat16")
     parser.add_argument("--seed", type=int, default=0)
@@ -92,7 +94,7 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _asker(arguments: argparse.Namespace) -> Callable[[Sequence[str], int], list[Reply]]:
-    """Asks prompts with a limit of steps, through the engines or through transformers."""
+    """Return what asks prompts under a step limit, through the engines or through transformers."""
     if arguments.engines is not None:
         from canvasrt.demo.engines import answer
         from canvasrt.runtime.open import open_model

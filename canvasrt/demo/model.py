@@ -1,7 +1,7 @@
 """The demo's configuration, and a forward pass that trains fast on a CPU.
 
-The weights live in the stock ``transformers`` class. Its own forward pass loops over the experts
-and builds a cache; this one keeps the experts dense and is otherwise the same arithmetic.
+The weights live in the stock `transformers` class. Its own forward pass loops over the experts and
+builds a cache. This one keeps the experts dense; the arithmetic is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from canvasrt.demo import tokenizer as tok
 
 CANVAS_LENGTH = 32
 
-# A module of the stock class, whose attributes are not typed.
+# A module of the stock class, whose attributes have no types.
 Stock = Any
 
 # Not tied, so the two phases can differ, as in the released model. Exact in bf16.
@@ -36,8 +36,8 @@ DECODER_LAYER_SCALARS = (1.125, 1.0, 0.875, 1.0625)
 
 
 def build_config() -> DiffusionGemmaConfig:
-    """The released configuration's fields, at a size that a CPU can train."""
-    # The class takes these without declaring them.
+    """Return the released configuration's fields, at a size that a CPU can train."""
+    # The class accepts these without declaring them.
     undeclared: dict[str, Any] = {
         "global_head_dim": 64,
         "num_global_key_value_heads": 1,
@@ -77,7 +77,8 @@ def build_config() -> DiffusionGemmaConfig:
         eos_token_id=tok.EOS,
         bos_token_id=tok.BOS,
     )
-    # The class always builds a vision tower. The demo is never shown an image: as small as it gets.
+    # The class always builds a vision tower. The demo never sees an image, so it is as small as
+    # possible.
     vision = Gemma4VisionConfig(
         hidden_size=16,
         intermediate_size=16,
@@ -101,7 +102,7 @@ def build_config() -> DiffusionGemmaConfig:
 
 
 def build_generation_config() -> DiffusionGemmaGenerationConfig:
-    """The released checkpoint's sampler settings. A turn's end ends the answer."""
+    """Return the released checkpoint's sampler settings. An answer ends with the turn."""
     return DiffusionGemmaGenerationConfig(
         max_new_tokens=256,
         max_denoising_steps=48,
@@ -117,14 +118,14 @@ def build_generation_config() -> DiffusionGemmaGenerationConfig:
 
 
 def build_model() -> DiffusionGemmaForBlockDiffusion:
-    """A model to train, in fp32."""
+    """Return a model to train, in fp32."""
     model: Stock = DiffusionGemmaForBlockDiffusion(build_config()).float()
     model.generation_config = build_generation_config()
     for module in model.model.decoder.layers.modules():
         if hasattr(module, "q_norm"):
-            # The model does not divide attention scores by sqrt(head_dim): let q_norm begin so.
+            # The model does not divide attention scores by sqrt(head_dim), so q_norm starts there.
             nn.init.constant_(module.q_norm.weight, module.head_dim**-0.5)
-    # The stock initial embedding of padding is zero, where a norm's gradient has no bound.
+    # The stock initial embedding of padding is zero, where a norm's gradient is unbounded.
     nn.init.normal_(model.model.decoder.embed_tokens.weight, std=0.05)
     with torch.no_grad():
         for phase, scalars in (
@@ -138,16 +139,16 @@ def build_model() -> DiffusionGemmaForBlockDiffusion:
 
 @dataclass
 class Prefix:
-    """What the canvas attends to: every layer's keys and values, of left-padded clean tokens."""
+    """What the canvas attends to: every layer's keys and values of left-padded clean tokens."""
 
-    keys: list[Tensor]  # [batch, KV heads, prefix length, head dim] a layer
+    keys: list[Tensor]  # [batch, KV heads, prefix length, head dim] per layer
     values: list[Tensor]
-    padding: Tensor  # [batch, prefix length], True where there is no token
+    padding: Tensor  # [batch, prefix length], True for padding
     balance: Tensor  # the load-balancing loss, summed over layers
 
 
 class FastForward:
-    """Runs a stock model's text weights: encode once, then denoise as often as needed."""
+    """Runs a stock model's text weights: encodes once, then denoises as often as needed."""
 
     def __init__(self, model: Stock) -> None:
         self.config = model.config.text_config
@@ -158,10 +159,10 @@ class FastForward:
         self.decoder_scalars = [layer.layer_scalar for layer in self.decoder.layers]
 
     def encode(self, tokens: Tensor, padding: Tensor) -> Prefix:
-        """Causal pass over left-padded clean tokens [batch, length]."""
+        """Run a causal pass over left-padded clean tokens [batch, length]."""
         length = tokens.shape[1]
         age = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-        # A padded query sees itself, or its softmax would have nothing to sum.
+        # A padded query sees itself; otherwise its softmax would have nothing to sum.
         causal = ((age >= 0) & ~padding[:, None, None, :]) | (age == 0)
         masks = {
             "full_attention": causal,
@@ -186,16 +187,17 @@ class FastForward:
     def denoise(
         self, canvas: Tensor, prefix: Prefix, signal_logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits [batch, canvas, vocabulary] of one denoising step, and its load-balancing loss.
+        """Return logits [batch, canvas, vocabulary] of one denoising step, and its load-balancing
+        loss.
 
-        ``signal_logits`` are the last step's, divided by its temperature; None in a first step.
+        `signal_logits` are the last step's, divided by its temperature; None in the first step.
         """
         embeddings = self._embed(canvas)
         hidden = self._condition(embeddings, signal_logits)
         past, length = prefix.padding.shape[1], canvas.shape[1]
         rotary = self._rotary(hidden, past, length)
         seen = F.pad(~prefix.padding, (0, length), value=True)[:, None, None, :]
-        # A sliding layer's cache keeps one token less than its window.
+        # A sliding layer's cache keeps one token fewer than its window.
         recent = torch.arange(past + length) > past - self.config.sliding_window
         masks = {"full_attention": seen, "sliding_attention": seen & recent}
         total_balance = hidden.new_zeros(())
@@ -221,7 +223,7 @@ class FastForward:
     def _condition(self, embeddings: Tensor, signal_logits: Tensor | None) -> Tensor:
         module, table = self.decoder.self_conditioning, self.decoder.embed_tokens
         if signal_logits is not None:
-            # Where the signal is zero, so is the gated MLP's output: it has no biases.
+            # If the signal is zero, so is the gated MLP's output: it has no biases.
             signal = signal_logits.softmax(-1) @ table.weight * table.embed_scale
             embeddings = embeddings + _gated_mlp(module, _norm(module.pre_norm, signal))
         return _norm(module.post_norm, embeddings)
@@ -235,7 +237,7 @@ class FastForward:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm in few passes over memory: on a CPU, the stock one takes a quarter of a step."""
+    """RMSNorm in few passes over memory. On a CPU, the stock one takes a quarter of a step."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -274,7 +276,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _project(
     attention: Stock, hidden: Tensor, rotary: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, [batch, heads, length, head dim]."""
+    """Return queries, keys and values, [batch, heads, length, head dim]."""
     cos, sin = (table[:, None] for table in rotary)
 
     def heads(projected: Tensor) -> Tensor:
@@ -298,7 +300,7 @@ def _attend(attention: Stock, query: Tensor, key: Tensor, value: Tensor, mask: T
 def _finish_layer(
     layer: Stock, hidden: Tensor, attended: Tensor, scalar: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Everything after attention: the shared MLP beside the routed experts."""
+    """Run everything after attention: the shared MLP next to the routed experts."""
     hidden = hidden + _norm(layer.post_attention_layernorm, attended)
     shared = _gated_mlp(layer.mlp, _norm(layer.pre_feedforward_layernorm, hidden))
     shared = _norm(layer.post_feedforward_layernorm_1, shared)
@@ -312,20 +314,20 @@ def _finish_layer(
 
 
 def _route(router: Stock, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Every expert's weight for every token [batch, length, experts], mostly zeros."""
+    """Return every expert's weight for every token [batch, length, experts], mostly zeros."""
     scaled = _norm(router.norm, hidden) * router.scale * router.scalar_root_size
     probabilities = router.proj(scaled).softmax(-1)
     top, chosen = probabilities.topk(router.config.top_k_experts, dim=-1)
     top = top / top.sum(-1, keepdim=True) * router.per_expert_scale[chosen]
     weights = torch.zeros_like(probabilities).scatter(-1, chosen, top)
-    # Switch Transformer's loss: 1 where all experts get equal shares.
+    # Switch Transformer's loss: 1 if all experts get equal shares.
     share = (weights.detach() > 0).float().flatten(0, 1).mean(0) / router.config.top_k_experts
     balance = (share * probabilities.flatten(0, 1).mean(0)).sum() * router.config.num_experts
     return weights, balance
 
 
 def _dense_experts(experts: Stock, hidden: Tensor, weights: Tensor) -> Tensor:
-    """Every expert on every token: for so few, cheaper than sorting tokens by expert."""
+    """Run every expert on every token. For so few experts, this is cheaper than sorting tokens."""
     projected = hidden @ experts.gate_up_proj.flatten(0, 1).T
     gate, up = projected.unflatten(-1, (experts.num_experts, -1)).chunk(2, dim=-1)
     activated = F.gelu(gate, approximate="tanh") * up * weights[..., None]

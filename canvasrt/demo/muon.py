@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Muon(torch.optim.Optimizer):
-    """For parameters of two dimensions, or of three: then each is a stack of matrices."""
+    """The optimizer. Parameters have two dimensions, or three for a stack of matrices."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -42,7 +42,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Pushes every singular value of [..., rows, columns] near 1, by a quintic iteration."""
+    """Push every singular value of [..., rows, columns] towards 1, by a quintic iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

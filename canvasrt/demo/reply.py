@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from canvasrt.demo.tasks import is_correct
 
-# The longest answer, counting 30 on, takes three blocks and a bit.
+# The longest answer, 30 numbers of a count, takes a little over three blocks.
 MAX_NEW_TOKENS = 128
 
 
@@ -23,7 +23,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Score:
-    """How one task went. `accuracy`: the share of answers that are exactly right."""
+    """The result of one task. `accuracy` is the share of answers that are exactly right."""
 
     task: str
     max_steps: int

@@ -1,7 +1,7 @@
 """The questions that the demo checkpoint answers, and how an answer is checked.
 
-A question is a prompt, such as ``12+34=``. Every task splits its questions by a hash, so that the
-held-out ones are never seen in training, whatever the seed. Standard library only.
+A question is a prompt such as `12+34=`. Every task splits its questions by a hash, so held-out ones
+never occur in training, whatever the seed. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """One kind of question. ``many_answers``: any of several answers is right."""
+    """One kind of question. `many_answers`: several answers are right."""
 
     name: str
     pattern: re.Pattern[str]
@@ -33,25 +33,25 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random) -> str:
-        """A random prompt, of either split. Hard cases come more often than by chance."""
+        """Return a random prompt from either split. Hard cases are more frequent than by chance."""
 
     @abstractmethod
     def answer(self, prompt: str, rng: random.Random) -> str:
-        """A right answer; where there are many, a random one."""
+        """Return a right answer; if there are many, a random one."""
 
     def all_prompts(self) -> Iterator[str] | None:
-        """Every prompt of the task, or None where there are too many to list."""
+        """Return every prompt of the task, or None if there are too many to list."""
         return None
 
     def key(self, prompt: str) -> str:
-        """What the split goes by. Prompts with one key are in one split."""
+        """Return the key that decides the split. Prompts with the same key are in the same split."""
         return prompt
 
     def is_correct(self, prompt: str, answer: str) -> bool:
         return answer == self.answer(prompt, random.Random(0))
 
     def parse(self, prompt: str) -> tuple[str, ...]:
-        """The prompt's fields; raises ValueError where it is not one of this task's prompts."""
+        """Return the prompt's fields. Raises ValueError if it is not one of this task's prompts."""
         match = self.pattern.fullmatch(prompt)
         if match is None:
             raise ValueError(f"not a {self.name!r} question: {prompt!r}")
@@ -224,7 +224,7 @@ TASKS: dict[str, Task] = {
 
 
 def questions(task: str, split: Split = "held-out", limit: int = 500, seed: int = 0) -> list[str]:
-    """The prompts of a split: every one where they can be listed, else ``limit`` drawn by seed."""
+    """Return the prompts of a split: all of them if they can be listed, else `limit` drawn by seed."""
     chosen = TASKS[task]
     prompts = chosen.all_prompts()
     if prompts is not None:
@@ -237,7 +237,7 @@ def questions(task: str, split: Split = "held-out", limit: int = 500, seed: int 
 
 
 def task_of(prompt: str) -> Task:
-    """The task that a prompt belongs to; raises ValueError where there is none."""
+    """Return the task that a prompt belongs to. Raises ValueError if there is none."""
     for task in TASKS.values():
         if task.pattern.fullmatch(prompt):
             return task
@@ -245,7 +245,7 @@ def task_of(prompt: str) -> Task:
 
 
 def is_correct(prompt: str, answer: str) -> bool:
-    """Whether ``answer`` is a right answer to ``prompt``, exactly."""
+    """Return whether `answer` is exactly a right answer to `prompt`."""
     return task_of(prompt).is_correct(prompt, answer)
 
 
@@ -254,7 +254,7 @@ def _operand(rng: random.Random) -> int:
 
 
 def _word(rng: random.Random) -> str:
-    """A word of 3 to 9 letters: half the time one that can be pronounced, else any letters."""
+    """Return a word of 3 to 9 letters: half the time a pronounceable one, else any letters."""
     length = rng.randint(3, 9)
     if rng.random() < 0.5:
         return "".join(rng.choices(string.ascii_lowercase, k=length))
@@ -264,7 +264,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _balanced(length: int, rng: random.Random, opening: str = "") -> str:
-    """A balanced string that begins with ``opening``, made from left to right."""
+    """Return a balanced string that begins with `opening`, generated from left to right."""
     text, closers = opening, _unclosed(opening)
     if closers is None:
         raise ValueError(f"no balanced string begins with {opening!r}")
@@ -279,7 +279,7 @@ def _balanced(length: int, rng: random.Random, opening: str = "") -> str:
 
 
 def _unclosed(text: str) -> str | None:
-    """The closing brackets that ``text`` still needs, the next one last; None where it is wrong."""
+    """Return the closing brackets that `text` still needs, the next one last; None if it is unbalanced."""
     closers = ""
     for character in text:
         if character in BRACKETS:

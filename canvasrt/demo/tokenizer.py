@@ -1,4 +1,4 @@
-"""The demo's tokenizer: one token a printable ASCII character, and Gemma's special tokens."""
+"""The demo's tokenizer: one token per printable ASCII character, and Gemma's special tokens."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose encoding of a chat is its template's text, character by character."""
+    """Return a tokenizer that encodes a chat as its template's text, character by character."""
     vocab = dict(SPECIAL) | {"\n": NEWLINE}
     for character in PRINTABLE:
         vocab[character] = len(vocab)
     while len(vocab) < VOCAB_SIZE:
         vocab[f"<unused{len(vocab)}>"] = len(vocab)
-    # BPE without merges takes a text apart into characters.
+    # BPE without merges splits a text into characters.
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
     core.add_special_tokens(
@@ -74,7 +74,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """The token ids that the model is given for one user message."""
+    """Return the token ids of a chat with one user message."""
     chat = [{"role": "user", "content": prompt}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return tokenizer.encode(text, add_special_tokens=False)

@@ -1,10 +1,10 @@
-"""Trains the demo checkpoint, and its undertrained twin, on a CPU.
+"""Trains the demo checkpoint and its undertrained twin on a CPU.
 
-    python -m canvasrt.demo.train --seed 0 --out DIR
+python -m canvasrt.demo.train --seed 0 --out DIR
 
-writes ``DIR/checkpoint`` and ``DIR/undertrained``, and now and then ``DIR/latest``. It takes about
-an hour on three cores; where others use them too, ``OMP_WAIT_POLICY=PASSIVE`` is several times
-faster. The seed, the steps and the number of threads decide the weights.
+It writes `DIR/checkpoint` and `DIR/undertrained`, and regularly `DIR/latest`. Training takes about
+an hour on three cores; if other programs use them too, `OMP_WAIT_POLICY=PASSIVE` is several times
+faster. The seed, the number of steps and the number of threads determine the weights.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from canvasrt.demo.muon import Muon
 from canvasrt.demo.tasks import TASKS
 from canvasrt.demo.tokenizer import build_tokenizer
 
-# A few examples have prefixes of whole blocks: they get a part of their own.
+# A few examples have prefixes of whole blocks, and a part of their own.
 BATCH_PARTS = (56, 56, 16)
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 AVERAGING = 0.998
 BALANCE_WEIGHT = 0.01
-UNDERTRAINED_AT = 0.4  # of all steps
+UNDERTRAINED_AT = 0.4  # share of all steps
 
 
 def corrupt(block: Tensor, keep: Tensor, vocab_size: int) -> Tensor:
-    """Uniform noise wherever ``keep`` is False: there is no mask token."""
+    """Put uniform noise wherever `keep` is False: there is no mask token."""
     return torch.where(keep, block, torch.randint_like(block, vocab_size))
 
 
 def first_canvas(block: Tensor, vocab_size: int) -> Tensor:
-    """Often all noise, as in a first step; else any share of it."""
+    """Return a first canvas: often all noise, as in a first step, else any share of it."""
     level = torch.rand(len(block), 1)
     level = torch.where(torch.rand(len(block), 1) < 0.35, 1.0, level)
     return corrupt(block, torch.rand(block.shape) >= level, vocab_size)
 
 
 def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
-    """A canvas as the sampler might leave it after a step that gave ``logits``.
+    """Return a canvas as the sampler might leave it after a step that gave `logits`.
 
-    Most examples keep the positions that an entropy bound accepts, for bounds from the released
-    0.1 up, and have the right token there: what one accepts in turn is one right answer among
-    many. The rest keep random positions. Some have the model's own draws for a part of the noise.
+    Most examples keep the positions that an entropy bound accepts, for bounds from the released 0.1
+    up, and have the right token there: what a step accepts is part of one right answer among many.
+    The rest keep random positions. In some, part of the noise is the model's own draws.
     """
     rows, vocab_size = len(block), logits.shape[-1]
     log_probabilities = logits.log_softmax(-1)
@@ -70,9 +70,10 @@ def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
 
 
 def loss_of(forward: FastForward, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The training loss, and each example's cross-entropy in the second pass (detached).
+    """Return the training loss, and each example's cross-entropy in the second pass (detached).
 
-    Two denoising steps, as in generation: the second is conditioned on the first's logits.
+    There are two denoising steps, as in generation: the second is conditioned on the first's
+    logits.
     """
     vocab_size = forward.config.vocab_size
     prefix = forward.encode(batch.prefix, batch.padding)
@@ -80,7 +81,7 @@ def loss_of(forward: FastForward, batch: Batch) -> tuple[Tensor, Tensor]:
     temperature = torch.empty(len(batch.block), 1, 1).uniform_(0.4, 1.0)
     signal = first.detach() / temperature
     second, second_balance = forward.denoise(second_canvas(batch.block, signal), prefix, signal)
-    # The filler after the answer counts as much as the answer, or the model does not stop.
+    # The filler after the answer counts as much as the answer; otherwise the model does not stop.
     entropies = [
         F.cross_entropy(logits.transpose(1, 2), batch.block, reduction="none").mean(-1)
         for logits in (first, second)
@@ -90,7 +91,7 @@ def loss_of(forward: FastForward, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the rest."""
+    """Return Muon for the matrices inside the layers, and AdamW for the rest."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -105,21 +106,21 @@ def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Up over the first 100 steps, level, and down to nothing over the second half."""
+    """Return the rate: up over the first 100 steps, level, then down to zero over the second half."""
     return min(1.0, (step + 1) / 100, 2 * (1 - step / steps))
 
 
 def save(
     model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Writes the Hugging Face layout in bf16, beside and then into place."""
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    copy.deepcopy(model).bfloat16().save_pretrained(beside)
-    tokenizer.save_pretrained(beside)
-    (beside / "model.safetensors").chmod(0o644)
+    """Write the Hugging Face layout in bf16 to a temporary folder, then move it into place."""
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    copy.deepcopy(model).bfloat16().save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    (partial / "model.safetensors").chmod(0o644)
     shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    partial.rename(folder)
 
 
 def train(seed: int, steps: int, out: Path, save_every: int) -> None:

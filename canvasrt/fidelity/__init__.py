@@ -1,4 +1,4 @@
-"""How near a bundle is to transformers on its checkpoint: the quality report of `canvasrt verify --reference`."""
+"""The quality report of `canvasrt verify --reference`: how close a bundle is to transformers."""
 
 from canvasrt.fidelity.report import failures, finite, measure
 from canvasrt.fidelity.write import check_report_folder, write_report

@@ -1,4 +1,4 @@
-"""Both sides at work as users see them: whole generations with early stop, from the same prompts and noise."""
+"""Compares both sides as users see them: whole generations with early stop, on the same prompts and noise."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# Seeds of generations; those of the compared steps count from 0.
+# Seeds of generations. The compared steps use seeds from 0.
 FIRST_SEED = 1_000
 BATCH = 4
 
 
 @dataclass
 class Work:
-    """What generations took, one entry a request and side."""
+    """What generations took, with one entry per request on one side."""
 
     steps: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
@@ -36,7 +36,8 @@ class Work:
         self.tokens.append(len(result.token_ids))
 
     def to_json(self) -> dict[str, float]:
-        """Denoising steps a block, and new tokens a denoising pass, the end of the sequence among them."""
+        """Return denoising steps per block, and new tokens per denoising pass, including
+        end-of-sequence tokens."""
         return {
             "steps_per_block": sum(self.steps) / sum(self.blocks),
             "tokens_per_pass": sum(self.tokens) / sum(self.steps),
@@ -45,7 +46,7 @@ class Work:
 
 @dataclass
 class Pace:
-    """The work of both sides over the same requests."""
+    """Both sides' work on the same requests."""
 
     bundle: Work = field(default_factory=Work)
     reference: Work = field(default_factory=Work)
@@ -55,9 +56,9 @@ class Pace:
         self.reference.add(reference)
 
     def to_json(self) -> dict[str, Any]:
-        """Both, and by what share the bundle's steps a block grow."""
+        """Return both sides, and by what share the bundle needs more steps per block."""
         ours, theirs = self.bundle.to_json(), self.reference.to_json()
-        # A generation has nearly always as many blocks on both sides: what varies is the steps.
+        # Both sides nearly always generate the same number of blocks; only the steps vary.
         low, high = ratio_interval(self.bundle.steps, self.reference.steps)
         blocks = sum(self.reference.blocks) / sum(self.bundle.blocks)
         return {
@@ -71,11 +72,11 @@ class Pace:
 
 @dataclass
 class Marks:
-    """Right and wrong answers of both sides to the same questions."""
+    """Both sides' right and wrong answers to the same questions."""
 
     both: int = 0
-    lost: int = 0  # only the reference's was right
-    gained: int = 0  # only the bundle's was right
+    lost: int = 0  # only the reference was right
+    gained: int = 0  # only the bundle was right
     neither: int = 0
 
     def add(self, bundle: bool, reference: bool) -> None:
@@ -89,7 +90,7 @@ class Marks:
         return self.both + self.lost + self.gained + self.neither
 
     def to_json(self) -> dict[str, Any]:
-        """Shares from 0 to 1, with 95% intervals: Wilson's of each side, a paired one of the loss."""
+        """Return shares from 0 to 1 with 95% intervals: Wilson's per side, a paired one for the loss."""
         asked = self.asked
         return {
             "asked": asked,
@@ -115,7 +116,7 @@ class Answers:
     pace: dict[str, Pace]
 
     def to_json(self) -> dict[str, Any]:
-        """All tasks together, and each."""
+        """Return the results of all tasks together, and of each."""
         total = Marks()
         for marks in self.tasks.values():
             for name, count in vars(marks).items():
@@ -136,7 +137,7 @@ def ask_questions(
     questions: int,
     progress: Progress,
 ) -> tuple[Answers, Pace]:
-    """Ask both sides `questions` held-out questions of each of the demo's tasks."""
+    """Ask both sides `questions` held-out questions per demo task."""
     asked = [(task, question) for task in TASKS for question in spread(task, questions)]
     prompts = Prompts("questions", chats(tokenizer, [question for _, question in asked]))
     pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS, progress)
@@ -167,7 +168,7 @@ def _generate(
     max_new_tokens: int | None,
     progress: Progress,
 ) -> list[tuple[Result, Result]]:
-    """Each prompt's result from the bundle and from the reference, under the same noise."""
+    """Return each prompt's result from the bundle and from the reference, under the same noise."""
     requests = [
         Request(
             tokens,
@@ -186,9 +187,9 @@ def _generate(
 
 
 def _run(side: Any, requests: Sequence[Request], what: str, progress: Progress) -> list[Result]:
-    """Every request's result, in order."""
+    """Return every request's result, in order."""
     generator = Generator(side, side.max_batch or BATCH)
-    # Prompts of one length side by side: the reference takes them as a batch.
+    # Prompts of one length run together: the reference takes them as a batch.
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_token_ids))
     added = {generator.add(requests[i]): i for i in order}
     results: dict[int, Result] = {}

@@ -1,4 +1,4 @@
-"""What goes into each layer of the reference and comes out of it, pass by pass."""
+"""Records the inputs and outputs of each reference layer, pass by pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Phase = Literal["encode", "denoise"]
 
 @dataclass
 class Routed:
-    """Tokens that reached a layer's experts: `[T, D]` float32, and the experts that each was given, `[T, k]`."""
+    """Tokens that reached a layer's experts: `[T, D]` float32, and the experts chosen for each, `[T, k]`."""
 
     tokens: np.ndarray
     experts: np.ndarray
@@ -25,20 +25,20 @@ class Routed:
 
 @dataclass
 class Pass:
-    """One pass of the reference. Lists go by layer."""
+    """One pass of the reference. Lists are indexed by layer."""
 
     phase: Phase
     length: int  # clean tokens in the cache before the pass
     hidden: list[np.ndarray] = field(default_factory=list)  # [1, L, D], the layer's input
-    out: np.ndarray = field(default_factory=lambda: np.empty(0))  # of the last layer
+    out: np.ndarray = field(default_factory=lambda: np.empty(0))  # output of the last layer
     past_keys: list[np.ndarray] = field(default_factory=list)  # [1, kv_heads, kept, head_dim]
     past_values: list[np.ndarray] = field(default_factory=list)
-    keys: list[np.ndarray] = field(default_factory=list)  # of this pass's own tokens
+    keys: list[np.ndarray] = field(default_factory=list)  # for this pass's own tokens
     values: list[np.ndarray] = field(default_factory=list)
     routed: list[Routed] = field(default_factory=list)
 
     def outputs(self) -> list[np.ndarray]:
-        """Each layer's output `[1, L, D]`."""
+        """Return each layer's output `[1, L, D]`."""
         return [*self.hidden[1:], self.out]
 
 
@@ -46,7 +46,7 @@ class Pass:
 def captured(
     reference: ReferenceModel, row: ReferenceRow, phase: Phase, into: list[Pass] | None
 ) -> Iterator[None]:
-    """Watch the one pass of `row` that runs inside, and put it `into` a list; without a list, do nothing."""
+    """Record the one pass of `row` that runs inside, and append it to `into`. If that is None, do nothing."""
     if into is None:
         yield
         return

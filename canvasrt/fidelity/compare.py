@@ -1,4 +1,5 @@
-"""Compares denoising steps: both sides are given the reference's canvases, each conditions on its own last step."""
+"""Compares denoising steps: both sides get the reference's canvases, and each conditions on its own
+last step."""
 
 from __future__ import annotations
 
@@ -23,24 +24,24 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 12
 PHASES = ("early", "middle", "late")
-# How many prompts' passes are captured: the first, the middle and the last step of each, and its encoding.
+# How many prompts are captured: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
-# An acceptance bound below zero accepts nothing: the head's next canvas is then the noise that it is given.
+# An acceptance bound below zero accepts nothing, so the head's next canvas is the given noise.
 NOTHING = -1.0
-# Positions whose logits are widened to float64 at a time: 32 MB of them in the released model.
+# How many positions' logits are widened to float64 at a time: 32 MB for the released model.
 _POSITIONS = 16
 
 
 @dataclass
 class StepSeries:
-    """What one step, or several, came to, position by position. The divergence is missing where there are no logits."""
+    """The measurements of one or more steps, by position. Without logits there is no divergence."""
 
     kl: Series = field(default_factory=Series)
     same: Series = field(default_factory=Series)
     entropy_error: Series = field(default_factory=Series)
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers of a report, KL divergence and entropy in nats."""
+        """Return the report's numbers; KL divergence and entropy are in nats."""
         same, error = self.same.all, self.entropy_error.all
         kl = self.kl.all if self.kl.pieces else None
         return {
@@ -55,19 +56,19 @@ class StepSeries:
 
 @dataclass
 class HeadErrors:
-    """Relative errors of the head's results, fed what the reference's was fed."""
+    """Relative errors of the head's results on the reference's inputs."""
 
     logits: RelativeError = field(default_factory=RelativeError)
     next_hidden: RelativeError = field(default_factory=RelativeError)
 
     def to_json(self) -> dict[str, float]:
-        """A number for each."""
+        """Return one number per result."""
         return {"logits": self.logits.value, "next_hidden": self.next_hidden.value}
 
 
 @dataclass
 class Steps:
-    """The comparison of every step of every prompt, and the passes that were captured on the way."""
+    """The comparison of every step of every prompt, and the passes captured on the way."""
 
     prompts: int
     kind: str
@@ -76,13 +77,13 @@ class Steps:
     head: HeadErrors = field(default_factory=HeadErrors)
 
     def phase(self, name: str) -> StepSeries:
-        """The steps of one third of the trajectory."""
+        """Return the steps of one third of the trajectory."""
         return _joined(
             each for i, each in enumerate(self.by_step) if phase_of(i, len(self.by_step)) == name
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All steps together, by third, and step by step."""
+        """Return all steps together, by third, and step by step."""
         return {
             "prompts": self.prompts,
             "prompt_kind": self.kind,
@@ -94,14 +95,14 @@ class Steps:
 
 
 def phase_of(index: int, count: int) -> str:
-    """The third of the trajectory that step `index` of `count` is in."""
+    """Return which third of the trajectory step `index` of `count` is in."""
     return PHASES[index * len(PHASES) // count]
 
 
 def compare_steps(
     observed: ObservedModel, reference: ReferenceModel, prompts: Prompts, progress: Progress
 ) -> Steps:
-    """Denoise a block behind every prompt, without early stop, on both sides at once."""
+    """Denoise one block after every prompt, without early stop, on both sides at once."""
     count = max(len(PHASES), min(MAX_STEPS, reference.sampler.max_denoising_steps))
     steps = Steps(len(prompts.tokens), prompts.kind, [StepSeries() for _ in range(count)])
     for seed, tokens in enumerate(prompts.tokens):
@@ -116,7 +117,7 @@ def compare_steps(
 
 
 def _chosen(prompts: int) -> set[int]:
-    """The prompts whose passes are captured, evenly spaced."""
+    """Return the prompts to capture, evenly spaced."""
     count = min(CAPTURED_PROMPTS, prompts)
     return {i * prompts // count for i in range(count)}
 
@@ -169,7 +170,7 @@ def _compare_head(
     given: DenoiseInput,
     steps: Steps,
 ) -> None:
-    """Feed the head what the captured pass of the reference ended with."""
+    """Run the head on the end of the reference's captured pass."""
     feeds = {
         "hidden": steps.passes[-1].out,
         "temperature": np.array([given.temperature], np.float32),
@@ -186,7 +187,7 @@ def _compare_head(
 
 
 def divergence(expected: Tensor, found: np.ndarray) -> np.ndarray:
-    """KL(expected ‖ found) `[L]` in nats, of two softmaxes over logits `[L, V]`; some positions at a time."""
+    """Return KL(expected ‖ found) `[L]` in nats of two softmaxes over logits `[L, V]`, computed in pieces."""
     import torch
 
     parts = []

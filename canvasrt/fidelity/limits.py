@@ -1,4 +1,4 @@
-"""What a bundle may lose against its reference, and whether it keeps to that."""
+"""How much a bundle may lose against its reference, and whether it stays within that."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from canvasrt.formats import weight_limits
 
 Json = dict[str, Any]
 
-# Of fp32 graphs; differences come from the order of sums alone.
+# For fp32 graphs. Differences come from the order of sums alone.
 FP32 = {
     "argmax_agreement": 0.999,
     "entropy_error_mean": 1e-3,
     "kl_mean": 1e-6,
     "layer_error": 1e-4,
 }
-# transformers itself in bfloat16, on the demo: 99.9% the same best token, a mean divergence of 1e-5.
+# For comparison: transformers itself in bfloat16, on the demo, has 99.9% the same best token and a
+# mean divergence of 1e-5.
 BF16 = {"argmax_agreement": 0.99, "entropy_error_mean": 5e-3, "kl_mean": 1e-3}
 NAMES = {
-    "answers_lost": "right answers lost, in 100",
-    "steps_growth": "more steps a block",
+    "answers_lost": "right answers lost per 100",
+    "steps_growth": "more steps per block",
     "kl_mean": "mean KL divergence, nats",
     "kl_p99": "KL divergence, 99th percentile, nats",
     "argmax_agreement": "same best token",
     "entropy_error_mean": "mean error of the entropy, nats",
     "layer_error": "worst layer, relative error",
 }
-# All others are limits from above.
+# All others are upper limits.
 AT_LEAST = ("argmax_agreement",)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One limit. `measured` is None where this run could not measure it; then it does not fail."""
+    """One limit. `measured` is None if this run could not measure it; the check does not fail then."""
 
     name: str
     what: str
@@ -44,7 +45,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """False also for a measurement that is not a number."""
+        """Whether the limit holds. A measurement that is not a number fails."""
         if self.measured is None:
             return True
         if self.name in AT_LEAST:
@@ -52,12 +53,12 @@ class Check:
         return self.measured <= self.limit
 
     def to_json(self) -> Json:
-        """The fields, and the verdict."""
+        """Return the fields and the verdict."""
         return {**asdict(self), "at_least": self.name in AT_LEAST, "ok": self.ok}
 
 
 def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
-    """The limits of a bundle with these options: its recipe's, or those of its precision."""
+    """Return the limits for a bundle with these options: its recipe's, or its precision's."""
     recipe = options.get("recipe")
     if recipe:
         given = recipe.get("limits") or {}
@@ -66,7 +67,7 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check(limits: Mapping[str, float], report: Json) -> list[Check]:
-    """Every limit, and those of the weights, beside what the report measured."""
+    """Compare the report with every limit, including those of the weights."""
     overall = report["steps"]["all"]
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))
     where: dict[str, str] = {}
@@ -92,7 +93,7 @@ def _layer_error(layer: Json) -> float:
 
 
 def _weights(report: Json) -> Iterator[Check]:
-    """For every format in use, the matrix that is furthest off; of stacked experts, each one's."""
+    """Yield a check of the worst matrix per format; stacked experts count one by one."""
     matrices = report.get("weights") or []
     formats = {each["name"]: each["format"] for each in matrices}
     errors = [(each["error"], each["name"]) for each in matrices if ".experts." not in each["name"]]
@@ -107,6 +108,6 @@ def _weights(report: Json) -> Iterator[Check]:
         ]
         if held:
             error, name = max(held)
-            what = f"worst matrix {'in ' + format if format else 'of the others'}, relative error"
+            what = f"worst {format.upper() if format else 'unquantized'} matrix, relative error"
             where = name if error else None
             yield Check(f"weight_error_{format or 'others'}", what, limit, error, where)

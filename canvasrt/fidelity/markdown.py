@@ -14,7 +14,7 @@ STEP_HEADS = (
     "mean KL, nats",
     "99th percentile",
     "same best token",
-    "entropy off by, nats",
+    "entropy error, nats",
 )
 ANSWER_HEADS = (
     "task",
@@ -23,7 +23,7 @@ ANSWER_HEADS = (
     "transformers, %",
     "lost",
     "gained",
-    "loss, in 100 answers",
+    "loss per 100 answers",
 )
 PACE_HEADS = ("", "bundle", "transformers", "growth")
 SEGMENT_HEADS = ("segment", "layers", "hidden states", "keys", "values", "logits")
@@ -33,7 +33,7 @@ WEIGHT_HEADS = ("matrix", "format", "relative error")
 
 
 def markdown(report: Json, title: str) -> str:
-    """The report as tables, the verdict first."""
+    """Return the report as tables, with the verdict first."""
     return "\n".join(_lines(report, title)) + "\n"
 
 
@@ -52,10 +52,10 @@ def _lines(report: Json, title: str) -> Iterator[str]:
         yield from _section("Pace", pace_note(report), PACE_HEADS, pace_rows(report))
     if report["segments"]:
         yield from _section("Segments", parts_note(report), SEGMENT_HEADS, segment_rows(report))
-        yield from _section("Layers, the worst first", "", LAYER_HEADS, layer_rows(report))
+        yield from _section("Layers, worst first", "", LAYER_HEADS, layer_rows(report))
         rows = expert_rows(report)
-        yield from _section("Experts, the worst first", experts_note(report), EXPERT_HEADS, rows)
-        yield from _section("Matrices, the worst first", "", WEIGHT_HEADS, weight_rows(report))
+        yield from _section("Experts, worst first", experts_note(report), EXPERT_HEADS, rows)
+        yield from _section("Matrices, worst first", "", WEIGHT_HEADS, weight_rows(report))
 
 
 def _section(
@@ -65,7 +65,7 @@ def _section(
     if note:
         yield from (note, "")
     if not rows:
-        yield "None loses anything."
+        yield "No losses."
         return
     yield f"| {' | '.join(heads)} |"
     yield f"|{' --- |' * len(heads)}"
@@ -74,21 +74,21 @@ def _section(
 
 
 def verdict(report: Json) -> str:
-    """One sentence."""
+    """Return the verdict in one sentence."""
     if not report["ok"]:
         return "Outside its limits."
     missing = [each["what"] for each in report["limits"] if each["measured"] is None]
-    return f"Within its limits{', but not measured: ' + ', '.join(missing) if missing else ''}."
+    return f"Within its limits{'; not measured: ' + ', '.join(missing) if missing else ''}."
 
 
 def subject(report: Json) -> str:
-    """What was compared."""
+    """Return what was compared."""
     recipe = f"Recipe {report['recipe']}" if report["recipe"] else str(report["precision"])
     return f"{recipe}, target {report['target'] or 'none'}, bundle {report['bundle'][:12]}."
 
 
 def limit_rows(report: Json) -> list[list[str]]:
-    """Each limit, what was measured and whether it holds."""
+    """Return each limit, the measurement, and whether it holds."""
     return [
         [
             each["what"] + (f": {each['where']}" if each["where"] else ""),
@@ -101,7 +101,7 @@ def limit_rows(report: Json) -> list[list[str]]:
 
 
 def step_rows(report: Json) -> list[list[str]]:
-    """All steps, and each third of them."""
+    """Return the rows for all steps and for each third of them."""
     steps = report["steps"]
     return [
         [
@@ -116,21 +116,21 @@ def step_rows(report: Json) -> list[list[str]]:
 
 
 def pace_rows(report: Json) -> list[list[str]]:
-    """Steps a block, of each task too, and tokens a pass."""
+    """Return steps per block, also by task, and tokens per pass."""
     pace = report["pace"]
     if not pace:
         return []
     rows = []
     if report["answers"]:
         rows = [
-            _pace_row(f"{part['task']}: steps a block", part["pace"])
+            _pace_row(f"{part['task']}: steps per block", part["pace"])
             for part in report["answers"]["tasks"]
         ]
     tokens = [f"{pace[side]['tokens_per_pass']:.3f}" for side in ("bundle", "reference")]
     return [
         *rows,
-        _pace_row("all: steps a block" if rows else "steps a block", pace),
-        ["new tokens a denoising pass", *tokens, ""],
+        _pace_row("all: steps per block" if rows else "steps per block", pace),
+        ["new tokens per denoising pass", *tokens, ""],
     ]
 
 
@@ -144,7 +144,7 @@ def _pace_row(name: str, pace: Json) -> list[str]:
 
 
 def answer_rows(report: Json) -> list[list[str]]:
-    """Every task, and all of them."""
+    """Return the rows for each task and for all of them."""
     answers = report["answers"]
     if not answers:
         return []
@@ -166,7 +166,7 @@ def answer_rows(report: Json) -> list[list[str]]:
 
 
 def segment_rows(report: Json) -> list[list[str]]:
-    """Relative errors of each segment's outputs while denoising, and while encoding."""
+    """Return relative errors of each segment's outputs while denoising, and in brackets while encoding."""
     bodies = [
         [
             each["name"],
@@ -184,7 +184,7 @@ def segment_rows(report: Json) -> list[list[str]]:
 
 
 def layer_rows(report: Json) -> list[list[str]]:
-    """The layers that lose most."""
+    """Return the layers that lose most."""
     if not report["worst"]:
         return []
     return [
@@ -194,7 +194,7 @@ def layer_rows(report: Json) -> list[list[str]]:
 
 
 def expert_rows(report: Json) -> list[list[str]]:
-    """The experts that lose most."""
+    """Return the experts that lose most."""
     if not report["worst"]:
         return []
     return [
@@ -211,7 +211,7 @@ def expert_rows(report: Json) -> list[list[str]]:
 
 
 def weight_rows(report: Json) -> list[list[str]]:
-    """The matrices that lose most."""
+    """Return the matrices that lose most."""
     return [
         [each["name"], each["format"] or "", small(each["error"])]
         for each in report["worst"]["weights"]
@@ -219,7 +219,7 @@ def weight_rows(report: Json) -> list[list[str]]:
 
 
 def steps_note(report: Json) -> str:
-    """How steps were compared."""
+    """Return how steps were compared."""
     steps = report["steps"]
     kinds = {
         "questions": "held-out questions of the demo",
@@ -228,48 +228,48 @@ def steps_note(report: Json) -> str:
     }
     return (
         f"{steps['prompts']} {kinds[steps['prompt_kind']]}, {steps['steps']} steps each without early stop,"
-        f" {steps['all']['positions']:,} positions. Both sides are given the canvases that transformers in fp32 goes"
-        " through, and condition on their own last step. KL(transformers ‖ bundle) of the soft-capped logits at"
-        " temperature 1; early, middle and late are thirds of the steps."
+        f" {steps['all']['positions']:,} positions. Both sides get the canvases that transformers went through in fp32;"
+        " each conditions on its own last step. KL(transformers ‖ bundle) is of the soft-capped logits at"
+        " temperature 1. Early, middle and late are thirds of the steps."
     )
 
 
 def answers_note(report: Json) -> str:
-    """How answers were compared."""
+    """Return how answers were compared."""
     return (
-        "Held-out questions, the same and under the same noise on both sides. Intervals are 95%: Wilson's of each"
-        " side, Agresti and Min's paired one of the loss. A task with fewer questions than were asked for is asked"
-        " again under other noise."
+        "Both sides answer the same held-out questions under the same noise. Intervals are 95%: Wilson's for each"
+        " side, Agresti and Min's paired one for the loss. Tasks with too few questions repeat them under other"
+        " noise."
     )
 
 
 def pace_note(report: Json) -> str:
-    """How the pace was compared."""
+    """Return how the pace was compared."""
     return (
-        "Whole generations with early stop, both sides under the same noise. The interval of the growth is a"
-        f" bootstrap over the {report['pace']['requests']:,} requests."
+        "Whole generations with early stop, both sides under the same noise. The growth's interval is a bootstrap"
+        f" over the {report['pace']['requests']:,} requests."
     )
 
 
 def parts_note(report: Json) -> str:
-    """How segments and layers were compared."""
+    """Return how segments and layers were compared."""
     return (
-        "Each segment, and below each layer, is fed what transformers' was fed, so that errors do not add up:"
-        " ‖found − expected‖ / ‖expected‖ while denoising; in the table, while encoding in brackets."
-        " The head's hidden states are those that it hands to the next step."
+        "Each segment, and below each layer, gets the inputs that transformers' got, so errors do not add up."
+        " The table shows ‖found − expected‖ / ‖expected‖ while denoising, and in brackets while encoding."
+        " The head's hidden states are the next step's input."
     )
 
 
 def experts_note(report: Json) -> str:
-    """How experts were compared."""
+    """Return how experts were compared."""
     return (
-        "Relative errors of the weights, and of each expert's output from the bundle's weights over the tokens that"
-        " transformers gave it; what the weights multiply is not rounded here."
+        "Relative errors of the weights, and of each expert's output. The output uses the bundle's weights and the"
+        " tokens that transformers routed to the expert; its inputs are not rounded here."
     )
 
 
 def number(name: str, value: float | None) -> str:
-    """A measurement in the form that suits its kind."""
+    """Format a measurement to suit its kind."""
     if value is None:
         return "–"
     if name == "argmax_agreement":
@@ -280,7 +280,7 @@ def number(name: str, value: float | None) -> str:
 
 
 def small(value: float | None) -> str:
-    """A number that may be tiny."""
+    """Format a number that may be tiny."""
     if value is None:
         return "–"
     if value == 0 or math.isinf(value):

@@ -1,6 +1,6 @@
-"""Looks inside a bundle's graphs: edited copies of them, in memory, with more inputs and outputs.
+"""Looks inside a bundle's graphs: edited copies of them, in memory, with extra inputs and outputs.
 
-Only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be seen.
+Works only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOGITS = "logits"
 
 
 class ObservingBackend(OrtBackend):
-    """ONNX Runtime, with the head's logits as one more output of it, and every segment at hand."""
+    """ONNX Runtime with the head's logits as an extra output, and access to every segment."""
 
     def __init__(self, work: int) -> None:
         super().__init__(None, work)
@@ -42,12 +42,12 @@ class ObservingBackend(OrtBackend):
         return opened
 
     def open_graph(self, name: str, model: ModelProto, folder: Path) -> OrtSegment:
-        """A graph that is in memory only; its weights are files in `folder`."""
+        """Open a graph that exists only in memory; its weights are files in `folder`."""
         return self.open_bytes(name, model.SerializeToString(), folder)
 
 
 class ObservedHead:
-    """The head, which keeps the logits of its last run while `watch` is set."""
+    """The head. It keeps the logits of its last run while `watch` is set."""
 
     def __init__(self, segment: OrtSegment) -> None:
         self._segment = segment
@@ -64,7 +64,7 @@ class ObservedHead:
 
 
 class ObservedModel:
-    """A bundle as users run it. Where ONNX Runtime runs it, its logits and segments can be seen too."""
+    """A bundle as users run it. If ONNX Runtime runs it, its logits and segments are visible too."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -79,7 +79,7 @@ class ObservedModel:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[ObservedHead | None]:
-        """The head, which keeps the logits of what runs inside; None where it cannot be seen."""
+        """Yield the head, which keeps the logits of what runs inside; None if they are not visible."""
         if self.head is not None:
             self.head.watch = True
         yield self.head
@@ -87,7 +87,7 @@ class ObservedModel:
             self.head.watch = False
 
     def layers(self, segment: Mapping[str, Any]) -> OrtSegment:
-        """A body segment that is cut at every layer: see `cut_layers`."""
+        """Open a body segment that is cut at every layer: see `cut_layers`."""
         assert self.backend is not None
         file = self.bundle.file(segment["file"])
         model = cut_layers(_load(file), len(segment["layers"]))
@@ -95,7 +95,8 @@ class ObservedModel:
 
 
 def with_logits(model: ModelProto) -> ModelProto:
-    """A head whose logits are an output too: what the temperature divides before the best token is taken."""
+    """Return a head that also outputs its logits: what the temperature divides, and the best token
+    is taken from."""
     from onnx import TensorProto, helper
 
     producers = {name: node for node in model.graph.node for name in node.output}
@@ -109,8 +110,11 @@ def with_logits(model: ModelProto) -> ModelProto:
 
 
 def cut_layers(model: ModelProto, count: int) -> ModelProto:
-    """A body segment of `count` layers in which each layer k but the first reads an input `hidden_k`, and each but the
-    last has its result as an output `hidden_out_k`. So one run gives what every layer makes of its own input."""
+    """Return a body segment of `count` layers, cut at every layer.
+
+    Each layer k but the first reads an input `hidden_k`, and each but the last has an output
+    `hidden_out_k`. So one run computes every layer on its own given input.
+    """
     from onnx import TensorProto, helper
 
     graph = model.graph
@@ -130,7 +134,7 @@ def cut_layers(model: ModelProto, count: int) -> ModelProto:
 
 
 def _name_output(graph: GraphProto, value: str, name: str) -> None:
-    """Make a value an output's: a copy of it, so that nothing else in the graph changes."""
+    """Make a value an output through a copy, so that nothing else in the graph changes."""
     from onnx import helper
 
     graph.node.append(helper.make_node("Identity", [value], [name], f"{name}_observed"))

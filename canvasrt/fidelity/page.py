@@ -1,4 +1,4 @@
-"""The quality report as one page that needs nothing else: tables, and plots drawn into it."""
+"""The quality report as one self-contained page: tables and inline plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 def page(report: Json, title: str) -> str:
-    """HTML. Raises CanvasError where matplotlib is not installed."""
+    """Return the page as HTML. Raises CanvasError if matplotlib is not installed."""
     drawn = plots(report)
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return render(

@@ -1,4 +1,4 @@
-"""The error of each segment and of each layer: fed what the reference's was fed, so that errors do not add up."""
+"""The error of each segment and layer on the reference's inputs, so that errors do not add up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SegmentErrors:
     values: dict[str, RelativeError] = field(default_factory=lambda: _phases())
 
     def to_json(self) -> dict[str, Any]:
-        """A number a phase for each output."""
+        """Return one number per phase for each output."""
         outputs = {"hidden_out": self.hidden, "keys": self.keys, "values": self.values}
         return {
             "name": self.name,
@@ -42,27 +42,28 @@ class SegmentErrors:
 
 @dataclass
 class LayerErrors:
-    """Relative error of one layer's output, by phase."""
+    """The relative error of one layer's output, by phase."""
 
     layer: int
     kind: str
     hidden: dict[str, RelativeError] = field(default_factory=lambda: _phases())
 
     def to_json(self) -> dict[str, Any]:
-        """A number a phase."""
+        """Return one number per phase."""
         return {"layer": self.layer, "kind": self.kind, **_values(self.hidden)}
 
 
 def part_errors(
     observed: ObservedModel, passes: Sequence[Pass], progress: Progress
 ) -> tuple[list[SegmentErrors], list[LayerErrors]]:
-    """Run every body segment over what the reference's layers were given in `passes`, whole and layer by layer."""
+    """Run every body segment on the inputs of the reference's layers in `passes`, as a whole and
+    layer by layer."""
     assert observed.backend is not None
     config = observed.model.config
     bodies = [entry for entry in observed.bundle.manifest.segments if "layers" in entry]
     segments, layers = [], []
     for number, entry in enumerate(bodies):
-        progress("feeding segments with the reference's inputs", number, len(bodies))
+        progress("running segments on the reference's inputs", number, len(bodies))
         held = entry["layers"]
         errors = SegmentErrors(entry["name"], held)
         each = [LayerErrors(layer, config.layers[layer].kind) for layer in held]
@@ -73,7 +74,7 @@ def part_errors(
             _compare_layers(cut, feeds, seen, each)
         segments.append(errors)
         layers += each
-    progress("feeding segments with the reference's inputs", len(bodies), len(bodies))
+    progress("running segments on the reference's inputs", len(bodies), len(bodies))
     return segments, layers
 
 
@@ -81,7 +82,7 @@ def _compare_segment(segment: Segment, feeds: Arrays, seen: Pass, errors: Segmen
     out = _run(segment, feeds)
     errors.hidden[seen.phase].add(out["hidden_out"], seen.outputs()[errors.layers[-1]])
     for layer in errors.layers:
-        # A sliding layer's cache has let go of the first of a long prompt.
+        # A sliding layer's cache no longer holds the start of a long prompt.
         for ours, expected, sums in (
             (out[f"new_key_{layer}"], seen.keys[layer], errors.keys),
             (out[f"new_value_{layer}"], seen.values[layer], errors.values),
@@ -104,7 +105,7 @@ def _run(segment: Segment, feeds: Mapping[str, np.ndarray]) -> Arrays:
 
 
 def _feeds(seen: Pass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
-    """A segment's inputs, as the runtime makes them, from the reference's hidden states and cache."""
+    """Return a segment's inputs, in the runtime's form, from the reference's hidden states and cache."""
     cache = RequestCache(config)
     if seen.past_keys:
         cache.keys, cache.values = list(seen.past_keys), list(seen.past_values)

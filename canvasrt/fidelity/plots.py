@@ -1,4 +1,4 @@
-"""The plots of a report, as SVG to be put into a page."""
+"""The report's plots, as SVG to be put into a page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plots(report: Json) -> dict[str, str]:
 _DESCRIPTIONS = {
     "steps": "Divergence of the logits by denoising step",
     "answers": "Share of right answers by task with 95% intervals",
-    "pace": "Denoising steps a block by task",
+    "pace": "Denoising steps per block by task",
     "segments": "Relative error of each segment's outputs",
     "layers": "Relative error of each layer's output",
     "experts": "Relative error of each expert's output",
@@ -50,7 +50,7 @@ def _steps(report: Json) -> Any:
     if by_step[0]["kl_mean"] is None:
         shares = [100 * (1 - each["argmax_agreement"]) for each in by_step]
         axes.plot(steps, shares, color=OURS, marker="o")
-        axes.set_ylabel("another best token, %")
+        axes.set_ylabel("different best token, %")
     else:
         for key, label, colour, marker in (
             ("kl_p99", "99th percentile", THEIRS, "s"),
@@ -115,7 +115,7 @@ def _pace(report: Json) -> Any:
         ("bundle", OURS, [row["pace"]["bundle"]["steps_per_block"] for row in rows]),
     ]
     _bars(axes, [row["task"] for row in rows], series, "{:.1f}")
-    axes.set_ylabel("denoising steps a block")
+    axes.set_ylabel("denoising steps per block")
     return figure
 
 
@@ -183,7 +183,7 @@ def _experts(report: Json) -> Any:
 def _bars(
     axes: Any, names: list[str], series: list[tuple[str, str, list[float]]], form: str
 ) -> None:
-    """Groups of bars from zero, with their numbers where there is room."""
+    """Draw groups of bars from zero, with their numbers if there is room."""
     width = 0.8 / len(series)
     places = np.arange(len(names))
     for number, (label, colour, values) in enumerate(series):
@@ -193,7 +193,7 @@ def _bars(
             labels = [form.format(value) for value in values]
             axes.bar_label(bars, labels, fontsize=8, padding=1.5)
     axes.set_xticks(places, names)
-    # A few groups keep the width that several would have.
+    # Few groups get the same width as many would.
     spare = max(0.0, (_GROUPS - len(names)) / 2)
     axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.margins(y=0.12)

@@ -1,4 +1,4 @@
-"""What both sides are given to continue: questions of the demo, ordinary text, or random tokens."""
+"""Prompts for both sides to continue: the demo's questions, ordinary text, or random tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prompts:
 
 
 def is_demo(checkpoint: Path) -> bool:
-    """Whether a checkpoint answers the demo's questions: one with the demo's tokenizer."""
+    """Return whether a checkpoint answers the demo's questions, judged by its tokenizer."""
     theirs = checkpoint / TOKENIZER_FILE
     return theirs.is_file() and _hash(theirs) == _hash(CHECKPOINT / TOKENIZER_FILE)
 
@@ -45,13 +45,13 @@ def is_demo(checkpoint: Path) -> bool:
 def prompts_for(
     checkpoint: Path, tokenizer: Tokenizer | None, config: ModelConfig, room: int
 ) -> Prompts:
-    """What suits a checkpoint. `room`: the most tokens of a prompt."""
+    """Return prompts that suit a checkpoint. `room` is the most tokens per prompt."""
     if tokenizer is not None and tokenizer.has_template:
         if is_demo(checkpoint):
             asked = [each for task in TASKS for each in spread(task, QUESTIONS_A_TASK)]
             return Prompts("questions", chats(tokenizer, asked))
         return Prompts("texts", [each[-room:] for each in chats(tokenizer, TEXTS)])
-    # Short ones and ones that the sliding window cuts off.
+    # Short ones, and ones that the sliding window cuts off.
     lengths = [min(8, room), min(config.sliding_window + 8, room)]
     randoms = [np.random.default_rng(seed) for seed in range(RANDOM_PROMPTS)]
     return Prompts(
@@ -64,7 +64,7 @@ def prompts_for(
 
 
 def spread(task: str, count: int) -> list[str]:
-    """`count` of a task's held-out questions, evenly spaced; where there are fewer, each comes several times."""
+    """Return `count` held-out questions of a task, evenly spaced; if there are fewer, they repeat."""
     held_out = questions(task)
     if count >= len(held_out):
         return (held_out * (count // len(held_out) + 1))[:count]
@@ -72,7 +72,7 @@ def spread(task: str, count: int) -> list[str]:
 
 
 def chats(tokenizer: Tokenizer, texts: list[str] | tuple[str, ...]) -> list[list[int]]:
-    """Each text as the one message of a chat."""
+    """Return each text as the only message of a chat."""
     return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
 
 

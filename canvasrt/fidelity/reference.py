@@ -1,6 +1,7 @@
-"""transformers' model in fp32, run by our own generator: the same noise, sampler and early stop as a bundle's.
+"""transformers' model in fp32, run by our own generator: noise, sampler and early stop equal a
+bundle's.
 
-Only the network is the reference's then, and two generations can be compared question by question.
+Only the network is the reference's, so two generations can be compared question by question.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class ReferenceRow:
 
 
 class ReferenceModel:
-    """What `canvasrt.runtime.generator` asks of a model, computed by transformers.
+    """The model that `canvasrt.runtime.generator` needs, computed by transformers.
 
-    The hidden states that a step hands to the next are the canvas itself here, int64 `[canvas]`.
+    The hidden states passed from step to step are the canvas itself here, int64 `[canvas]`.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -51,11 +52,12 @@ class ReferenceModel:
 
         logging.disable_progress_bar()
         self.config, self.sampler = ModelConfig.from_checkpoint(checkpoint)
-        # A request holds its logits between steps, and a step several arrays of their size: 256 MB each at most.
+        # A request keeps its logits between steps, and a step needs several arrays of their size:
+        # 256 MB each at most.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
-        self.prefill_chunk = self.max_context  # a prompt is encoded whole
+        self.prefill_chunk = self.max_context  # a prompt is encoded in one piece
         self._torch, self._new_cache = torch, DynamicCache
         self.module = DiffusionGemmaForBlockDiffusion.from_pretrained(
             checkpoint, dtype=torch.float32
@@ -66,20 +68,20 @@ class ReferenceModel:
         return self.config.canvas_length
 
     def new_row(self) -> ReferenceRow:
-        """The empty state of a new request."""
+        """Return the empty state of a new request."""
         text = self.module.config.get_text_config(decoder=True)
         return ReferenceRow(self._new_cache(config=text))
 
     def release(self, row: ReferenceRow) -> None:
-        """Gives back what a request's state holds."""
+        """Release a request's state."""
         row.logits = None
 
     def first_hidden(self, canvas: np.ndarray) -> np.ndarray:
-        """A block's first canvas, which has no signal yet."""
+        """Return a block's first canvas, before any signal."""
         return np.array(canvas)
 
     def encode(self, inputs: Sequence[EncodeInput]) -> None:
-        """Adds clean tokens to their requests' caches."""
+        """Add clean tokens to their requests' caches."""
         for each in inputs:
             row: Any = each.row
             tokens = self._torch.from_numpy(np.ascontiguousarray(each.tokens))[None]
@@ -92,8 +94,9 @@ class ReferenceModel:
             row.length += tokens.shape[1]
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """One denoising step of each request, in order. Caches are read, not written."""
-        # Rows of one length need no padding. Another canvas than the last step's is a new block's first.
+        """Run one denoising step of each request; return the outputs in order. Caches are only read."""
+        # Rows of one length need no padding. A canvas that differs from the last step's is the
+        # first of a new block.
         alike: dict[tuple[int, bool], list[int]] = {}
         for index, each in enumerate(inputs):
             row: Any = each.row
@@ -106,7 +109,7 @@ class ReferenceModel:
         return [done[index] for index in range(len(inputs))]
 
     def next_hidden(self, row: ReferenceRow) -> np.ndarray:
-        """What the next step's first layer will be given, `[canvas, D]`, after a step of `row`."""
+        """Return the input of the next step's first layer, `[canvas, D]`, after a step of `row`."""
         decoder = self.module.model.decoder
         assert row.logits is not None
         with self._torch.no_grad():
@@ -139,7 +142,8 @@ class ReferenceModel:
         return outputs
 
     def _sample(self, logits: Tensor, given: DenoiseInput) -> DenoiseOutput:
-        """The sampler of `export/head.py` over logits `[canvas, V]` that the temperature has divided."""
+        """Run the sampler of `export/head.py` over logits `[canvas, V]` already divided by the
+        temperature."""
         from canvasrt.export.head import accept, draw, vocabulary_grid
 
         torch = self._torch
@@ -158,7 +162,7 @@ class ReferenceModel:
 
 
 def _joined(caches: list[Any]) -> Any:
-    """Caches of one length as one that is read only."""
+    """Join caches of one length into one that is only read."""
     if len(caches) == 1:
         return caches[0]
     joined = copy.copy(caches[0])

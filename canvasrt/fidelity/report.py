@@ -1,4 +1,4 @@
-"""The quality report of a bundle against its checkpoint: measures everything, and says whether the limits are kept."""
+"""Measures a bundle against its checkpoint, and says whether the limits hold."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ def measure(
     questions: int,
     progress: Progress | None = None,
 ) -> Json:
-    """The report as JSON.
+    """Return the report as JSON.
 
-    `questions` are asked of each task where the checkpoint answers the demo's; with 0 nothing is generated freely.
-    Raises CanvasError when the bundle cannot run here, and when the checkpoint is of another shape.
+    If the checkpoint answers the demo's questions, `questions` are asked per task; 0 skips free
+    generation. Raises CanvasError when the bundle cannot run here, or when the checkpoint has
+    another shape.
     """
     show = progress or no_progress
     config, _ = ModelConfig.from_checkpoint(checkpoint)
     if config != bundle.manifest.model:
         raise CanvasError(
-            f"{checkpoint} and {bundle.path} are of different shapes",
+            f"{checkpoint} and {bundle.path} have different shapes",
             "give the checkpoint that the bundle was made from",
         )
     show("loading both sides", 0, 0)
@@ -62,7 +63,7 @@ def measure(
 
 
 def finite(value: Any) -> Any:
-    """A report with null for each number that JSON does not have; the verdicts stay."""
+    """Replace numbers that JSON lacks by null; the verdicts stay."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +72,7 @@ def finite(value: Any) -> Any:
 
 
 def failures(report: Json) -> str:
-    """The limits that a report exceeds, in words."""
+    """Return the limits that a report exceeds, in words."""
     return "; ".join(
         f"{each['what']}{' (' + each['where'] + ')' if each['where'] else ''}: {each['measured']:.4g},"
         f" {'at least' if each['at_least'] else 'at most'} {each['limit']:g}"
@@ -117,7 +118,7 @@ def _generations(
 
 
 def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps, progress: Progress) -> Json:
-    """Errors of segments, layers, matrices and experts; None for engines whose inside cannot be seen."""
+    """Return the errors of segments, layers, matrices and experts; None for engines that cannot be read."""
     if observed.backend is None:
         return dict.fromkeys(("segments", "head", "layers", "weights", "experts", "worst"))
     segments, layers = part_errors(observed, steps.passes, progress)
@@ -133,7 +134,7 @@ def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps, progress: P
 
 
 def _worst(found: Json) -> Json:
-    """Those that lose most, the worst first; none that lose nothing."""
+    """Return the entries that lose most, worst first, without those that lose nothing."""
 
     def first(items: list[Json], key: Any) -> list[Json]:
         return sorted((each for each in items if key(each)), key=key, reverse=True)[:WORST]
@@ -146,5 +147,5 @@ def _worst(found: Json) -> Json:
 
 
 def _expert_error(expert: Json) -> float:
-    """Of its output; of its matrices where no token came."""
+    """Return the error of an expert's output, or of its matrices if no token reached it."""
     return expert["output"] or max(expert["gate_up"], expert["down"])

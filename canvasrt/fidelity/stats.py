@@ -15,13 +15,13 @@ _PART = 1 << 22
 
 @dataclass
 class RelativeError:
-    """‖found − expected‖ / ‖expected‖ over all that was added, in the Euclidean norm."""
+    """‖found − expected‖ / ‖expected‖ over everything added, in the Euclidean norm."""
 
     off: float = 0.0
     size: float = 0.0
 
     def add(self, found: np.ndarray, expected: np.ndarray) -> None:
-        """Two arrays of one shape; sums run in float64, over a part of the arrays at a time."""
+        """Add two arrays of one shape. Sums run in float64, in pieces."""
         if found.shape != expected.shape:
             raise ValueError(f"shapes {found.shape} and {expected.shape} differ")
         ours, theirs = found.reshape(-1), expected.reshape(-1)
@@ -32,7 +32,8 @@ class RelativeError:
 
     @property
     def value(self) -> float:
-        """The error; of nothing but zeros it is 0 where they were met, else infinite. Infinite for what is no number."""
+        """The error. If all expected numbers are zero, it is 0 for an exact match, else infinite.
+        NaN counts as infinite."""
         if self.size == 0:
             return math.inf if self.off else 0.0
         error = math.sqrt(self.off / self.size)
@@ -41,7 +42,7 @@ class RelativeError:
 
 @dataclass
 class Series:
-    """Numbers gathered in pieces."""
+    """Numbers collected in pieces."""
 
     pieces: list[np.ndarray] = field(default_factory=list)
 
@@ -50,7 +51,7 @@ class Series:
 
     @property
     def all(self) -> np.ndarray:
-        """All of them; what is no number counts as infinite."""
+        """All numbers; NaN counts as infinite."""
         joined = np.concatenate([piece.reshape(-1) for piece in self.pieces])
         return np.nan_to_num(joined, nan=np.inf, posinf=np.inf)
 
@@ -59,7 +60,7 @@ Interval = tuple[float, float]
 
 
 def wilson(right: int, asked: int) -> Interval:
-    """The 95% interval of a share (Wilson 1927)."""
+    """Return the 95% interval of a share (Wilson 1927)."""
     share, z = right / asked, Z95**2 / asked
     middle = share + z / 2
     half = Z95 * math.sqrt(share * (1 - share) / asked + z / (4 * asked))
@@ -67,9 +68,9 @@ def wilson(right: int, asked: int) -> Interval:
 
 
 def paired_loss(lost: int, gained: int, asked: int) -> Interval:
-    """The 95% interval of (lost − gained) / asked, where both sides were asked the same.
+    """Return the 95% interval of (lost − gained) / asked, for paired questions.
 
-    Agresti and Min's adjusted interval: half an answer is added to each of the four outcomes.
+    Agresti and Min's adjusted interval adds half an answer to each of the four outcomes.
     """
     lost_, gained_, asked_ = lost + 0.5, gained + 0.5, asked + 2
     loss = (lost_ - gained_) / asked_
@@ -79,7 +80,7 @@ def paired_loss(lost: int, gained: int, asked: int) -> Interval:
 
 
 def ratio_interval(ours: Sequence[int], theirs: Sequence[int]) -> Interval:
-    """The 95% interval of sum(ours) / sum(theirs), whose items belong together; by bootstrap, the same every time."""
+    """Return the 95% interval of sum(ours) / sum(theirs) for paired items, by a seeded bootstrap."""
     pairs = np.array([ours, theirs], np.float64)
     random = np.random.default_rng(0)
     ratios = []

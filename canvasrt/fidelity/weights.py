@@ -1,4 +1,4 @@
-"""How far a bundle's weights are from the checkpoint's, matrix by matrix and expert by expert."""
+"""The distance of a bundle's weights from the checkpoint's, by matrix and by expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPERTS = ("experts.gate_up", "experts.down")
 
 @dataclass
 class WeightError:
-    """The relative error of one matrix. `name` is the one that recipes use; `format` is None where it is not quantized."""
+    """The relative error of one matrix. `name` is as in recipes; `format` is None if it is not quantized."""
 
     name: str
     layer: int | None
@@ -38,9 +38,11 @@ class WeightError:
 
 @dataclass
 class ExpertError:
-    """Relative errors of one expert: of its two matrices, and of its output over the tokens that the reference gave it.
+    """Relative errors of one expert: of its two matrices, and of its output over the tokens that
+    the reference routed to it.
 
-    The output is computed from the bundle's weights, without rounding what they multiply; None when no token came.
+    The output is computed from the bundle's weights, without rounding their inputs; it is None if
+    no token came.
     """
 
     layer: int
@@ -65,7 +67,7 @@ class WeightErrors:
 def weight_errors(
     bundle: Bundle, checkpoint_path: Path, passes: Sequence[Pass], progress: Progress
 ) -> WeightErrors:
-    """Compare a bundle's graphs with the checkpoint, an expert or a matrix in memory at a time."""
+    """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time."""
     from canvasrt.export.checkpoint import Checkpoint
     from canvasrt.export.weights import body_sources
 
@@ -92,7 +94,7 @@ def weight_errors(
 
 
 class _Weights:
-    """The weights of one graph, read from its external data when they are asked for."""
+    """The weights of one graph, read from its external data on demand."""
 
     def __init__(self, file: Path) -> None:
         import onnx_ir as ir
@@ -138,7 +140,7 @@ class _Weights:
         if value is None or value.const_value is None:
             raise CanvasError(
                 f"{self.file} has no weight {name}",
-                "compare the bundle that `canvasrt build --target cpu` makes",
+                "compare a bundle built with `canvasrt build --target cpu`",
             )
         tensor = value.const_value
         if not isinstance(tensor, ir.ExternalTensor):
@@ -151,7 +153,7 @@ class _Weights:
 def _pairs(
     graph: _Weights, name: str, checkpoint: Checkpoint, parts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A weight of a graph and what the checkpoint has in its place; a stack of experts one by one."""
+    """Yield pairs of a graph's weight and the checkpoint's counterpart; stacked experts one by one."""
     tensors = [checkpoint.read(part) for part in parts]
     if tensors[0].dim() == 3:
         for ours, theirs in zip(graph.read(name), tensors[0], strict=True):
@@ -193,7 +195,7 @@ def _experts(
 
 
 def _expert(tokens: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """One expert's gated MLP over `tokens` `[T, D]`."""
+    """Run one expert's gated MLP over `tokens` `[T, D]`."""
     import torch
     from torch.nn import functional as F
 

@@ -14,13 +14,13 @@ from canvasrt.staging import check_output, staging
 
 
 def check_report_folder(folder: Path) -> None:
-    """Raise CanvasError, before anything is measured, where a report could not be written."""
+    """Raise CanvasError, before anything is measured, if the report could not be written."""
     check_output(folder)
     require("matplotlib", "report")
 
 
 def write_report(report: dict[str, Any], title: str, folder: Path) -> None:
-    """Write report.json, report.md and report.html into a folder that holds nothing yet."""
+    """Write report.json, report.md and report.html into an empty folder."""
     title = f"Quality of {title}"
     with staging(folder) as tmp:
         text = json.dumps(finite(report), indent=2, ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""Weights of ONNX graphs as external data: written and read a piece at a time, so that no graph has to fit in memory."""
+"""Weights of ONNX graphs as external data, written and read in pieces, so no graph has to fit in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-# A large weight starts on a page, so that a runtime can map it.
+# Large weights start on a page boundary, so that a runtime can map them.
 PAGE, WORD, LARGE = 4096, 64, 1 << 16
 _PIECE = 1 << 26
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight as its bytes: name, dtype and shape in the graph, and what gives its little-endian bytes in pieces."""
+    """A weight as bytes: name, dtype and shape in the graph, and a source of its little-endian
+    bytes in pieces."""
 
     name: str
     dtype: ir.DataType
@@ -26,19 +27,19 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """Bytes; numbers of 4 bits are two a byte."""
+        """Size in bytes; two 4-bit numbers share a byte."""
         count = int(np.prod(self.shape, dtype=np.int64))
         return -(-count * self.dtype.bitwidth // 8)
 
 
 def stored(name: str, dtype: ir.DataType, shape: Iterable[int], data: np.ndarray) -> Stored:
-    """A weight whose bytes are those of an array."""
+    """Return a weight with an array's bytes."""
     flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     return Stored(name, dtype, tuple(shape), lambda: [flat.data])
 
 
 def from_graph(value: ir.Value) -> Stored:
-    """An initializer of a loaded graph, to be written again as it is."""
+    """Return an initializer of a loaded graph, to be written again unchanged."""
     tensor = value.const_value
     assert tensor is not None
     shape = tuple(int(size) for size in tensor.shape.numpy())
@@ -46,7 +47,7 @@ def from_graph(value: ir.Value) -> Stored:
 
 
 def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
-    """The bytes of a tensor, mapped where it is external data."""
+    """Yield a tensor's bytes; external data is mapped."""
     if not isinstance(tensor, ir.ExternalTensor):
         yield memoryview(tensor.tobytes())
         return
@@ -56,7 +57,7 @@ def pieces(tensor: ir.TensorProtocol) -> Iterator[memoryview]:
 
 
 def mapped(tensor: ir.ExternalTensor) -> np.ndarray:
-    """The bytes of external data, as a map of its file."""
+    """Return external data as a map of its file."""
     size = int(tensor.length if tensor.length is not None else tensor.nbytes)
     return np.memmap(tensor.path, np.uint8, "r", int(tensor.offset or 0), (size,))
 

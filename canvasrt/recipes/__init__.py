@@ -1,1 +1,1 @@
-"""Quantization recipes: the YAML files that come with canvasrt, and what reads them."""
+"""Quantization recipes: the YAML files that come with canvasrt, and the code that reads them."""

@@ -1,4 +1,4 @@
-"""Reading YAML documents whose every key is known and checked."""
+"""Reads YAML documents and checks every key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MISSING = object()
 
 
 def read_yaml(file: Path, hint: str) -> Any:
-    """The document of a YAML file; CanvasError names the file, and the line where it is broken."""
+    """Return the document of a YAML file. CanvasError names the file, and the line if it is broken."""
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -28,7 +28,7 @@ def read_yaml(file: Path, hint: str) -> Any:
 
 
 class Fields:
-    """A mapping of a document: each key is taken once, and `finish` refuses the rest."""
+    """A mapping in a document. Each key is taken once, and `finish` refuses the rest."""
 
     def __init__(self, data: Any, where: str, hint: str, path: str = "") -> None:
         self.where, self._hint, self._path = where, hint, path
@@ -40,24 +40,24 @@ class Fields:
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = _MISSING) -> Any:
-        """The value as it is; CanvasError when it is missing and there is no default."""
+        """Return the raw value. Raises CanvasError if it is missing and there is no default."""
         self._taken.add(key)
         if key not in self._data and default is _MISSING:
             raise CanvasError(f"{self.where} has no {self._name(key)}", self._hint)
         return self._data.get(key, default)
 
     def wrong(self, key: str, wanted: str, found: Any) -> CanvasError:
-        """The error for a value that is not what it should be."""
+        """Return the error for a value that is not as it should be."""
         return CanvasError(
-            f"{self.where}: {self._name(key)} should be {wanted}, and is {found!r}", self._hint
+            f"{self.where}: {self._name(key)} should be {wanted}, not {found!r}", self._hint
         )
 
     def allow(self, *keys: str) -> None:
-        """Keys that another reader takes."""
+        """Allow keys that another reader takes."""
         self._taken.update(keys)
 
     def finish(self) -> None:
-        """CanvasError for keys that nobody took."""
+        """Raise CanvasError for keys that nobody took."""
         unknown = [self._name(str(key)) for key in self._data if key not in self._taken]
         if unknown:
             known = ", ".join(sorted(self._taken))
@@ -72,7 +72,7 @@ class Fields:
         return value.strip()
 
     def texts(self, key: str, required: bool = True) -> list[str]:
-        """A text or a list of them, none of them empty."""
+        """Return a text or a list of texts as a list without empty ones."""
         value = self.take(key, _MISSING if required else [])
         values = [value] if isinstance(value, str) else value
         whole = isinstance(values, list) and all(isinstance(v, str) and v for v in values)
@@ -81,7 +81,7 @@ class Fields:
         return values
 
     def items(self, key: str, required: bool = True) -> list[Fields]:
-        """A list of mappings; with `required`, at least one."""
+        """Return a list of mappings; with `required`, at least one."""
         value = self.take(key, _MISSING if required else [])
         if not isinstance(value, list) or (required and not value):
             raise self.wrong(key, "a list with at least one entry" if required else "a list", value)
@@ -91,7 +91,7 @@ class Fields:
         ]
 
     def fields(self, key: str) -> Fields:
-        """A mapping, empty when it is missing."""
+        """Return a mapping; empty if it is missing."""
         return Fields(self.take(key, None) or {}, self.where, self._hint, self._name(key))
 
     def one_of(self, key: str, values: Sequence[Any], default: Any = _MISSING) -> Any:
@@ -112,7 +112,7 @@ class Fields:
     def number(
         self, key: str, default: float | None, least: float, most: float = math.inf
     ) -> float | None:
-        """A finite number from `least` to `most`, or the default, which stands for null too."""
+        """Return a finite number from `least` to `most`, or the default; null also means the default."""
         value = self.take(key, default)
         if value is None:
             return default

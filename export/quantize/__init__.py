@@ -1,1 +1,1 @@
-"""Quantization: recipes, calibration, the low-precision formats and the forms that TensorRT keeps in them."""
+"""Quantization: calibration, low-precision formats, and the forms in which TensorRT keeps them."""

@@ -1,8 +1,9 @@
-"""Observers in an exported graph: the largest magnitude of what each weight multiplies, and which experts are at work.
+"""Adds observers to an exported graph: the largest magnitude of each weight's inputs, and which
+experts are at work.
 
-Only real rows count. Padding has position −1. An expert's empty slots hold another token's row, so its inputs are
-observed where tokens come from and go to: the first product's are the tokens themselves, each of which is in a slot of
-its experts, and the second product's are gathered by the tokens' own slots, as the results are.
+Only real rows count. Padding has position −1. An expert's empty slots hold other tokens' rows, so
+its inputs are observed outside the slots: the first product's are the tokens themselves, and the
+second product's are gathered by the tokens' slots, like the results.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import onnx_ir as ir
 
 from canvasrt.errors import CanvasError
 
-# The outputs that are added: float32 `[observed values]`, and int64 `[layers, experts]` tokens that each was given.
+# The added outputs: float32 `[observed values]`, and int64 `[layers, experts]`, the tokens given to
+# each expert.
 AMAX, ROUTED = "observed_amax", "observed_routed"
 GATE_UP, DOWN, ROUTER = ".experts.gate_up", ".experts.down", ".router.proj"
 
@@ -23,11 +25,11 @@ _POSITIONS = "positions"
 
 
 def observe(model: ir.Model, weights: Sequence[str], cached: Sequence[str], experts: int) -> None:
-    """Add the outputs `AMAX` and, to a body graph, `ROUTED`; in place.
+    """Add the output `AMAX`, and to a body graph `ROUTED`, in place.
 
-    `AMAX` holds first the inputs of the products with `weights` (initializer names), then the values of the graph's
-    outputs `cached` (new keys and values) at clean tokens, in these orders. A call whose load overflowed its capacity
-    observed wrong values: leave it out.
+    `AMAX` first holds the inputs of the products with `weights` (initializer names), then the
+    values of the graph's outputs `cached` (new keys and values) at clean tokens, in these orders.
+    Skip calls whose load overflowed the capacity: they observed wrong values.
     """
     observer = _Observer(model.graph)
     values = [observer.input_of(name) for name in weights]
@@ -41,7 +43,7 @@ def observe(model: ir.Model, weights: Sequence[str], cached: Sequence[str], expe
 
 
 class _Observer:
-    """Adds nodes behind those of a graph."""
+    """Adds nodes after those of a graph."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -51,14 +53,14 @@ class _Observer:
         self._zero = self._constant(np.array(0, np.float32))
         if self.is_body:
             first = self._constant(np.array(0, np.int64))
-            # Of a body's rows `[B, L]` and tokens `[B·L]`, the real ones.
+            # Which of a body's rows `[B, L]` and tokens `[B·L]` are real.
             self._rows = self.add("GreaterOrEqual", [inputs[_POSITIONS], first], "rows")
             self._tokens = self._shaped(self._rows, [-1])
             clean = self.add("Unsqueeze", [inputs["causal"], self._axes(1)], "clean")
             self._clean = self.add("And", [self._rows, clean], "clean_rows")
 
     def input_of(self, name: str) -> ir.Value:
-        """The largest magnitude `[1]` of what the weight is multiplied with."""
+        """Return the largest magnitude `[1]` of the weight's input."""
         product = self._product(name)
         x = _input(product, 0)
         if not self.is_body:
@@ -78,12 +80,12 @@ class _Observer:
         return self._amax(x, self._wide(self._rows, 2))
 
     def cached(self, name: str) -> ir.Value:
-        """The largest magnitude `[1]` of an output `[B, heads, L, head_dim]` at clean tokens."""
+        """Return the largest magnitude `[1]` of an output `[B, heads, L, head_dim]` at clean tokens."""
         value = next(each for each in self._graph.outputs if each.name == name)
         return self._amax(value, self._wide(self._clean, 1, 3))
 
     def routed(self, experts: int) -> tuple[ir.Value, int]:
-        """Tokens that each expert was given, `[layers, experts]`, and how many layers there are."""
+        """Return the tokens given to each expert, `[layers, experts]`, and the number of layers."""
         number = self._constant(np.arange(experts))
         tokens = self._wide(self._tokens, 1, 2)
         layers = []
@@ -101,7 +103,7 @@ class _Observer:
         self._graph.outputs.append(value)
 
     def add(self, kind: str, inputs: Sequence[ir.Value], name: str, **attributes: Any) -> ir.Value:
-        """A node at the end of the graph; its output."""
+        """Append a node to the graph; return its output."""
         self._count += 1
         node = ir.node(kind, inputs, attributes, name=f"observer/{self._count}/{name}")
         node.outputs[0].name = node.name
@@ -109,7 +111,7 @@ class _Observer:
         return node.outputs[0]
 
     def _amax(self, x: ir.Value, real: ir.Value | None) -> ir.Value:
-        """The largest magnitude `[1]` of `x` where `real`, which broadcasts to it, is true."""
+        """Return the largest magnitude `[1]` of `x` where the broadcastable `real` is true."""
         wide = self.add("Cast", [x], "wide", to=int(ir.DataType.FLOAT))
         magnitude = self.add("Abs", [wide], "magnitude")
         if real is not None:
@@ -117,7 +119,7 @@ class _Observer:
         return self._shaped(self.add("ReduceMax", [magnitude], "largest", keepdims=0), [1])
 
     def _product(self, name: str) -> ir.Node:
-        """The product with a weight: the MatMul over its transpose, or a Gemm."""
+        """Return the product with a weight: the MatMul over its transpose, or a Gemm."""
         users = [node for node, _ in self._graph.initializers[name].uses()]
         if [node.op_type for node in users] == ["Transpose"]:
             users = [node for node, _ in users[0].outputs[0].uses()]
@@ -126,7 +128,7 @@ class _Observer:
         return users[0]
 
     def _next(self, node: ir.Node, kind: str, name: str) -> ir.Node:
-        """The first node of a kind down a chain of single users."""
+        """Return the first node of a kind along a chain of single users."""
         while True:
             users = [user for user, _ in node.outputs[0].uses() if not _is_observer(user)]
             if len(users) != 1:
@@ -171,5 +173,5 @@ def _producer(value: ir.Value, kind: str, name: str) -> ir.Node:
 
 def _unknown(name: str) -> CanvasError:
     return CanvasError(
-        f"the graph around {name} is none that `canvasrt export` writes", "export it again"
+        f"`canvasrt export` did not write the graph around {name}", "export it again"
     )

@@ -1,4 +1,5 @@
-"""Calibration prompts: JSONL files, checked whole before anything runs, then read a line at a time."""
+"""Calibration prompts: JSONL files that are checked completely before anything runs, then read line
+by line."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _HINT = (
 
 
 def default_prompts(graphs: Bundle) -> Path:
-    """The prompts that come with canvasrt: the demo's own for the demo, general ones for any other checkpoint."""
+    """Return the prompts that come with canvasrt: the demo's own for the demo, general ones otherwise."""
     import canvasrt.demo
     import canvasrt.recipes
 
@@ -49,21 +50,21 @@ class Prompts:
     max_context: int
 
     def check(self) -> int:
-        """How many requests there are. CanvasError names the file and the line that cannot be used."""
+        """Return the number of requests. CanvasError names the file and the unusable line."""
         count = sum(1 for _ in self)
         if not count:
-            raise CanvasError(f"{self.file} holds no prompts", _HINT)
-        # The lines past the recipe's number are not run, but a broken file is broken.
+            raise CanvasError(f"{self.file} contains no prompts", _HINT)
+        # Lines beyond the recipe's number do not run, but a broken file is still an error.
         for number, line in self._lines():
             self._parse(number, line)
         return count
 
     def sha256(self) -> str:
-        """The hash of the file."""
+        """Return the file's SHA-256."""
         return hashlib.sha256(self.file.read_bytes()).hexdigest()
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests in order, as many as the recipe takes; only one line is in memory."""
+        """Yield the requests in order, up to the recipe's number, with one line in memory at a time."""
         for index, (number, line) in enumerate(self._lines()):
             if index == self.settings.prompts:
                 return
@@ -79,7 +80,8 @@ class Prompts:
             yield request
 
     def _params(self, index: int) -> SamplingParams:
-        """Prompts that take all steps are spread evenly over the file, the first one among them."""
+        """Return a prompt's parameters. Prompts that take all steps are spread evenly over the
+        file, starting with the first."""
         share = self.settings.all_steps
         taken = [-(-each * share // 1) for each in (index, index + 1)]
         return SamplingParams.from_defaults(
@@ -91,7 +93,7 @@ class Prompts:
         )
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """The lines that are not empty, numbered from 1."""
+        """Yield non-empty lines, numbered from 1."""
         try:
             with self.file.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
@@ -107,7 +109,7 @@ class Prompts:
             return value
         if self.tokenizer is None:
             raise self._wrong(
-                number, "the graphs carry no tokenizer", 'give token ids: {"prompt_ids": [...]}'
+                number, "the graphs have no tokenizer", 'give token ids: {"prompt_ids": [...]}'
             )
         try:
             if kind == "messages":
@@ -119,7 +121,7 @@ class Prompts:
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:
-        """The kind of a line and its value. Other keys are the dataset's own business."""
+        """Return the kind of a line and its value. Other keys are ignored."""
         try:
             data = json.loads(line)
         except json.JSONDecodeError as error:

@@ -1,1 +1,1 @@
-"""What runs engines: ONNX Runtime, TensorRT and TensorRT-RTX."""
+"""Backends that run engines: ONNX Runtime, TensorRT and TensorRT-RTX."""

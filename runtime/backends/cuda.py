@@ -1,4 +1,4 @@
-"""A CUDA device: its memory, one stream of work on it, and graphs captured from that stream."""
+"""A CUDA device: its memory, one stream, and graphs captured from that stream."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NO_GPU = "see `nvidia-smi`; in a container, start it with --gpus all"
 
 
 class CudaDevice:
-    """The first GPU, by way of CUDA's runtime."""
+    """The first GPU, through CUDA's runtime API."""
 
     def __init__(self, extra: str = "gpu") -> None:
-        """extra: the extra of canvasrt that brings CUDA's Python bindings to who asks.
+        """Open the device. `extra` is canvasrt's extra that installs CUDA's Python bindings.
 
-        Raises CanvasError when there is no GPU, or no driver that is new enough.
+        Raises CanvasError when there is no GPU, or when the driver is too old.
         """
         self._runtime: ModuleType = require("cuda.bindings.runtime", extra)
         try:
@@ -32,17 +32,17 @@ class CudaDevice:
         except CanvasError as error:
             raise CanvasError(f"no GPU can be used: {error}", _NO_GPU) from None
         if not count:
-            raise CanvasError("there is no GPU in this machine", _NO_GPU)
+            raise CanvasError("this machine has no GPU", _NO_GPU)
         self._call("cudaSetDevice", 0)
         properties = self._call("cudaGetDeviceProperties", 0)
         self.name: str = properties.name.decode().strip("\0")
         self.capability: tuple[int, int] = (properties.major, properties.minor)
-        # A stream that does not wait for the default one.
+        # A stream that does not synchronize with the default one.
         flags = self._runtime.cudaStreamNonBlocking
         self.stream = int(self._call("cudaStreamCreateWithFlags", flags))
         self._kinds = self._runtime.cudaMemcpyKind
         self._taken: list[tuple[str, int]] = []
-        self._busy: list[np.ndarray] = []  # arrays of the host that a queued copy may still read
+        self._busy: list[np.ndarray] = []  # host arrays that a queued copy may still read
         weakref.finalize(self, _give_back, self._runtime, self._taken)
 
     def allocate(self, size: int) -> int:
@@ -53,7 +53,7 @@ class CudaDevice:
             raise CanvasError(
                 f"{self.name} has no {size / _GIB:.2f} GiB left ({free / _GIB:.2f} of "
                 f"{total / _GIB:.2f} GiB are free): {error}",
-                "build with a smaller --max-context or --max-batch, or end what else uses the GPU",
+                "build with a smaller --max-context or --max-batch, or stop other programs on the GPU",
             ) from None
         self._taken.append(("cudaFree", address))
         self._call("cudaMemsetAsync", address, 0, max(1, size), self.stream)
@@ -95,21 +95,23 @@ class CudaDevice:
         return int(free), int(total)
 
     def driver(self) -> str:
-        """The CUDA version that the driver speaks, and that of the runtime."""
+        """Return the CUDA versions of the driver and of the runtime."""
         driver, runtime = self._call("cudaDriverGetVersion"), self._call("cudaRuntimeGetVersion")
         return " / ".join(f"{v // 1000}.{v % 1000 // 10}" for v in (int(driver), int(runtime)))
 
     def capture(self, work: Callable[[], Any]) -> int:
-        """A graph of what `work` queues, which is recorded and not run. Launch it with `replay`.
+        """Record what `work` queues as a graph, without running it, and return it for `replay`.
 
-        CanvasError when the driver cannot capture it; nothing is queued then, and the stream goes on as before.
+        Raises CanvasError when the driver cannot capture it. Nothing is queued then, and the stream
+        goes on as before.
         """
         mode = self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
         try:
             work()
         except BaseException:
-            # An open capture would take in all that follows. What `work` raised says more than how it ends.
+            # Close the capture, or it would record everything that follows. The error from `work`
+            # says more than this one.
             _, graph = self._runtime.cudaStreamEndCapture(self.stream)
             if graph:
                 self._runtime.cudaGraphDestroy(graph)
@@ -123,29 +125,30 @@ class CudaDevice:
         return executable
 
     def replay(self, graph: int) -> None:
-        """Queues a captured graph."""
+        """Queue a captured graph."""
         self._call("cudaGraphLaunch", graph, self.stream)
 
     def forget(self, graph: int) -> None:
-        """Frees a captured graph that no queued work uses."""
+        """Free a captured graph that no queued work uses any more."""
         self._taken.remove(("cudaGraphExecDestroy", graph))
         self._call("cudaGraphExecDestroy", graph)
 
     def clock(self) -> int:
-        """An event after what is queued now: two of them measure the time between, with `elapsed`."""
+        """Return an event recorded after all queued work. `elapsed` measures the time between two
+        of them."""
         event = self._call("cudaEventCreate")
         self._call("cudaEventRecord", event, self.stream)
         return int(event)
 
     def elapsed(self, begin: int, end: int) -> float:
-        """Seconds between two events, after `synchronize`; both are freed."""
+        """Return the seconds between two events and free both. Call it after `synchronize`."""
         took = self._call("cudaEventElapsedTime", begin, end)
         for event in (begin, end):
             self._call("cudaEventDestroy", event)
         return float(took) / 1e3
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """One function of CUDA's runtime: what it returns, without its status."""
+        """Call one function of CUDA's runtime and return its result without the status."""
         status, *values = getattr(self._runtime, name)(*arguments)
         if int(status) != 0:
             _, words = self._runtime.cudaGetErrorString(status)
@@ -154,6 +157,6 @@ class CudaDevice:
 
 
 def _give_back(runtime: ModuleType, taken: list[tuple[str, int]]) -> None:
-    # Graphs before the memory that they use.
+    # Free graphs before the memory that they use.
     for free, address in reversed(taken):
         getattr(runtime, free)(address)

@@ -1,4 +1,4 @@
-"""The ONNX Runtime backend: the embedded default on a CPU."""
+"""The ONNX Runtime backend: the default on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-# From 1.31 on, ONNX Runtime reports its use to its makers unless this is set before it is loaded.
+# From 1.31 on, ONNX Runtime sends usage reports unless this is set before it is loaded.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
@@ -16,66 +16,51 @@ import onnxruntime as ort
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Arrays
 
-# Multiply-adds. Such a pass takes a few milliseconds on one thread, most of it between its products.
+# Multiply-adds. A pass of this size takes a few milliseconds on one thread, most of it between
+# products.
 SMALL_PASS = 500_000_000
 
 
 def available_cores() -> int:
-    """The CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class OrtBackend:
     """ONNX Runtime sessions on a CPU.
 
-    threads: CPU threads in all; None takes every core that the process may use.
-    work: multiply-adds of a pass, which decides what the threads do: share each product, or, where
-    products are too small to be shared, run several requests' passes at the same time.
-    profile: a path prefix; each session then writes a trace of its operators there.
+    threads: CPU threads in total; None uses every available core.
+    work: multiply-adds per pass. Above a limit, threads share each product; below it, they run
+    several requests' passes at once.
     """
 
     rows_apart = True
 
-    def __init__(
-        self, threads: int | None = None, work: int | None = None, profile: str | None = None
-    ) -> None:
+    def __init__(self, threads: int | None = None, work: int | None = None) -> None:
         if threads is not None and threads < 1:
-            raise CanvasError(f"threads is {threads}", "give at least one thread")
+            raise CanvasError(f"threads is {threads}", "give at least 1")
         count = threads or available_cores()
         small = work is not None and work < SMALL_PASS
         self.threads = 1 if small else count
         self.max_workers = count if small else 1
-        self.profile = profile
 
     def open(self, name: str, file: Path) -> OrtSegment:
-        return self._session(name, str(file), file, self._options(name))
+        return self._session(name, str(file), file, _options(self.threads))
 
     def open_bytes(self, name: str, graph: bytes, folder: Path) -> OrtSegment:
-        """Loads a graph that is no file, whose external data is in `folder`."""
-        options = self._options(name)
+        """Load a graph from memory. Its external data is in `folder`."""
+        options = _options(self.threads)
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(folder)
         )
         return self._session(name, graph, folder, options)
-
-    def _options(self, name: str) -> ort.SessionOptions:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        # Segments run one after another: a thread that spins after its own would slow the next.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        if self.profile:
-            options.enable_profiling = True
-            options.profile_file_prefix = f"{self.profile}-{name}"
-        return options
 
     def _session(
         self, name: str, graph: str | bytes, file: Path, options: ort.SessionOptions
     ) -> OrtSegment:
         try:
             session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its exception types share no base of their own
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise CanvasError(
                 f"ONNX Runtime cannot load {file}: {str(error).splitlines()[0]}",
                 "check the bundle with `canvasrt verify`, then build it again",
@@ -84,7 +69,7 @@ class OrtBackend:
 
 
 class OrtSegment:
-    """One ONNX Runtime session as a `Segment`."""
+    """An ONNX Runtime session as a `Segment`."""
 
     def __init__(self, name: str, session: ort.InferenceSession) -> None:
         self.name = name
@@ -96,6 +81,12 @@ class OrtSegment:
         names = list(self.outputs if wanted is None else wanted)
         return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
 
-    def end_profiling(self) -> str:
-        """Writes the operator trace of a session opened with `profile`; returns its path."""
-        return str(self._session.end_profiling())
+
+def _options(threads: int) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Segments run one after another. A thread that keeps spinning would slow the next segment.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    return options

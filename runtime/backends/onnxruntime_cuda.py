@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider: graphs as they were exported, over buffers of the GPU, with no build."""
+"""ONNX Runtime's CUDA provider: runs exported graphs over GPU buffers, without a build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from canvasrt.runtime.profiles import Profiles
 from canvasrt.runtime.tables import host_dtype
 
 PROVIDER = "CUDAExecutionProvider"
-# ONNX's element types: the name of NumPy's or ml_dtypes' dtype, and ONNX's own number.
+# ONNX's element types: the dtype's name in NumPy or ml_dtypes, and ONNX's number for it.
 ELEMENTS = {
     "tensor(float)": ("float32", 1),
     "tensor(float16)": ("float16", 10),
@@ -30,7 +30,7 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# Where these run on the CPU, every pass copies what they read and write; small ones on shapes do no harm.
+# On the CPU, these would copy their tensors in every pass. Small shape operators do no harm there.
 HEAVY = {
     "Attention",
     "CumSum",
@@ -43,7 +43,7 @@ HEAVY = {
     "Softmax",
     "TopK",
 }
-# Bindings that are kept.
+# How many bindings are kept.
 CALLS = 256
 _INSTALL = (
     "pip uninstall onnxruntime && pip install 'canvasrt[gpu]'; the provider needs CUDA 13 and "
@@ -57,21 +57,23 @@ class OrtCudaBackend:
     def __init__(
         self, rows_apart: bool = True, graphs: bool = False, max_batch: int = MAX_BATCH
     ) -> None:
-        """max_batch: the requests that memory is taken for; graphs: capture repeated calls as CUDA graphs, which needs every node to be on the GPU.
+        """Open the GPU.
 
-        Raises CanvasError when there is no GPU, or this ONNX Runtime has no CUDA provider.
+        max_batch: requests to reserve memory for. graphs: capture repeated calls as CUDA graphs,
+        which requires every node to be on the GPU.
+        Raises CanvasError when there is no GPU, or when this ONNX Runtime has no CUDA provider.
         """
         if PROVIDER not in ort.get_available_providers():
             raise CanvasError(
-                f"the onnxruntime {ort.__version__} that is installed has no CUDA provider: it is "
-                "the package onnxruntime, and not onnxruntime-gpu",
+                f"the installed onnxruntime {ort.__version__} has no CUDA provider:"
+                " it is the package onnxruntime, not onnxruntime-gpu",
                 _INSTALL,
             )
         self.device = CudaDevice("gpu")
         self.rows_apart = rows_apart
         self.graphs = graphs
         self.max_batch = max_batch
-        # Libraries that pip installed beside this package are found only when they are loaded first.
+        # Preload libraries that pip installed next to this package; otherwise they are not found.
         ort.preload_dlls()
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> OrtCudaEngine:
@@ -82,14 +84,14 @@ class OrtCudaBackend:
             "device_id": "0",
             "user_compute_stream": str(self.device.stream),
             "enable_cuda_graph": "1" if self.graphs else "0",
-            # The arena would otherwise double what it takes.
+            # Otherwise the arena doubles what it reserves.
             "arena_extend_strategy": "kSameAsRequested",
         }
         try:
             session = ort.InferenceSession(
                 str(file), options, providers=[(PROVIDER, provider), "CPUExecutionProvider"]
             )
-        except Exception as error:  # its exception types share no base of their own
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise CanvasError(
                 f"ONNX Runtime cannot load {file} on the GPU: {str(error).splitlines()[0]}",
                 "check the bundle with `canvasrt verify`, then export it again",
@@ -100,16 +102,16 @@ class OrtCudaBackend:
 
 
 def check_loaded(providers: Iterable[str]) -> None:
-    """Refuses a session that quietly runs on the CPU, as it does when a library is missing."""
+    """Refuse a session that fell back to the CPU, as happens silently when a library is missing."""
     if PROVIDER not in providers:
         raise CanvasError(
-            f"ONNX Runtime's CUDA provider did not load; it would run on {', '.join(providers)}",
+            f"ONNX Runtime's CUDA provider did not load; the graph would run on {', '.join(providers)}",
             _INSTALL,
         )
 
 
 def on_cpu(session: Any) -> set[str]:
-    """The kinds of the nodes that ONNX Runtime placed on the CPU."""
+    """Return the operator types that ONNX Runtime placed on the CPU."""
     return {
         node.op_type
         for part in session.get_provider_graph_assignment_info()
@@ -119,7 +121,7 @@ def on_cpu(session: Any) -> set[str]:
 
 
 def check_placed(name: str, kinds: set[str]) -> None:
-    """Refuses a session whose large tensors would cross to the CPU and back."""
+    """Refuse a session whose large tensors would travel to the CPU and back."""
     if heavy := sorted(kinds & HEAVY):
         raise CanvasError(
             f"{name}: this ONNX Runtime has no CUDA kernel for {', '.join(heavy)}",
@@ -128,7 +130,7 @@ def check_placed(name: str, kinds: set[str]) -> None:
 
 
 class OrtCudaEngine:
-    """One session as an engine: inputs and outputs are bound to the caller's addresses."""
+    """A session as an engine: inputs and outputs are bound to the caller's addresses."""
 
     def __init__(
         self,
@@ -141,20 +143,20 @@ class OrtCudaEngine:
         self.name = name
         self.inputs, self._input_types = _types(session.get_inputs())
         self.outputs, self._output_types = _types(session.get_outputs())
-        # Graphs run at every size; memory is taken for some.
+        # Graphs accept every size, but memory is reserved for some.
         self.profiles = Profiles([{"batch": {"min": 1, "opt": 1, "max": max_batch}}])
         self._session, self._device_type = session, device_type
         self._graphs = graphs
-        # Calls that repeat keep their bindings, by a number that a captured graph goes by.
+        # Bindings of repeated calls, each with the number of its captured graph.
         self._bound: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
     def prepare(self) -> None:
-        """Sessions take their memory when they run."""
+        """Do nothing: sessions allocate memory when they run."""
 
     def launch(self, call: Call) -> None:
         number, binding = self._binding(call)
         options = ort.RunOptions()
-        # The caller waits for the stream itself.
+        # The caller synchronizes the stream.
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         if self._graphs:
             options.add_run_config_entry("gpu_graph_id", str(number))
@@ -163,11 +165,11 @@ class OrtCudaEngine:
         except Exception as error:
             raise CanvasError(
                 f"{self.name}: ONNX Runtime failed: {str(error).splitlines()[0]}",
-                "the GPU's memory may be full: give a smaller --max-context",
+                "the GPU's memory may be full: try a smaller --max-context",
             ) from error
 
     def _binding(self, call: Call) -> tuple[int, Any]:
-        """The call's binding, and the number of its graph: -1 where it is not to be captured."""
+        """Return the call's binding and the number of its graph, -1 if it is not captured."""
         if not call.repeats:
             return -1, self._bind(call)
         known = self._bound.get(call.key)
@@ -191,7 +193,7 @@ class OrtCudaEngine:
 
 
 def _types(values: Any) -> tuple[dict[str, np.dtype], dict[str, int]]:
-    """The dtypes of inputs or outputs, and ONNX's numbers of them, by name."""
+    """Return the dtypes of inputs or outputs, and ONNX's numbers for them, by name."""
     found = {value.name: ELEMENTS[value.type] for value in values}
     dtypes = {name: host_dtype(dtype) for name, (dtype, _) in found.items()}
     return dtypes, {name: number for name, (_, number) in found.items()}

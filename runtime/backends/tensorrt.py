@@ -1,4 +1,4 @@
-"""TensorRT-RTX and TensorRT: engines over a GPU's memory, one API under two names."""
+"""TensorRT-RTX and TensorRT over GPU memory: one API under two names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from canvasrt.runtime.tables import host_dtype
 
 _log = logging.getLogger(__name__)
 
-# TensorRT's data types by the names of NumPy's and ml_dtypes'.
+# TensorRT's data types → names of dtypes in NumPy or ml_dtypes.
 DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -35,16 +35,18 @@ DTYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
 }
-# Captured graphs an engine. Each has a context of its own, as NVIDIA's documentation asks.
+# How many captured graphs an engine keeps. Each has its own context, as NVIDIA's documentation
+# requires.
 GRAPHS = 16
 
 
 def check_target(
     target: Mapping[str, Any], version: str, capability: tuple[int, int], machine: str
 ) -> None:
-    """Refuses engines of another builder version, GPU or architecture; both sides are named.
+    """Refuse engines for another builder version, GPU or architecture; the message names both
+    sides.
 
-    target: the manifest's; version, capability and machine: those of here.
+    target: the manifest's. version, capability and machine: this machine's.
     """
     again = f"build it again: `canvasrt build ... --target {target['name']}`"
     if target["builder_version"] != version:
@@ -60,7 +62,8 @@ def check_target(
             f"{target['compute_capability']}, and the GPU here has {here}",
             "build for this GPU: `canvasrt targets` lists the names",
         )
-    # TensorRT-RTX's engines are made anywhere; whether TensorRT's run on another architecture is not documented.
+    # TensorRT-RTX engines are portable. For TensorRT, NVIDIA does not document whether another
+    # architecture works.
     built_on = target.get("built_on", machine)
     if target["backend"] == "tensorrt" and built_on != machine:
         raise CanvasError(
@@ -69,7 +72,8 @@ def check_target(
 
 
 class TensorRTBackend:
-    """Opens engines with the module that built them. Contexts share one piece of memory for activations."""
+    """Opens engines with the module that built them. Their contexts share one block of activation
+    memory."""
 
     def __init__(
         self,
@@ -78,10 +82,13 @@ class TensorRTBackend:
         module: Any = None,
         device: CudaDevice | None = None,
     ) -> None:
-        """target: the manifest's; rows_apart: a request a pass, so that what shares a batch cannot change
-        the last bits of its results; module and device: in place of the target's module and the first GPU.
+        """Open the GPU.
 
-        Raises CanvasError when the module or the GPU is missing, or the engines are not for them.
+        target: the manifest's. rows_apart: run one request per pass, so that what shares a batch
+        cannot change the last bits of its results. module, device: replace the target's module and
+        the first GPU.
+        Raises CanvasError when the module or the GPU is missing, or when the engines are for
+        another one.
         """
         name, extra = BUILDER_MODULES[target["backend"]]
         self.module = module or require(name, extra)
@@ -101,7 +108,7 @@ class TensorRTBackend:
         self._compiled: Any = None
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
-        # Mapped: an engine may be as large as the machine's memory.
+        # Mapped, because an engine may be as large as the machine's memory.
         engine = self.runtime.deserialize_cuda_engine(np.memmap(file, np.uint8, "r"))
         if engine is None:
             raise CanvasError(
@@ -113,24 +120,26 @@ class TensorRTBackend:
         return opened
 
     def activations(self) -> tuple[int, int]:
-        """Address and size of the memory for activations: engines run one after another and share it."""
+        """Return address and size of the activation memory, which engines share because they run in
+        turn."""
         if self._activations is None:
             size = max(engine.activation_bytes for engine in self.engines)
             self._activations = (self.device.allocate(size), size)
         return self._activations
 
     def compiled(self, config: Any) -> Any:
-        """TensorRT-RTX's cache of kernels, which all contexts share: each would compile its own otherwise."""
+        """Return TensorRT-RTX's kernel cache. Without a shared one, each context would compile its
+        own kernels."""
         if self._compiled is None:
             self._compiled = config.create_runtime_cache()
         return self._compiled
 
 
 class TensorRTEngine:
-    """One engine. Calls that repeat are replayed from CUDA graphs.
+    """One engine. Repeated calls are replayed from CUDA graphs.
 
-    TensorRT-RTX captures by itself when it is told to. With TensorRT a call that comes a second time gets a context of
-    its own, which NVIDIA's documentation asks for a captured graph, and is captured when it comes a third time.
+    TensorRT-RTX captures graphs itself. With TensorRT, the second of equal calls gets its own
+    context, as NVIDIA's documentation requires for capture, and the third one is captured.
     """
 
     def __init__(
@@ -149,7 +158,7 @@ class TensorRTEngine:
         self.activation_bytes = int(engine.device_memory_size_v2)
         self._captures_itself = hasattr(backend.module, "CudaGraphStrategy")
         self._contexts: dict[tuple[int, bool], _Context] = {}
-        # Calls that came before: None after the first time.
+        # Calls seen before; None after the first time.
         self._known: OrderedDict[tuple[Any, ...], _Captured | None] = OrderedDict()
 
     def prepare(self) -> None:
@@ -179,18 +188,18 @@ class TensorRTEngine:
         captured = self._known[key]
         if captured is None:
             self._known[key] = captured = _Captured(self._new_context(profile, False))
-            captured.context.run(call)  # what a first run sets up cannot be captured
+            captured.context.run(call)  # a first run sets up state, which cannot be captured
         else:
             captured.run(call, self._backend.device)
 
     def _forget(self) -> None:
-        """Drops the call that was least lately used, when there are many."""
+        """Drop the least recently used call when there are too many."""
         if len(self._known) <= GRAPHS:
             return
         _, captured = self._known.popitem(last=False)
         if captured is None:
             return
-        # Its context ends here too, which no queued work may use any more.
+        # Its context ends here too, so no queued work may use it any more.
         self._backend.device.synchronize()
         if captured.graph is not None:
             self._backend.device.forget(captured.graph)
@@ -211,7 +220,7 @@ class TensorRTEngine:
             config.cuda_graph_strategy = (
                 strategy.WHOLE_GRAPH_CAPTURE if captures else strategy.DISABLED
             )
-            # LAZY would change kernels, and with them last bits, while a request runs.
+            # LAZY would switch kernels, and so change last bits, while a request runs.
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
             compiled = self._backend.compiled(config)
@@ -223,7 +232,7 @@ class TensorRTEngine:
             context = self._engine.create_execution_context(own)
         if context is None:
             raise CanvasError(
-                f"{self.name} gives no execution context: {self._backend.logger.last}",
+                f"{self.name}: TensorRT created no execution context: {self._backend.logger.last}",
                 "the GPU's memory may be full: build with a smaller --max-context or --max-batch",
             )
         if not context.set_optimization_profile_async(profile, device.stream):
@@ -235,7 +244,7 @@ class TensorRTEngine:
         return _Context(self, context, device, compiled)
 
     def refused(self, what: str) -> CanvasError:
-        """The error for a call that TensorRT did not take."""
+        """Return the error for a call that TensorRT refused."""
         return CanvasError(
             f"{self.name}: TensorRT refused {what}: {self._backend.logger.last}",
             "check the bundle with `canvasrt verify`, then build it again",
@@ -243,12 +252,13 @@ class TensorRTEngine:
 
 
 class _Context:
-    """An execution context, told only what has changed since the call before."""
+    """An execution context that is only told what changed since its last call."""
 
     def __init__(
         self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
     ) -> None:
-        """compiled: the cache of kernels that the context was made with, which has to outlive it."""
+        """Wrap a context. `compiled` is the kernel cache it was created with, which must outlive
+        it."""
         self._engine, self._context, self._device = engine, context, device
         self._compiled = compiled
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -270,16 +280,16 @@ class _Context:
         self.enqueue()
 
     def enqueue(self) -> None:
-        """Queues the call that was set before."""
+        """Queue the call that was set up last."""
         if not self._context.execute_async_v3(self._device.stream):
             raise self._engine.refused("to run")
 
 
 @dataclass
 class _Captured:
-    """A call that came before: its own context, and its graph once it was captured.
+    """A repeated call: its own context, and its graph once captured.
 
-    `fits`: whether it can be; otherwise it runs as any other call.
+    `fits` is False if it cannot be captured; it then runs like any other call.
     """
 
     context: _Context
@@ -300,14 +310,14 @@ class _Captured:
 
 
 class _Logger:
-    """TensorRT's log, of which the last error is kept."""
+    """TensorRT's log; keeps the last error."""
 
     @staticmethod
     def make(trt: ModuleType) -> Any:
         class Lines(trt.ILogger):  # type: ignore[name-defined, misc]
             def __init__(self) -> None:
                 super().__init__()
-                self.last = "it did not say why"
+                self.last = "no reason given"
 
             def log(self, severity: Any, message: str) -> None:
                 _log.debug("%s: %s", severity.name, message)

@@ -1,1 +1,1 @@
-"""A model whose state stays in the GPU's memory."""
+"""A model whose state stays in GPU memory."""

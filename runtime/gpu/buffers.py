@@ -1,4 +1,4 @@
-"""Blocks of a device's memory: small tensors that cross to the host together, and constants."""
+"""Device memory for small tensors that cross to the host together, and for constants."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import numpy as np
 
 from canvasrt.runtime.engine import Device
 
-ALIGNMENT = 256  # what TensorRT asks of an address
+ALIGNMENT = 256  # TensorRT's requirement for addresses
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to the alignment of tensors."""
+    """Round `size` up to the alignment of tensors."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class Block:
+class Transfer:
     """Named arrays, side by side on the device and on the host, that cross in one copy."""
 
     def __init__(self, device: Device, fields: Mapping[str, tuple[type, int]]) -> None:
-        """fields: the dtype of an array and the most elements that it has."""
+        """Allocate both sides. `fields` gives each array's dtype and maximum number of elements."""
         self._device = device
         self._dtypes: dict[str, np.dtype] = {
             name: np.dtype(dtype) for name, (dtype, _) in fields.items()
@@ -35,27 +35,28 @@ class Block:
         self._host = device.host(size)
 
     def view(self, name: str, *shape: int) -> np.ndarray:
-        """The host's side of an array of this call's shape, which may be less than the most."""
+        """Return the host side of an array in this call's shape, which may be smaller than the
+        maximum."""
         dtype, begin = self._dtypes[name], self._offsets[name]
         return (
             self._host[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
         )
 
     def address(self, name: str) -> int:
-        """The device's side of an array."""
+        """Return the address of an array on the device."""
         return self._address + self._offsets[name]
 
     def upload(self) -> None:
-        """Queues the copy of all arrays to the device."""
+        """Queue the copy of all arrays to the device."""
         self._device.upload(self._address, self._host)
 
     def download(self) -> None:
-        """Queues the copy of all arrays to the host."""
+        """Queue the copy of all arrays to the host."""
         self._device.download(self._host, self._address)
 
 
 def constant(device: Device, array: np.ndarray) -> int:
-    """The address of a copy of `array` on the device."""
+    """Copy `array` to the device; return its address."""
     address = device.allocate(array.nbytes)
     device.upload(address, array)
     return address

@@ -1,4 +1,4 @@
-"""The launches of a pass: for each engine, the shapes of its tensors and where they lie."""
+"""The launches of a pass: for each engine, the shapes and addresses of its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.runtime.gpu.workspace import Workspace
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over `batch` neighbouring slots from `first` on, of which only those of `rows` take part."""
+    """One pass over `batch` neighbouring slots from `first` on. Only the slots of `rows` take part."""
 
     phase: str
     first: int
@@ -23,7 +23,7 @@ class Pass:
     rows: tuple[DeviceRow, ...]
 
     def index(self, row: DeviceRow) -> int:
-        """A row's place in the batch."""
+        """Return a row's place in the batch."""
         assert row.slot is not None
         return row.slot - self.first
 
@@ -48,12 +48,12 @@ def body_call(
         "gate_slots": ((gate_rows,), space.slots),
         "gate_queues": ((queues,), space.queues + 8 * config.num_experts * shared),
         "hidden_out": (states, space.hidden[number + 1]),
-        "load": ((len(stage.layers),), space.results.address(f"load_{number}")),
+        "load": ((len(segment.layers),), space.results.address(f"load_{number}")),
     }
     for kind, width in held.items():
         places = ((this.batch, width // OCTET, OCTET), cache.past[kind].positions)
         tensors[f"past_positions_{kind}"] = places
-    for layer in stage.layers:
+    for layer in segment.layers:
         each = config.layers[layer]
         past = (
             this.batch,
@@ -75,7 +75,7 @@ def body_call(
 
 
 def head_call(space: Workspace, config: ModelConfig, this: Pass) -> Call:
-    """The head's launch."""
+    """Return the launch of the head."""
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
     tensors = {

@@ -1,7 +1,7 @@
-"""A model whose caches and hidden states stay in a device's memory: TensorRT, or ONNX Runtime on CUDA.
+"""A model whose caches and hidden states stay in device memory: TensorRT, or ONNX Runtime on CUDA.
 
-All memory is taken at load, at the largest sizes that the engines' profiles allow, and every call writes in place.
-Only what the host needs of a canvas crosses: tokens, entropies, and which positions were kept.
+All memory is taken at load, at the largest sizes that the engines' profiles allow, and every call
+writes in place. Only tokens, entropies and acceptance flags of a canvas cross to the host.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
 from canvasrt.runtime.gpu.slots import DeviceRow
-from canvasrt.runtime.gpu.workspace import KINDS, Sizes, Stage, Workspace
+from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
 from canvasrt.runtime.tables import map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
-# Idle slots between two requests of a pass: computing on them costs less than reading the weights again.
+# Idle slots allowed between two requests of a pass: computing them is cheaper than reading the
+# weights again.
 GAP = 2
-# New keys and values of all layers are kept until an encoding pass is over: about 100 MB for 512 tokens of the
-# released model in bf16.
-# Calls that are remembered; shapes come in steps, so that there are not many.
+# How many calls are remembered. Sizes come in steps, so there are few.
 _CALLS = 1024
 
 
@@ -40,7 +39,7 @@ class _TooFull(Exception):
 
 @dataclass(frozen=True)
 class Resident:
-    """Hidden states that stayed on the device; `number` tells the newest of a row from older ones."""
+    """Hidden states that stay on the device. `number` tells a row's newest from older ones."""
 
     row: DeviceRow
     number: int
@@ -55,31 +54,31 @@ class DeviceModel(Model):
         self,
         config: ModelConfig,
         sampler: SamplerDefaults,
-        stages: Sequence[Stage],
+        segments: Sequence[DeviceSegment],
         table: np.ndarray,
         max_context: int,
         backend: DeviceBackend,
         bundle: Bundle | None = None,
     ) -> None:
-        """stages: the body segments in order, then the head."""
+        """Take all memory. `segments` are the body segments in order, then the head."""
         super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
         self.device = backend.device
         self.device_name = backend.device.name
-        self.stages = tuple(stages)
+        self.segments = tuple(segments)
         self.prefill_chunk = min(PREFILL_CHUNK, self._largest("length"))
         self.max_batch = self._largest("batch", length=config.canvas_length)
-        for stage in self.stages:
-            stage.engine.prepare()
-        self.workspace = Workspace(self.device, config, self.stages, self._sizes())
+        for segment in self.segments:
+            segment.engine.prepare()
+        self.workspace = Workspace(self.device, config, self.segments, self._sizes())
         self._cache = self.workspace.cache
         self._calls: dict[tuple[Any, ...], Call] = {}
 
     @classmethod
     def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
-        """Opens every engine of a bundle."""
+        """Open every engine of a bundle."""
         manifest = bundle.manifest
-        stages = [
-            Stage(
+        segments = [
+            DeviceSegment(
                 backend.open_engine(
                     entry["name"], bundle.file(entry["file"]), entry.get("profiles")
                 ),
@@ -91,7 +90,7 @@ class DeviceModel(Model):
         return cls(
             manifest.model,
             manifest.sampler,
-            stages,
+            segments,
             map_table(bundle),
             context_limit(manifest),
             backend,
@@ -99,8 +98,8 @@ class DeviceModel(Model):
         )
 
     def _largest(self, name: str, **others: int) -> int:
-        """The largest size of a dimension that every body segment has a profile for."""
-        return min(stage.engine.profiles.largest(name, others) for stage in self.stages[:-1])
+        """Return the largest size of a dimension for which every body segment has a profile."""
+        return min(segment.engine.profiles.largest(name, others) for segment in self.segments[:-1])
 
     def _sizes(self) -> Sizes:
         one_row = max(self.prefill_chunk, self.canvas_length)
@@ -146,7 +145,7 @@ class DeviceModel(Model):
             self._copy(state + to * size, state + source * size, size)
 
     def _joins(self, group: list[Input], item: Input) -> bool:
-        """Whether a pass that takes `group` had better take `item` too."""
+        """Return whether `item` should join the pass of `group`."""
         gap = item.row.slot - group[-1].row.slot - 1
         batch = item.row.slot - (group[0].row.slot if self._cache.aligned else 0) + 1
         together = [*group, item]
@@ -158,7 +157,7 @@ class DeviceModel(Model):
             length = self.canvas_length
         dims = {"batch": batch, "length": length}
         return gap <= GAP and all(
-            stage.engine.profiles.pick(dims) is not None for stage in self.stages[:-1]
+            segment.engine.profiles.pick(dims) is not None for segment in self.segments[:-1]
         )
 
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
@@ -199,7 +198,7 @@ class DeviceModel(Model):
         }
         temperature = space.given.view("temperature", this.batch)
         bound = space.given.view("entropy_bound", this.batch)
-        # Idle rows compute too, on whatever is there, and nobody reads what.
+        # Idle rows compute on whatever is there; nobody reads their results.
         given["positions"][:], given["noise"][:], given["uniforms"][:] = -1, 0, 0
         temperature[:], bound[:] = 1, 0
         for item in batch:
@@ -221,7 +220,8 @@ class DeviceModel(Model):
         return [self._output(this, row) for row in this.rows]
 
     def _apart(self, batch: Sequence[Any], run: Any) -> list[Any]:
-        """Runs a batch that gives some expert too much as passes of one row; nothing has changed so far."""
+        """Run a batch that overloads an expert as passes of one row each. Nothing has changed so
+        far."""
         if len(batch) == 1:
             raise CanvasError(
                 "an expert was given more tokens of one request than the engines have room for",
@@ -238,12 +238,12 @@ class DeviceModel(Model):
         return Pass(phase, first, max(slots) - first + 1, length, tokens, tuple(rows))
 
     def _take_hidden(self, item: DenoiseInput) -> None:
-        """Puts a row's hidden states where the pass reads them, unless they are there."""
+        """Put a row's hidden states where the pass reads them, unless they are there already."""
         if not isinstance(item.hidden, Resident):
             address = self.workspace.state + item.row.slot * self.workspace.row_bytes
             self.device.upload(address, self._as_hidden(item.hidden))
         elif item.hidden != Resident(item.row, item.row.hidden):
-            raise ValueError("these hidden states are of another request or of an earlier step")
+            raise ValueError("these hidden states belong to another request or an earlier step")
 
     def _as_hidden(self, hidden: Hidden) -> np.ndarray:
         return np.ascontiguousarray(hidden).astype(self.workspace.hidden_dtype)
@@ -264,15 +264,16 @@ class DeviceModel(Model):
         return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden))
 
     def _run(self, this: Pass) -> None:
-        """Runs the engines one after another, and again from the first that overflowed, with more room.
+        """Run the engines in turn. After an overflow, rerun from the first engine that overflowed,
+        with more room.
 
-        The host waits once, at the end: an overflow is rare, and each stage's input is still there.
+        The host waits once, at the end: overflows are rare, and each segment's input is still there.
         """
-        bodies = self.stages[:-1]
-        learned = [self._capacities(stage, this) for stage in bodies]
+        bodies = self.segments[:-1]
+        learned = [self._capacities(segment, this) for segment in bodies]
         capacities = [
-            self._room(stage, this, max(each.choose(this.tokens) for each in known))
-            for stage, known in zip(bodies, learned, strict=True)
+            self._room(segment, this, max(each.choose(this.tokens) for each in known))
+            for segment, known in zip(bodies, learned, strict=True)
         ]
         begin = 0
         self._cache.show_positions(this.first, this.batch)
@@ -293,28 +294,30 @@ class DeviceModel(Model):
             for each in known:
                 each.record(int(self._load(number).max()), this.tokens)
 
-    def _capacities(self, stage: Stage, this: Pass) -> list[Capacity]:
-        key = (stage.engine.name, this.phase)
+    def _capacities(self, segment: DeviceSegment, this: Pass) -> list[Capacity]:
+        key = (segment.engine.name, this.phase)
         return [row.capacities.setdefault(key, Capacity(self.config)) for row in this.rows]
 
-    def _room(self, stage: Stage, this: Pass, wanted: int, strict: bool = False) -> int:
-        """A capacity of at least `wanted` that the engine takes; where there is none, its largest,
-        or `_TooFull` if `strict`."""
+    def _room(self, segment: DeviceSegment, this: Pass, wanted: int, strict: bool = False) -> int:
+        """Return a capacity of at least `wanted` that the engine supports, or its largest.
+
+        Raises `_TooFull` if `strict` and the largest is too small.
+        """
         dims = {"batch": this.batch, "length": this.length}
-        most = min(this.tokens, stage.engine.profiles.largest("capacity", dims))
+        most = min(this.tokens, segment.engine.profiles.largest("capacity", dims))
         most = min(most, self.workspace.sizes.capacity)
         if strict and wanted > most:
             raise _TooFull
         return stepped(wanted, most)
 
     def _load(self, number: int) -> np.ndarray:
-        count = len(self.stages[number].layers)
+        count = len(self.segments[number].layers)
         return self.workspace.results.view(f"load_{number}", count)
 
     def _overflow(self, capacities: Sequence[int]) -> tuple[int, int] | None:
-        """The first stage with an expert over its capacity, and the load of its first such layer.
+        """Return the first segment with an overloaded expert, and the load of its first such layer.
 
-        Later layers, and later stages, were given what it had got wrong.
+        Later layers and segments worked on wrong inputs.
         """
         for number, capacity in enumerate(capacities):
             load = self._load(number)
@@ -339,7 +342,7 @@ class DeviceModel(Model):
         call = self._calls.get(key) or self._remember(
             key, head_call(self.workspace, self.config, this)
         )
-        self.stages[-1].engine.launch(call)
+        self.segments[-1].engine.launch(call)
 
     def _remember(self, key: tuple[Any, ...], call: Call) -> Call:
         if len(self._calls) >= _CALLS:

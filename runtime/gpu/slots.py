@@ -1,4 +1,4 @@
-"""The key-value caches of all requests in a device's memory, where passes read and extend them in place."""
+"""The key-value caches of all requests in device memory; passes read and extend them in place."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from canvasrt.runtime.capacity import Capacity
 from canvasrt.runtime.engine import Device, Pitched
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
 
-# The least width of a past, and what widths are multiples of: few shapes occur then.
+# The smallest width of a past, and its unit: shapes stay few.
 QUANTUM = 256
 
 
 @dataclass(eq=False)
 class DeviceRow:
-    """What a model keeps for one request: a slot of its device's caches, taken with the first tokens."""
+    """What a model keeps for one request: a slot of the device's caches, taken with its first
+    tokens."""
 
     slot: int | None = None
     length: int = 0  # clean tokens in the cache
-    # Counts the hidden states that the device holds for the request; None when it holds none.
+    # Counts the hidden states that the device computed for the request; None if it holds none.
     hidden: int | None = None
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's part: keys and values, each `[slots, kv_heads, width, head_dim]`; sizes in bytes."""
+    """One layer's caches: keys and values, each `[slots, kv_heads, width, head_dim]`. Sizes are in
+    bytes."""
 
     kind: str
     heads: int
@@ -42,27 +44,27 @@ class LayerCache:
 
 @dataclass
 class Past:
-    """What layers of one kind share: how many tokens a slot has room for now, and at most."""
+    """What layers of one kind share: how many tokens fit in a slot now, and at most."""
 
     width: int
     most: int
-    positions: int  # the address of int64 `[slots, most]`, of which a pass fills `[batch, width]`
-    shown: tuple[int, ...] = ()  # what those were written for
+    positions: int  # address of int64 `[slots, most]`; a pass fills `[batch, width]`
+    shown: tuple[int, ...] = ()  # the widths and lengths they were written for
 
 
 def bucket(tokens: int, most: int) -> int:
-    """A width that holds `tokens`, at most a quarter above them or `QUANTUM`; never above `most`."""
+    """Return a width for `tokens`: at most a quarter or `QUANTUM` above, and never above `most`."""
     step = max(QUANTUM, 1 << max(0, tokens.bit_length() - 3))
     return min(most, -(-max(tokens, 1) // step) * step)
 
 
 class DeviceCache:
-    """A slot a request, and in each slot every layer's keys and values.
+    """One slot per request; each slot holds every layer's keys and values.
 
-    All slots have one width a kind of layer, so that neighbouring slots are a batch as they lie. Empty places have
-    the position -1. A sliding layer keeps its last `sliding_window - 1` tokens in a ring: the order of the
-    cached tokens does not matter, since each carries its position. Memory starts as zeros, and a masked
-    key takes part with weight zero.
+    All slots have the same width per kind of layer, so neighbouring slots form a batch without
+    copying. Empty places have position -1. A sliding layer keeps its last `sliding_window - 1`
+    tokens in a ring: the order of cached tokens does not matter, since each carries its position.
+    Memory starts as zeros, because masked keys still take part, with weight zero.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class DeviceCache:
         most: dict[str, int],
         itemsizes: Sequence[int],
     ) -> None:
-        """most: the widest past of each kind; itemsizes: a layer, bytes of one cached number."""
+        """Allocate the caches. `most`: the widest past per kind; `itemsizes`: bytes per cached
+        number, per layer."""
         self._device = device
         self._ring = config.sliding_window - 1
         self._rows: list[weakref.ref[DeviceRow] | None] = [None] * slots
@@ -98,7 +101,7 @@ class DeviceCache:
         ]
         self.scratch_bytes = max(sizes)
         self._scratch = device.allocate(self.scratch_bytes)
-        # Only where every slot begins at an aligned address can a pass begin at any slot.
+        # A pass can begin at any slot only if every slot begins at an aligned address.
         self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
 
     def _size(self, layer: Layer, itemsize: int) -> int:
@@ -109,36 +112,36 @@ class DeviceCache:
         return len(self._rows)
 
     def row(self, slot: int) -> DeviceRow | None:
-        """The request in a slot; None when it is free."""
+        """Return the request in a slot, or None if it is free."""
         held = self._rows[slot]
         row = held() if held else None
         return row if row is not None and row.slot == slot else None
 
     def rows(self) -> list[DeviceRow]:
-        """The requests that have a slot, in the order of the slots."""
+        """Return the requests that have a slot, in slot order."""
         return [row for slot in range(self.slots) if (row := self.row(slot))]
 
     def take(self, row: DeviceRow) -> None:
-        """Gives a request a slot, the first that is free."""
+        """Give a request the first free slot."""
         if row.slot is not None:
             return
         free = next((slot for slot in range(self.slots) if self.row(slot) is None), None)
         if free is None:
             raise CanvasError(
-                f"all {self.slots} places for requests are taken",
+                f"all {self.slots} request slots are taken",
                 "run fewer requests together, or build with a larger --max-batch",
             )
         row.slot = free
         self._rows[free] = weakref.ref(row)
 
     def release(self, row: DeviceRow) -> None:
-        """Frees a request's slot; what it held is forgotten."""
+        """Free a request's slot and forget its contents."""
         if row.slot is not None:
             self._rows[row.slot] = None
         row.slot, row.length, row.hidden = None, 0, None
 
     def compact(self) -> list[tuple[int, int]]:
-        """Moves requests down into free slots, so that few passes take them all; the moves made."""
+        """Move requests down into free slots, so that fewer passes take them all. Return the moves."""
         moves = []
         for to, row in enumerate(self.rows()):
             source = row.slot
@@ -156,9 +159,10 @@ class DeviceCache:
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int
     ) -> None:
-        """Copies one layer's first `count` new tokens, `[kv_heads, length, head_dim]` at `keys` and `values`.
+        """Copy one layer's first `count` new tokens, `[kv_heads, length, head_dim]` at `keys` and
+        `values`.
 
-        `make_room` comes before the first layer; the last is followed by a new `length` of the row.
+        Call `make_room` before the first layer, and update the row's `length` after the last.
         """
         cache = self._layers[layer]
         kept = count if cache.kind == "full" else min(count, self._ring)
@@ -182,31 +186,32 @@ class DeviceCache:
             done += piece
 
     def make_room(self, rows: Sequence[DeviceRow], counts: Sequence[int]) -> None:
-        """Widens the caches, where they are too narrow for `counts` more tokens of `rows`."""
+        """Widen the caches if they are too narrow for `counts` more tokens of `rows`."""
         for kind, past in self.past.items():
             held = [self._kept(kind, row.length + n) for row, n in zip(rows, counts, strict=True)]
             if max(held) > past.width:
                 self._set_width(kind, bucket(max(held), past.most))
 
     def narrow(self) -> None:
-        """Gives up width that no request needs any more, where that halves what a pass reads."""
+        """Shrink widths that no request needs any more, if that halves what a pass reads."""
         for kind, past in self.past.items():
             held = max((self._kept(kind, row.length) for row in self.rows()), default=0)
             if bucket(held, past.most) <= past.width // 2:
                 self._set_width(kind, bucket(held, past.most))
 
     def key(self, layer: int, slot: int) -> int:
-        """The address of a layer's keys from `slot` on."""
+        """Return the address of a layer's keys from `slot` on."""
         cache = self._layers[layer]
         return cache.keys + slot * self._stride(cache)
 
     def value(self, layer: int, slot: int) -> int:
-        """The address of a layer's values from `slot` on."""
+        """Return the address of a layer's values from `slot` on."""
         cache = self._layers[layer]
         return cache.values + slot * self._stride(cache)
 
     def show_positions(self, first: int, batch: int) -> None:
-        """Writes the positions of the cached tokens of a pass's slots, where they are not there already."""
+        """Write the positions of the cached tokens in a pass's slots, unless they are there
+        already."""
         rows = [self.row(slot) for slot in range(first, first + batch)]
         lengths = [row.length if row else 0 for row in rows]
         for kind, past in self.past.items():
@@ -237,12 +242,12 @@ class DeviceCache:
         self._device.copy(Pitched(to, size), Pitched(source, size), size, 1)
 
     def _set_width(self, kind: str, width: int) -> None:
-        """Moves every request's keys and values apart or together, in place."""
+        """Move every request's keys and values to a new width, in place."""
         past = self.past[kind]
         before, past.width = past.width, width
         rows = self.rows()
         for layer in (each for each in self._layers if each.kind == kind):
-            # Wider: the last slot moves first, so that none is written over before it has moved.
+            # When widening, the last slot moves first, so none is overwritten before it has moved.
             for row in rows[::-1] if width > before else rows:
                 for base in (layer.keys, layer.values):
                     self._restride(layer, base, row, before)
@@ -253,6 +258,6 @@ class DeviceCache:
         kept = min(before, width) * layer.token
         source = Pitched(base + row.slot * layer.heads * before * layer.token, before * layer.token)
         to = Pitched(base + row.slot * layer.heads * width * layer.token, width * layer.token)
-        # The old and the new place of a slot overlap.
+        # A slot's old and new place overlap.
         self._device.copy(Pitched(self._scratch, kept), source, kept, layer.heads)
         self._device.copy(to, Pitched(self._scratch, kept), kept, layer.heads)

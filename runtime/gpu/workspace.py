@@ -10,15 +10,15 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Device, Engine
-from canvasrt.runtime.gpu.buffers import Block, aligned, constant
+from canvasrt.runtime.gpu.buffers import Transfer, aligned, constant
 from canvasrt.runtime.gpu.slots import DeviceCache
 
 KINDS = ("sliding", "full")
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One engine of the chain, and the layers that it holds."""
+class DeviceSegment:
+    """One engine of the chain and its layers."""
 
     engine: Engine
     layers: tuple[int, ...] = ()
@@ -26,43 +26,43 @@ class Stage:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The most of everything that memory is taken for."""
+    """The largest sizes that memory is taken for."""
 
     batch: int
-    row_tokens: int  # of one row of a pass
-    encode_tokens: int  # of one encoding pass, padding included
+    row_tokens: int  # per row of a pass
+    encode_tokens: int  # per encoding pass, padding included
     capacity: int
-    past: Mapping[str, int]  # a kind of layer
+    past: Mapping[str, int]  # per kind of layer
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
 
 
 class Workspace:
-    """Every buffer of a model. `bytes` says what they take, by what they are for."""
+    """Every buffer of a model. `bytes` lists their sizes by purpose."""
 
     def __init__(
-        self, device: Device, config: ModelConfig, stages: Sequence[Stage], sizes: Sizes
+        self, device: Device, config: ModelConfig, segments: Sequence[DeviceSegment], sizes: Sizes
     ) -> None:
-        self._config, self.stages = config, tuple(stages)
+        self._config, self.segments = config, tuple(segments)
         self.sizes = sizes
-        *bodies, head = stages
+        *bodies, head = segments
         self.hidden_dtype = _one_dtype(bodies, head)
         self.itemsizes = _cache_itemsizes(bodies)
         self.row_bytes = config.canvas_length * config.hidden_size * self.hidden_dtype.itemsize
         canvas, batch = sizes.denoise_tokens(config), sizes.batch
         self.cache = DeviceCache(device, config, batch, dict(sizes.past), self.itemsizes)
-        # Where passes begin at the first slot, one row's may reach to the last.
+        # If passes must begin at the first slot, a pass of one row may span all slots.
         every = batch * sizes.row_tokens
         self.encode_tokens = sizes.encode_tokens if self.cache.aligned else every
         tokens = max(canvas, self.encode_tokens)
-        # A slot's hidden states between steps, and what the head just wrote.
+        # Each slot's hidden states between steps, and the head's latest output.
         self.state = device.allocate(batch * self.row_bytes)
         self.next_hidden = device.allocate(batch * self.row_bytes)
-        # Each stage's input is kept until the pass is over: it may have to run again.
+        # Each segment's input is kept until the pass is over, since the segment may have to run again.
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
-        self.hidden = [device.allocate(hidden) for _ in stages]
-        self.given = Block(
+        self.hidden = [device.allocate(hidden) for _ in segments]
+        self.given = Transfer(
             device,
             {
                 "positions": (np.int64, tokens),
@@ -72,7 +72,7 @@ class Workspace:
                 "entropy_bound": (np.float32, batch),
             },
         )
-        self.results = Block(
+        self.results = Transfer(
             device,
             {
                 "canvas": (np.int64, canvas),
@@ -94,24 +94,24 @@ class Workspace:
         self._new_base = device.allocate(new_bytes)
         self.bytes = {
             "key-value cache": self.cache.bytes,
-            "hidden states": hidden * len(stages) + 2 * batch * self.row_bytes,
+            "hidden states": hidden * len(segments) + 2 * batch * self.row_bytes,
             "new keys and values": new_bytes,
             "scratch": self.cache.scratch_bytes,
         }
-        device.synchronize()  # the constants' arrays on the host end here
+        device.synchronize()  # the constants' host arrays end here
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
-        """Where a layer's new keys and values go."""
+        """Return the addresses for a layer's new keys and values."""
         keys, values = self._new[phase, layer]
         return self._new_base + keys, self._new_base + values
 
     def _plan_new(
-        self, bodies: Sequence[Stage]
+        self, bodies: Sequence[DeviceSegment]
     ) -> tuple[dict[tuple[str, int], tuple[int, int]], int]:
-        """Offsets of new keys and values, and the bytes of all.
+        """Return the offsets of new keys and values, and their total bytes.
 
-        After an encoding pass every layer's are read. A denoising pass reads none, so that its stages write
-        over each other's.
+        An encoding pass reads every layer's at its end. A denoising pass reads none, so its segments
+        overwrite each other's.
         """
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
@@ -134,8 +134,8 @@ class Workspace:
         return offsets, total
 
 
-def _one_dtype(bodies: Sequence[Stage], head: Stage) -> np.dtype:
-    """The dtype of hidden states, which every engine must share."""
+def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype:
+    """Return the dtype of hidden states, which every engine must share."""
     dtypes = {body.engine.inputs["hidden"] for body in bodies}
     dtypes |= {body.engine.outputs["hidden_out"] for body in bodies}
     dtypes |= {head.engine.inputs["hidden"], head.engine.outputs["next_hidden"]}
@@ -147,8 +147,9 @@ def _one_dtype(bodies: Sequence[Stage], head: Stage) -> np.dtype:
     return dtypes.pop()
 
 
-def _cache_itemsizes(bodies: Sequence[Stage]) -> list[int]:
-    """Bytes of one cached number, a layer. New keys are copied as they are, so both must be alike."""
+def _cache_itemsizes(bodies: Sequence[DeviceSegment]) -> list[int]:
+    """Return the bytes of one cached number per layer. New keys are copied unconverted, so dtypes
+    must match."""
     sizes: dict[int, int] = {}
     for body in bodies:
         for layer in body.layers:

@@ -1,4 +1,4 @@
-"""The measurement of a whole build, at one narrow segment."""
+"""The measurement of a whole build, on one narrow segment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
         assert row["seconds"] > 0.1
         assert row["peak"]["resident"] > row["peak"]["own"] > 10**7
         assert row["bytes"] > 10**7
-    # The table of 134 MB is in the head's engine, and the experts' four bits in the body's.
+    # The 134 MB table is in the head's engine, the experts' 4-bit weights in the body's.
     assert segments["head"]["bytes"] > 134e6
     assert report["peak"] < 3e9
     assert report["seconds"] >= max(row["seconds"] for row in segments.values())

@@ -1,4 +1,5 @@
-"""The script for a GPU, on a CPU: every measurement runs at a reduced shape, and our side computes what transformers does."""
+"""The GPU benchmark, run on a CPU: every measurement at a reduced shape, with our side checked
+against transformers."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_the_script_runs_and_says_what_it_left_out(
     assert "skipped" in data["sides"]["tensorrt"]
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "| 64 | 2 |" in text
-    assert "- tensorrt: CanvasError: TensorRT needs a GPU, and there is none here" in text
+    assert "- tensorrt: CanvasError: TensorRT needs a GPU, and this machine has none" in text
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
@@ -78,7 +79,7 @@ def test_the_probe_says_what_each_tool_said(tmp_path: Path) -> None:
     assert "bytes" in found["tensorrt_rtx, SM120"]["build"]
     assert "no GPU can be used" in found["tensorrt_rtx, SM120"]["load and run"]
     assert "CUDA driver" in found["tensorrt_rtx, CURRENT"]["build"]
-    assert "there is no GPU here" in found["tensorrt_rtx, gpu"]["build"]
+    assert "this machine has no GPU" in found["tensorrt_rtx, gpu"]["build"]
     assert "CUDA provider" in found["onnxruntime, CUDA"]["generate"]
     assert "no target" in found["engines of the demo"]["generate"]
 
@@ -91,7 +92,7 @@ def test_a_side_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_s_side_is_measured_alike(prepared: shape.Prepared) -> None:
-    """Over a fake device, which is what a GPU is to the script."""
+    """Measure a fake device, which looks like a GPU to the script."""
     device = DeviceRunner("fake", prepared, FakeBackend())
     host = HostRunner(prepared, OrtBackend(1))
     found = measure.side(device, QUICK)
@@ -106,7 +107,7 @@ def test_a_device_s_side_is_measured_alike(prepared: shape.Prepared) -> None:
 
 
 def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) -> None:
-    """The same weights on both sides, the repeated layers included."""
+    """Both sides have the same weights, repeated layers included."""
     import torch
     from transformers import DynamicCache
 
@@ -137,7 +138,7 @@ def test_our_side_computes_what_transformers_computes(prepared: shape.Prepared) 
 
 @pytest.mark.parametrize("precision", shape.QUANTIZED)
 def test_engines_may_be_quantized(precision: str, prepared: shape.Prepared, folder: Path) -> None:
-    """By a recipe of ours, over a calibration that the bundle itself says is made up."""
+    """Quantize by one of our recipes. The bundle itself says that its calibration is made up."""
     served = shape.quantized(prepared, precision, folder)
     assert served.config == prepared.config
     assert served.weight_bytes < prepared.weight_bytes
@@ -156,8 +157,8 @@ def test_a_report_names_the_engines_precision(folder: Path, tmp_path: Path) -> N
     done = script("--small", "--contexts", 64, "--work", folder, "-o", out, *asked)
     assert done.returncode == 0, done.stderr
     text = (out / "gpu.md").read_text()
-    assert "The side tensorrt and the floor, and these alone: fp8" in text
-    assert "a calibration that is made up: no prompt was run" in text
+    assert "Only the side tensorrt and the floor: fp8" in text
+    assert "a made-up calibration: no prompt was run" in text
     assert "- onnxruntime-graphs: CanvasError: CUDA graphs need a GPU" in text
 
 

@@ -1,4 +1,4 @@
-"""What is refused before a build starts, and what the refusal says would work."""
+"""What is refused before a build starts, and whether the suggested alternative works."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_what_is_quantized_already_is_built_as_it_is() -> None:
     target = find_target("rtx-5090")
     source = Source(Path("nvfp4"), RELEASED, {"kind": "checkpoint"}, None, "nvfp4")
     check_source(target, Precision("nvfp4"), source)
-    with pytest.raises(CanvasError, match="checkpoint's weights are quantized already, to nvfp4"):
+    with pytest.raises(CanvasError, match="checkpoint's weights are already quantized to nvfp4"):
         check_source(target, parse_precision("fp8"), source)
-    with pytest.raises(CanvasError, match="this asks for nvfp4-experts engines") as raised:
+    with pytest.raises(CanvasError, match="cannot become nvfp4-experts engines") as raised:
         check_source(target, parse_precision("nvfp4-experts"), source)
     assert "rtx-5090, rtx-pro-6000, dgx-spark" in raised.value.hint
 
@@ -101,7 +101,7 @@ def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:
 def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
     check_memory(released("rtx-pro-6000", "bf16"))
     check_memory(released("rtx-5090", "nvfp4"))
-    with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, and rtx-4090 has 24\.0 GB") as raised:
+    with pytest.raises(CanvasError, match=r"take \d\d\.\d GB, but rtx-4090 has 24\.0 GB") as raised:
         check_memory(released("rtx-4090", "bf16"))
     assert raised.value.hint == "this would fit: --precision int4"
     check_memory(released("rtx-4090", "int4"))
@@ -137,7 +137,7 @@ def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exported in bf16, quantized once for both targets, and an engine for each capability."""
+    """Exported in bf16, quantized once for both targets, and one engine per capability."""
     needed: dict[Path, int] = {}
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)

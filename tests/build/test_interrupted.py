@@ -15,7 +15,7 @@ pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 
 def builders(cache: Path) -> list[int]:
-    """The running builder processes of a build with this cache."""
+    """Return the running builder processes of a build with this cache."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -39,7 +39,7 @@ def wait_for(condition: object, seconds: float) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    # The graphs are those of other tests; only engines are new.
+    # The graphs come from other tests; only the engines are new.
     cache.mkdir()
     shared = Path(os.environ["CANVASRT_CACHE"]) / "graphs"
     shared.mkdir(parents=True, exist_ok=True)
@@ -63,5 +63,5 @@ def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -
         build.wait()
         if build.stderr:
             build.stderr.close()
-    if number != signal.SIGKILL:  # which the next build cleans up after
+    if number != signal.SIGKILL:  # the next build cleans these up
         assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]

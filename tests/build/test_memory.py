@@ -1,4 +1,4 @@
-"""The memory estimate, against what is known of the released model."""
+"""The memory estimate, against known figures of the released model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_segments_are_the_weights_cut_up() -> None:
     cut = segment_bytes(RELEASED, "nvfp4", 6)
     assert list(cut) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
     assert sum(cut.values()) == sum(segment_bytes(RELEASED, "nvfp4", 30).values())
-    assert cut["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as it was seen to be
+    assert cut["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as measured
 
 
 def test_an_fp8_cache_takes_half() -> None:
@@ -79,13 +79,13 @@ def test_an_fp8_cache_takes_half() -> None:
 
 
 def test_scores_of_wide_heads_are_bounded() -> None:
-    """All heads at once would be 4.4 GB of scores alone, and as much of what softmax makes of them."""
+    """All heads at once would need 4.4 GB for scores alone, and as much again for the softmax."""
     need = estimate(RELEASED, "nvfp4", 32_768, 4).workspace
     assert need < 5e9
 
 
 def test_what_passes_between_engines_counts() -> None:
-    """New keys and values of 1,024 tokens and six hidden states of 2,048; nothing of it on a CPU."""
+    """It counts new keys and values of 1,024 tokens and six hidden states of 2,048; none of it on a CPU."""
     need = estimate(RELEASED, "bf16", 32_768, 8)
     new = 1024 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2

@@ -1,4 +1,4 @@
-"""Tasks side by side: as many as memory allows, none left behind."""
+"""Parallel tasks: as many as memory allows, and none left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes that engines take."""
+"""The sizes that engines support."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every RTX target in every precision that its GPU has, really built: the demo checkpoint, and the released head sizes.
+"""Real builds for every RTX target in every precision it supports, of the demo checkpoint and the
+released head sizes.
 
-The random checkpoint has the released model's head sizes, experts and vocabulary, one layer of each kind, and is
-otherwise narrow. Targets of one capability share their engines through the cache.
+The random checkpoint has the released model's head sizes, experts and vocabulary, one layer of each
+kind, and is narrow otherwise. Targets of one capability share engines through the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TARGETS = {
 
 @pytest.fixture(scope="module")
 def demo(command: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo checkpoint, for all of them by one command."""
+    """Build the demo checkpoint for all of them with one command."""
     out = tmp_path_factory.mktemp("demo") / "all"
     done = command("build", "demo", "--target", ",".join(TARGETS), "-o", out, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -51,7 +52,7 @@ def test_one_command_builds_each_target_at_its_first_precision(
     for target, precision in TARGETS.items():
         manifest = load_bundle(demo / target, kind="engines", check=True).manifest
         assert manifest.options["precision"] == precision
-        # What a recipe quantized stays known, segment by segment.
+        # The manifest keeps, segment by segment, what a recipe quantized.
         formats = {
             form for each in manifest.segments for form in each.get("quantized", {}).values()
         }
@@ -84,7 +85,7 @@ def test_built_again_it_does_no_work_and_is_done_at_once(demo: Path, command: Co
         assert "building" not in done.stderr
         return time.monotonic() - start
 
-    # Other tests may hold the machine up, not three times in a row.
+    # Other tests may slow the machine down, but not three times in a row.
     assert min(again() for _ in range(3)) < 2
 
 
@@ -145,7 +146,7 @@ def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The random checkpoint, in bf16 and quantized to NVFP4 by who made it."""
+    """The random checkpoint, in bf16, and as ModelOpt quantizes it to NVFP4."""
     from canvasrt.export import synthetic
 
     folder = tmp_path_factory.mktemp("narrow")
@@ -155,7 +156,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def fake_calibrate(graphs: Bundle, recipe: Any, *rest: Any) -> Any:
-    """Stands for generating from prompts: that takes minutes at this vocabulary, and is tested elsewhere."""
+    """Replaces generating from prompts, which takes minutes at this vocabulary and is tested elsewhere."""
     from canvasrt.export.quantize.calibrate import Calibration
 
     return Calibration(amax=dict.fromkeys(recipe.formats(graphs.manifest.model), 8.0))
@@ -195,9 +196,9 @@ def test_the_released_head_sizes_experts_and_vocabulary(
         body, head = manifest.segments
         assert [each["name"] for each in body["profiles"]] == ["encode", "denoise", "denoise_batch"]
         assert body["profiles"][0]["past_full"]["max"] == 32_768
-        # The builder's own count of what the largest call takes, against the plan's.
+        # The builder's own figure for the largest call, against the plan's.
         assert max(body["activation_bytes"], head["activation_bytes"]) < plan.memory.workspace
-        # All heads' scores at once would be 1.1 GB in bf16, and as much again behind the softmax.
+        # All heads' scores at once would be 1.1 GB in bf16, and as much again after the softmax.
         assert body["activation_bytes"] < 0.7e9
     if "rtx-pro-6000" in targets and "rtx-5090" in targets:
         assert "reusing body_0 for rtx-pro-6000" in said

@@ -41,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Built:
-    """Build from the small graphs; the bundle, and what progress said."""
+    """Build from the small graphs; return the bundle and the progress messages."""
 
     def make(target: str, name: str = "engines", kept: Path = cache) -> tuple[Bundle, list[str]]:
         monkeypatch.setenv("CANVASRT_CACHE", str(kept))
@@ -116,7 +116,7 @@ def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
 def test_several_targets_share_an_export_a_precision(
     built: Built, graphs: Bundle, tmp_path: Path, command: Command
 ) -> None:
-    """The export is the fixture's again, byte for byte, so its engines are reused."""
+    """The fixture's export is repeated byte for byte, so its engines are reused."""
     for target in ("rtx-4090", "rtx-pro-6000"):
         built(target, target)
     checkpoint, out = graphs.path.parent / "checkpoint", tmp_path / "out"
@@ -146,7 +146,7 @@ def test_a_damaged_file_in_the_cache_is_built_again(
     first, _ = built("rtx-4090", "first", own)
     file = first.file(name)
     content = file.read_bytes()
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # one file with the cache's
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the same file as the cache's
     _, said = built("rtx-4090", "second", own)
     assert "reusing body_0 for rtx-4090" in said
     assert "building head for rtx-4090" in said
@@ -182,7 +182,7 @@ def job(graph: Path, sizes: Profile | None = None) -> compile.Job:
 
 
 def test_tensorrt_s_own_reason_is_the_error(graphs: Bundle, tmp_path: Path) -> None:
-    """The graph is there and its weights are not."""
+    """The graph exists, but its weights do not."""
     graph = tmp_path / "head.onnx"
     graph.write_bytes(graphs.file("head.onnx").read_bytes())
     with pytest.raises(CanvasError, match=r"head: .* built no engine: .*Failed to open.*\.bin"):
@@ -214,7 +214,7 @@ def test_a_cache_that_cannot_be_written_is_said_before_the_build(
     built: Built, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CanvasError, match="nothing can be kept in") as raised:
+    with pytest.raises(CanvasError, match=r"the cache .* cannot be used") as raised:
         built("rtx-4090", "engines", tmp_path / "file")
     assert "CANVASRT_CACHE" in raised.value.hint
 

@@ -1,7 +1,8 @@
-"""What the builder calls, against the API of the real `tensorrt` bindings.
+"""The builder's calls, against the API of the real `tensorrt` bindings.
 
-Building is run for real through `tensorrt_rtx`, and every name that it takes is recorded. The bindings of TensorRT are a
-wheel on PyPI; they import without its libraries, which no index of ours has, when stubs stand where those would.
+A real build runs through `tensorrt_rtx`, and every name it uses is recorded. TensorRT's bindings
+are a wheel on PyPI. They import without TensorRT's libraries, which our index does not have, if
+stubs take their place.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from canvasrt.build.profiles import Range
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 WHEEL = "tensorrt-cu13-bindings==11.4.0.106"
-# Downloaded once a machine.
+# Downloaded once per machine.
 DOWNLOADS = Path(tempfile.gettempdir()) / "canvasrt-test-wheels"
 
-# What the builder gives TensorRT is of classes of its own, whose calls are not seen.
+# Objects that the builder passes to TensorRT have our own classes, whose calls are not recorded.
 SUBCLASSED = (rtx.ILogger, rtx.IStreamWriter)
 UNSEEN = {
     ("ILogger", "WARNING", "get"),
@@ -39,12 +40,12 @@ UNSEEN = {
     ("IStreamWriter", "write", "call"),
 }
 
-# Class (or "" for the module), name, and what was done with it: get, set or call.
+# Class (or "" for the module), name, and how it was used: get, set or call.
 Use = tuple[str, str, str]
 
 
 class Recorder:
-    """Stands for an object of `tensorrt_rtx`, does what it does, and writes down what was asked of it."""
+    """Wraps an object of `tensorrt_rtx`, acts like it, and records its use."""
 
     def __init__(self, real: Any, uses: set[Use]) -> None:
         object.__setattr__(self, "_real", real)
@@ -59,11 +60,11 @@ class Recorder:
             self._note(name, "call")
             return lambda *given, **named: self._call(value, given, named)
         self._note(name, "get")
-        # A class to be subclassed has to be the real one.
+        # A class to be subclassed must be the real one.
         return value if any(value is each for each in SUBCLASSED) else self._wrapped(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":  # Python's own, which is how a layer becomes one of its kind
+        if name != "__class__":  # Python's own, which turns a layer into its specific class
             self._note(name, "set")
         setattr(self._real, name, _real(value))
 
@@ -79,7 +80,7 @@ class Recorder:
         kind = value if isinstance(value, type) else type(value)
         if not kind.__module__.startswith("tensorrt_rtx"):
             return value
-        # Shapes, buffers and numbers of enumerations are values, not things that are asked.
+        # Shapes, buffers and enumeration values are plain values.
         plain = isinstance(value, (rtx.Dims, rtx.IHostMemory)) or hasattr(type(value), "__int__")
         return value if plain else Recorder(value, self._uses)
 
@@ -96,7 +97,7 @@ def _class_name(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
-    """What a build takes from the module, without a named GPU: the way of TensorRT."""
+    """Return what a build uses of the module, without a named GPU, as with TensorRT."""
     folder = tmp_path_factory.mktemp("recorded")
     shape = ["batch", 2, 64, 64]
     names = ("query", "key", "value")
@@ -119,7 +120,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder from which `tensorrt_bindings` imports."""
+    """Return a folder from which `tensorrt_bindings` can be imported."""
     for tool in ("gcc", "nm"):
         if shutil.which(tool) is None:
             pytest.skip(f"needs {tool}, to make stubs of TensorRT's libraries")
@@ -141,7 +142,7 @@ def bindings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "stubs.c"
     source.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in missing))
     for name in ("libnvinfer.so.11", "libnvinfer_plugin.so.11", "libnvonnxparser.so.11"):
-        # Beside the bindings, where their rpath looks.
+        # Next to the bindings, where their rpath looks.
         out = library.parent / name
         command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", out, source]
         subprocess.run(command, check=True)
@@ -149,7 +150,7 @@ def bindings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _download() -> Path:
-    """The wheel; the test is skipped when there is no index."""
+    """Download the wheel. Skip the test if there is no index."""
     name = WHEEL.replace("-", "_").replace("==", "-")
     command = ["-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", WHEEL]
     if not list(DOWNLOADS.glob(f"{name}-cp3{sys.version_info.minor}*.whl")):
@@ -182,7 +183,7 @@ print(json.dumps({"version": api.__version__, "answers": answers}))
 
 
 def test_a_build_takes_what_is_known_of_it(uses: list[Use]) -> None:
-    """Or the recorder sees too little, and the comparison below says nothing."""
+    """Otherwise the recorder sees too little, and the comparison below proves nothing."""
     assert {
         ("", "Builder", "get"),
         ("Builder", "__init__", "call"),
@@ -216,12 +217,12 @@ def test_tensorrt_has_what_the_builder_takes(uses: list[Use], bindings: Path) ->
             assert facts["set"], f"tensorrt's {owner}.{name} cannot be set"
         if what == "call":
             ours = getattr(getattr(rtx, owner), name).__doc__ or ""
-            # TensorRT may take more beside.
+            # TensorRT may accept more.
             assert _signatures(ours) <= _signatures(facts["doc"]), f"{owner}.{name}"
             assert _signatures(ours), f"{owner}.{name}: no signature to compare"
 
 
 def _signatures(doc: str) -> set[str]:
-    """The lines of a docstring that are signatures, without the module's name and an overload's number."""
+    """Return the signatures in a docstring, without the module's name and overload numbers."""
     text = doc.replace("tensorrt_rtx", "tensorrt").replace("tensorrt_bindings.tensorrt", "trt")
     return {re.sub(r"^\d+\. ", "", line.strip()) for line in text.splitlines() if "(self:" in line}

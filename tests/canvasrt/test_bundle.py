@@ -1,4 +1,4 @@
-"""Bundles: what a manifest promises, and that nothing in a bundle can change unnoticed."""
+"""Bundles: what a manifest records, and that no change goes unnoticed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_missing_longer_or_shorter_file_is_found_without_hashing(tmp_path: Pat
     bundle = make(tmp_path / "b")
     file = bundle.file("empty")
     file.write_bytes(b"x")
-    with pytest.raises(CanvasError, match="empty has 1 bytes where the manifest says 0"):
+    with pytest.raises(CanvasError, match="empty has 1 bytes; the manifest says 0"):
         load_bundle(bundle.path, check=False)
     file.unlink()
     with pytest.raises(CanvasError, match="empty is missing"):
@@ -109,9 +109,7 @@ def test_a_newer_schema_is_refused_by_number(tmp_path: Path) -> None:
 def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
     make(tmp_path / "b")
     load_bundle(tmp_path / "b", kind=("graphs", "engines"))
-    with pytest.raises(
-        CanvasError, match="is a bundle of graphs, and this needs engines"
-    ) as raised:
+    with pytest.raises(CanvasError, match="is a bundle of graphs; this needs engines") as raised:
         load_bundle(tmp_path / "b", kind="engines")
     assert "canvasrt build" in raised.value.hint
 
@@ -119,7 +117,7 @@ def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="no bundle at"):
         load_bundle(tmp_path / "nothing")
-    with pytest.raises(CanvasError, match=r"there is no manifest\.json in it"):
+    with pytest.raises(CanvasError, match=r"is not a bundle: it has no manifest\.json"):
         load_bundle(tmp_path)
 
 

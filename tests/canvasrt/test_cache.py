@@ -1,4 +1,4 @@
-"""What is kept between builds, and when it is not taken."""
+"""What is kept between builds, and when it is not reused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def making(graphs: Bundle) -> Making:
-    """What makes a bundle, and where it was asked to."""
+    """A function that makes a bundle, and the folders it was called with."""
     asked: list[Path] = []
 
     def make(out: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_another_build_made_meanwhile_is_taken(making: Making, tmp_path: Pa
 
     def late(out: Path) -> None:
         make(out)
-        raise CanvasError(f"{out} was made by something else in the meantime")
+        raise CanvasError(f"{out} exists")
 
     assert GraphCache(tmp_path).get(WHAT, late).manifest.kind == "graphs"
 
@@ -83,7 +83,7 @@ def test_a_change_of_the_sources_changes_the_key(tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
-    """A file that counts as large and has been there for a while, and the names that were really hashed."""
+    """A file that counts as large and is old enough, and the names that were really hashed."""
     monkeypatch.setattr(memo, "LARGE", 100)
     monkeypatch.setattr(memo, "_SETTLED", -(10**12))
     hashed: list[str] = []

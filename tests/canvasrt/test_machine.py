@@ -1,4 +1,4 @@
-"""What this machine is said to have."""
+"""What is reported about this machine."""
 
 from __future__ import annotations
 

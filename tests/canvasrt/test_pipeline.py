@@ -1,4 +1,4 @@
-"""Building: from a real checkpoint to CPU engines, reuse, plans, and what is refused beforehand."""
+"""Building CPU engines from a real checkpoint: reuse, plans, and early refusals."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_limits_on_the_context(checkpoint_files: Path, tmp_path: Path) -> None:
 def test_targets_without_a_builder_are_refused_before_anything_is_written(
     checkpoint_files: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CanvasError, match="engines for h100 are built on its GPU"):
+    with pytest.raises(CanvasError, match="engines for h100 can only be built on its GPU"):
         build(checkpoint_files, "h100", tmp_path / "out" / "engines")
     with pytest.raises(UsageError, match="unknown target"):
         build(checkpoint_files, "h1000", tmp_path / "out" / "engines")

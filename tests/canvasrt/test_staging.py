@@ -1,4 +1,4 @@
-"""Staging: whatever happens while a folder is written, half of one is never left behind."""
+"""Staging: whatever happens during a write, no half-written folder stays behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     with staging(out) as tmp:
         write_some(tmp)
         assert not out.exists()
-        assert tmp.parent == out.parent  # the same disk, so that a rename will do
+        assert tmp.parent == out.parent  # on the same disk, so that a rename works
     assert everything_in(tmp_path) == [
         "deep",
         "deep/er",

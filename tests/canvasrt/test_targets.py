@@ -1,4 +1,4 @@
-"""The target table, and what is said about names that are not in it."""
+"""The target table, and errors about unknown names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: shards, aliases, and what is said about a checkpoint that is not whole."""
+"""Reading checkpoints: shards, aliases, and errors about incomplete ones."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_shard_is_missing(saved: Path, copy: Path) -> None:
 def test_a_file_is_truncated(copy: Path) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CanvasError, match="not a whole safetensors file"):
+    with pytest.raises(CanvasError, match="not a complete safetensors file"):
         Checkpoint(copy)
 
 

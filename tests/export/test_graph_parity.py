@@ -35,7 +35,7 @@ CASES = [
 @pytest.mark.parametrize(("shape", "length"), CASES)
 @torch.no_grad()
 def test_several_blocks(exported: Any, shape: str, length: int) -> None:
-    """Prompt, then blocks of denoising steps with self-conditioning, each committed before the next."""
+    """A prompt, then blocks of denoising steps with self-conditioning, each committed before the next."""
     model, graphs = exported(shape)
     config = graphs.config
     random = np.random.default_rng(length)
@@ -92,7 +92,7 @@ def test_several_blocks(exported: Any, shape: str, length: int) -> None:
 
 
 def check_sampler(out: dict[str, np.ndarray], logits: torch.Tensor, noise: np.ndarray) -> None:
-    """Argmax, entropy, acceptance and renoising as the reference computes them from its own logits."""
+    """Compare argmax, entropy, acceptance and renoising with the reference's results from its own logits."""
     assert (out["argmax"] == logits.argmax(-1).numpy()).all()
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     assert_close(out["entropy"], entropy)
@@ -108,7 +108,7 @@ def check_sampler(out: dict[str, np.ndarray], logits: torch.Tensor, noise: np.nd
 
 @pytest.mark.parametrize("shape", ["tiny", "wide_heads"])
 def test_capacity(exported: Any, shape: str) -> None:
-    """Any capacity that holds the load gives the same numbers; a smaller one reports what it needs."""
+    """Any capacity that holds the load gives the same numbers; a smaller one reports the load."""
     _, graphs = exported(shape)
     config = graphs.config
     tokens = np.random.default_rng(0).integers(6, config.vocab_size, (2, 20))
@@ -121,12 +121,12 @@ def test_capacity(exported: Any, shape: str) -> None:
     assert_close(exact, whole)
     assert same == loads
     _, _, short = run_body(graphs, embedded, cache, 0, causal=True, capacity=1)
-    # Later layers routed on wrong states, so only the first load is to be trusted.
+    # Later layers routed on wrong states, so only the first load can be trusted.
     assert short[0] == loads[0] > 1
 
 
 def test_padding_changes_nothing(exported: Any) -> None:
-    """Padding behind a row's tokens and empty cache slots leave the row's numbers as they are."""
+    """Padding after a row's tokens and empty cache slots leave the row's numbers unchanged."""
     _, graphs = exported("tiny")
     config = graphs.config
     random = np.random.default_rng(3)
@@ -157,7 +157,7 @@ def test_padding_changes_nothing(exported: Any) -> None:
 
 
 def test_empty_cache_of_zero_length(exported: Any) -> None:
-    """A cache without slots is the same as one whose slots are all empty."""
+    """A cache without slots equals one whose slots are all empty."""
     _, graphs = exported("odd")
     assert graphs.bodies[0]["layers"] == [0, 1, 2]
     tokens = np.random.default_rng(4).integers(6, graphs.config.vocab_size, (1, 1))

@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lora_alpha": 8,
         "target_modules": DECODER + r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
     },
-    # PEFT gives the tied encoder and decoder an adapter each.
+    # PEFT gives the tied encoder and decoder one adapter each.
     "both stacks, rslora": {
         "r": 4,
         "lora_alpha": 12,
@@ -71,7 +71,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapter(folder: Path, seed: int = 0, model: Any = None, **config: Any) -> Path:
-    """An adapter that PEFT wrote, with random numbers in place of training."""
+    """Write an adapter with PEFT, with random numbers in place of training."""
     torch.manual_seed(seed)
     peft = get_peft_model(model or random_model(SMALL), LoraConfig(**config))
     for name, parameter in peft.named_parameters():
@@ -86,7 +86,7 @@ def merged(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_merged(checkpoint: Adapted, base: Path, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Every tensor of the checkpoint is as in the merged model, and some have changed."""
+    """Assert that every tensor equals the merged model's, and that some have changed."""
     changed = 0
     for name, before in load_file(base / "model.safetensors").items():
         found = checkpoint.read(name)
@@ -103,7 +103,7 @@ def test_merged_as_peft_merges(base: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_several_with_weights(base: Path, tmp_path: Path) -> None:
-    """PEFT's own way to weigh adapters, without its approximation."""
+    """Compare with PEFT's own way to weight adapters, without its approximation."""
     config = CONFIGS["attention and mlp"]
     one, two = (adapter(tmp_path / str(seed), seed, **config) for seed in (1, 2))
     model = PeftModel.from_pretrained(random_model(SMALL), one, adapter_name="one")
@@ -115,7 +115,7 @@ def test_several_with_weights(base: Path, tmp_path: Path) -> None:
 
 
 def test_names_of_a_single_stack(base: Path, tmp_path: Path) -> None:
-    """A tool that does not split the stack in two has `model.layers`."""
+    """A tool that does not split the stack in two writes `model.layers`."""
     folder = adapter(tmp_path / "adapter", **CONFIGS["attention and mlp"])
     wanted = merged(PeftModel.from_pretrained(random_model(SMALL), folder))
     file = folder / "adapter_model.safetensors"
@@ -141,15 +141,13 @@ def test_graphs_hold_the_merged_weights(base: Path, tmp_path: Path) -> None:
 def test_another_base_model(base: Path, tmp_path: Path) -> None:
     wider = random_model({**SMALL, "hidden_size": 160})
     folder = adapter(tmp_path / "adapter", model=wider, **CONFIGS["attention and mlp"])
-    with pytest.raises(
-        CanvasError, match=r"for another base model .* has shape \(128, 256\) there"
-    ):
+    with pytest.raises(CanvasError, match=r"for a base model .* has shape \(128, 256\) there"):
         Adapted(base, [load_adapter(folder)])
     longer = random_model(
         {"num_hidden_layers": 3, "layer_types": [*SMALL["layer_types"], "full_attention"]}
     )
     folder = adapter(tmp_path / "longer", model=longer, **CONFIGS["attention and mlp"])
-    with pytest.raises(CanvasError, match=r"for another base model .* has no .*layers\.2\."):
+    with pytest.raises(CanvasError, match=r"for a base model .* has no .*layers\.2\."):
         Adapted(base, [load_adapter(folder)])
 
 
@@ -189,13 +187,13 @@ def _drop(folder: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "adapter_config.json").unlink(), "is no adapter"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "is not an adapter"),
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "is not JSON"),
         (lambda folder: _configure(folder, peft_type="IA3"), "'IA3' adapter"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "has no adapter_model"),
         (
             lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"short"),
-            "not a whole safetensors file",
+            "not a complete safetensors file",
         ),
         (
             lambda folder: _drop(folder, "layers.0.self_attn.q_proj.lora_B.weight"),

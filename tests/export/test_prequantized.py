@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: their codes are in the graphs, byte for byte."""
+"""Checkpoints that are already quantized: their codes are in the graphs, byte for byte."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def exported(nvfp4: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray], np.ndarray]:
-    """ModelOpt's FP8 checkpoint, and what its own fake quantization computes for a prompt: keys by layer."""
+    """ModelOpt's FP8 checkpoint, and keys by layer from its own fake quantization of a prompt."""
     from modelopt.torch.export.quant_utils import sync_tied_input_amax
 
     folder = tmp_path_factory.mktemp("fp8") / "checkpoint"
     save_modelopt(modelopt_quantized("FP8"), folder)
     model = modelopt_quantized("FP8")
-    # As the export does: encoder and decoder are one weight, with one scale for what comes in.
+    # As in the export: encoder and decoder share a weight and its input scale.
     sync_tied_input_amax(model)
     _load(model, load_file(folder / "model.safetensors"))
     tokens = np.random.default_rng(3).integers(6, 512, (2, 30))
@@ -73,14 +73,14 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray
 
 @pytest.fixture(scope="module")
 def fp8_graphs(fp8: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """On a float32 base: factors behind a bfloat16 product are bfloat16, which shifts what is rounded next."""
+    """On a float32 base: factors after a bfloat16 product are bfloat16, which shifts later rounding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(graphs.DTYPES, "bf16", torch.float32)
         return export(fp8[0], tmp_path_factory.mktemp("fp8-graphs") / "graphs")
 
 
 def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put what a checkpoint's codes stand for into a model, whose inputs alone are then rounded."""
+    """Load a checkpoint's dequantized values into a model. Only the model's inputs are rounded then."""
     for name, module in model.named_modules():
         if "weight_quantizer" in name and hasattr(module, "disable"):
             module.disable()
@@ -117,7 +117,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None
 
 
 def stacked(tensors: Mapping[str, torch.Tensor], layer: int, kind: str, suffix: str) -> np.ndarray:
-    """A tensor of each expert, as the graph has them together: gate above up."""
+    """Stack one tensor per expert as in the graph: gate above up."""
     names = ("gate_proj", "up_proj") if kind == "gate_up" else ("down_proj",)
     each = [
         torch.cat(
@@ -144,7 +144,7 @@ def test_nvfp4_codes_are_the_checkpoints(
     assert np.array_equal(found[f"{name}.block_scales"], blocks)
     scales = stacked(tensors, layer, kind, "weight_scale_2")[:, :1, None]
     assert found[f"{name}.factor"].shape == (EXPERTS, 1, 1)
-    # A power of two before the product; behind it bfloat16, as the product is.
+    # A power of two before the product; after it bfloat16, like the product.
     assert np.log2(found[f"{name}.scale"]) % 1 == 0
     np.testing.assert_allclose(
         found[f"{name}.scale"] * found[f"{name}.factor"], scales, rtol=2.0**-8
@@ -174,7 +174,7 @@ def test_the_manifest_says_what_it_is(exported: Bundle) -> None:
 
 
 def test_fp8_computes_what_modelopt_does(fp8: Any, fp8_graphs: Bundle, tmp_path: Path) -> None:
-    """The lowered graphs against the model under ModelOpt's fake quantization. (That of NVFP4 needs a GPU.)"""
+    """Compare the lowered graphs with ModelOpt's fake quantization of the model. (NVFP4's needs a GPU.)"""
     _, keys, tokens = fp8
     lowered = tmp_path / "lowered"
     lowered.mkdir()
@@ -193,7 +193,7 @@ def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
     codes = torch.cat([tensors[f"{part}.weight"].view(torch.uint8) for part in parts])
     name = "layers.0.attention.qkv.weight"
     assert np.array_equal(found[f"{name}.values"], codes.numpy())
-    # One product of three matrices with a scale each: a scale for each output.
+    # One product of three matrices with one scale each: one scale per output.
     scales = [
         np.full(len(tensors[f"{part}.weight"]), tensors[f"{part}.weight_scale"]) for part in parts
     ]
@@ -209,7 +209,7 @@ def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
 
 
 def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
-    """TensorRT's scales of activations are constants: generation over the widened weights gives them."""
+    """TensorRT needs constant activation scales; generating with the widened weights finds them."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [7 + i, 9, 30]}) + "\n" for i in range(2)))
     how = quantization_of(dynamic)
@@ -226,7 +226,7 @@ def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
     o_proj = "model.decoder.layers.0.self_attn.o_proj"
     scale = tensors[f"{o_proj}.weight_scale"].float().numpy().reshape(-1)
     assert np.array_equal(found["layers.0.attention.o.weight.scale"], scale)
-    # Inputs of the experts are normalised: their largest magnitude is known roughly.
+    # The experts' inputs are normalised, so their largest magnitude is roughly known.
     assert 0.3 < found[f"{name}.input_scale"] * 448 < 100
     assert bundle.manifest.made_from["calibration"]
     assert {path.name for path in tmp_path.iterdir()} == {"graphs", "prompts.jsonl"}
@@ -236,7 +236,7 @@ def test_asked_for_plain_graphs_it_is_widened(
     nvfp4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = load_file(nvfp4 / "model.safetensors")
-    # The body alone: tracing the head takes time.
+    # The body only: tracing the head takes time.
     cut = graphs.segments
     monkeypatch.setattr(graphs, "segments", lambda *args: cut(*args)[:1])
     bundle = export(nvfp4, tmp_path / "graphs", precision="fp32")
@@ -303,7 +303,7 @@ def test_damaged_scales_and_shapes(
 
 
 def codes_of(folder: Path, name: str) -> Codes:
-    """A weight of the body as the checkpoint has it."""
+    """Return a weight of the body as the checkpoint stores it."""
     config, _ = ModelConfig.from_checkpoint(folder)
     body = segments(config)[0]
     each = weights(body.module, body.sources, Checkpoint(folder))
@@ -313,7 +313,7 @@ def codes_of(folder: Path, name: str) -> Codes:
 
 
 def test_scales_that_differ(copy: Path) -> None:
-    """Gate and up apart: a factor for each output; inputs apart: the largest."""
+    """Gate and up scales differ: one factor per output. Input scales differ: the largest."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[f"{_GATE}.weight_scale_2"] *= 3
@@ -347,12 +347,10 @@ def test_scales_that_nothing_names(copy: Path, tmp_path: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        CanvasError, match=r"gate_proj\.weight .* is uint8, which alone is no number"
-    ):
+    with pytest.raises(CanvasError, match=r"gate_proj\.weight .* is uint8, which needs scales"):
         export(copy, tmp_path / "out")
 
 
 def test_another_precision_is_refused(nvfp4: Path, tmp_path: Path) -> None:
-    with pytest.raises(CanvasError, match="not exported in 'fp8'"):
+    with pytest.raises(CanvasError, match="cannot be exported in 'fp8'"):
         export(nvfp4, tmp_path / "out", precision="fp8")

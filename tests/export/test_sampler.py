@@ -1,4 +1,4 @@
-"""The sampler's parts alone: the inverse-CDF draw, acceptance, the vocabulary's grid."""
+"""The sampler's parts: the inverse-CDF draw, acceptance, the vocabulary's grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_vocabulary_grid(size: int, grid: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("size", [13, 112, 4096])
 def test_draw_is_the_first_token_past_the_target(size: int) -> None:
-    """Against a running sum in float64, wherever the uniform is not within rounding of a step."""
+    """Compare with a running sum in float64, except where the uniform is within rounding of a step."""
     random = np.random.default_rng(size)
     mass = random.gamma(0.1, size=(2, 200, size)).astype(np.float32)
     uniforms = random.random((2, 200), np.float32)

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints have the shapes that they claim."""
+"""Synthetic checkpoints have the shapes they claim."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_the_reference_loads_it_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     assert not report["unexpected_keys"]
     assert not report["mismatched_keys"]
-    # A checkpoint without a vision tower leaves the reference's at its random start.
+    # Without a vision tower in the checkpoint, the reference's starts at random.
     assert all("vision" in name for name in report["missing_keys"])
     assert empty.config.text_config.layer_types[-1] == "full_attention"
 
 
 def test_the_released_shape_has_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """25.2B in all, of which the vision tower has about 0.55B and self-conditioning is part of the head."""
+    """25.2B in total. About 0.55B belong to the vision tower; self-conditioning is part of the head."""
     text = {"model_type": "diffusion_gemma_text", **synthetic.SHAPES["released"]}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
     model, _ = read_config(config, None)
@@ -67,7 +67,7 @@ def test_the_released_shape_has_its_parameters(monkeypatch: pytest.MonkeyPatch) 
 def test_nvfp4_is_laid_out_as_modelopt_writes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names and shapes of all tensors, types of the experts', and the keys that say how it was quantized."""
+    """Compare names and shapes of all tensors, types of the experts', and the quantization keys."""
     save_modelopt(modelopt_quantized(NVFP4_EXPERTS), tmp_path / "theirs")
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
     synthetic.write(tmp_path / "ours", "small", layers=2, format="nvfp4")
@@ -105,7 +105,7 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
 def _layout(folder: Path) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
     held = Checkpoint(folder)
     return {
-        # ModelOpt leaves the rest in the dtype that the model had.
+        # ModelOpt leaves the rest in the model's dtype.
         name: (entry.dtype if ".experts." in name else None, entry.shape)
         for file in held.files
         for name, entry in Shard(file).tensors.items()
@@ -124,7 +124,7 @@ def test_packed_experts_keep_the_size_of_activations(
     )
     weight = lowbits.dequantize_nvfp4(codes.numpy(), blocks.view(torch.uint8).numpy(), scale)
     assert np.isfinite(weight).all()
-    # Within the quarter by which experts differ.
+    # Experts differ by up to a quarter.
     assert 0.7 < weight.std() * 256**0.5 < 1.3
 
 

@@ -1,4 +1,5 @@
-"""Images against transformers: the tower's soft tokens, and the encoder that sees an image both ways."""
+"""Images against transformers: the tower's soft tokens, and the encoder's two-way attention inside
+an image."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ TOWERS = {
 
 
 def image(width: int, height: int, slots: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Patches of a random image, `width` × `height` patches large, padded to `slots`."""
+    """Return patches of a random image, `width` × `height` patches large, padded to `slots`."""
     random = np.random.default_rng(seed)
     pixels = np.zeros((slots, 3 * PATCH * PATCH), np.float32)
     positions = np.full((slots, 2), -1)
@@ -63,7 +64,7 @@ def test_soft_tokens(pair: tuple[Any, Graphs]) -> None:
 
 @torch.no_grad()
 def test_encoder_sees_an_image_both_ways(pair: tuple[Any, Graphs]) -> None:
-    """Text, an image longer than the sliding window, text: keys and values as the reference's."""
+    """Text, an image longer than the sliding window, text: keys and values equal the reference's."""
     model, graphs = pair
     config = graphs.config
     pixels, positions = image(15, 12, 180, 2)

@@ -1,7 +1,7 @@
-"""A fake engine over a fake device: ONNX Runtime on buffers of the host, for machines with no GPU.
+"""A fake engine over a fake device: ONNX Runtime on host buffers, for machines without a GPU.
 
-It stands for TensorRT where the buffers are driven: it is given addresses and shapes, writes in place, refuses what no
-profile holds and what is not aligned, and does nothing before it is waited for.
+It stands for TensorRT in tests of buffers. It gets addresses and shapes, writes in place, refuses
+sizes outside its profiles and unaligned addresses, and does nothing until someone waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from canvasrt.runtime.profiles import Profiles
 
 
 class FakeDevice:
-    """The host's memory as a device's: a queue of work that is done when somebody waits for it."""
+    """Host memory as a device's: a queue of work that runs when someone waits for it."""
 
     name = "fake"
 
@@ -86,13 +86,13 @@ class FakeDevice:
 
 
 class FakeEngine:
-    """One graph of fp32 as an engine: the CUDA provider's own code, bound to memory of the host."""
+    """One fp32 graph as an engine: the CUDA provider's own code, bound to host memory."""
 
     def __init__(self, name: str, file: Path, profiles: Any, device: FakeDevice) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # It would make integer products of quantized ones, which it then has not for FP8.
+        # Otherwise it makes integer products of quantized ones, which do not exist for FP8.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = ort.InferenceSession(str(file), options, ["CPUExecutionProvider"])
         self._bound = OrtCudaEngine(name, session, device_type="cpu")
@@ -113,7 +113,7 @@ class FakeEngine:
         self.run(call)
 
     def run(self, call: Call) -> None:
-        """Queues the call."""
+        """Queue the call."""
         for name in (*self.inputs, *self.outputs):
             assert call.addresses[name] % ALIGNMENT == 0, name
         self._device.queue(lambda: self._bound.launch(call))
@@ -123,7 +123,7 @@ class FakeBackend:
     """Opens plain fp32 graphs, or the CPU's form of them, as engines with any profiles."""
 
     def __init__(self, profiles: Mapping[str, Any] | None = None, rows_apart: bool = False) -> None:
-        """profiles: by the kind of a segment, `body` or `head`, in place of the bundle's."""
+        """Open the device. `profiles` replace the bundle's, by segment kind: `body` or `head`."""
         self.device = FakeDevice()
         self.rows_apart = rows_apart
         self.engines: dict[str, FakeEngine] = {}

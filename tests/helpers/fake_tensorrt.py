@@ -1,6 +1,8 @@
-"""A fake TensorRT: the part of its module's API that the runtime uses, over the fake device and ONNX Runtime.
+"""A fake TensorRT: the part of its API that the runtime uses, over the fake device and ONNX
+Runtime.
 
-Its engine files hold the path of an fp32 graph. The names that it defines are compared with the real module's by a test.
+Its engine files contain the path of an fp32 graph. A test compares its names with the real
+module's.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class FakeCudaDevice(FakeDevice):
 
 
 class Severity(IntEnum):
-    """Of a line of the log."""
+    """Severity of a log line."""
 
     ERROR = 1
 
@@ -86,14 +88,14 @@ class ExecutionContextAllocationStrategy(IntEnum):
 
 
 class CudaGraphStrategy(IntEnum):
-    """TensorRT-RTX alone."""
+    """TensorRT-RTX only."""
 
     DISABLED = 0
     WHOLE_GRAPH_CAPTURE = 1
 
 
 class DynamicShapesKernelSpecializationStrategy(IntEnum):
-    """TensorRT-RTX alone."""
+    """TensorRT-RTX only."""
 
     LAZY = 0
     EAGER = 1
@@ -121,7 +123,7 @@ class IRuntimeConfig:
 
 
 class IExecutionContext:
-    """One context: shapes and addresses, and the memory that it was given."""
+    """One context: shapes, addresses, and the memory it was given."""
 
     def __init__(self, engine: ICudaEngine, config: Any) -> None:
         self._engine = engine
@@ -161,7 +163,7 @@ class IExecutionContext:
         return True
 
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The inputs' shapes, and the outputs', which TensorRT infers."""
+        """Return the inputs' shapes, and the outputs', which TensorRT infers."""
         given = self.shapes
         batch, length = given["hidden"][:2]
         shapes = dict(given) | dict.fromkeys(
@@ -224,14 +226,14 @@ class Runtime:
         return ICudaEngine(FakeEngine(file.stem, file, None, self.device))
 
 
-# What TensorRT-RTX has and TensorRT has not.
+# What TensorRT-RTX has and TensorRT does not.
 RTX = (CudaGraphStrategy, DynamicShapesKernelSpecializationStrategy)
 COMMON = (ILogger, TensorIOMode, ExecutionContextAllocationStrategy)
 API = (*COMMON, *RTX, IRuntimeConfig, IExecutionContext, ICudaEngine, Runtime)
 
 
 def fake_tensorrt(version: str, rtx: bool, device: FakeCudaDevice) -> Any:
-    """The module, under either of its names, with one fake GPU."""
+    """Return the module, under either of its names, with one fake GPU."""
     classes = {each.__name__: each for each in (*COMMON, *(RTX if rtx else ()))}
     runtime = type("Runtime", (Runtime,), {"device": device})
     return SimpleNamespace(__version__=version, Runtime=runtime, **classes)

@@ -15,7 +15,8 @@ TOLERANCE = 1e-4
 
 
 def past_feeds(graphs: Graphs, body: dict[str, Any], cache: list[tuple], position: int) -> dict:
-    """The cache as the caller keeps it: the last window − 1 tokens in sliding layers, all in full ones."""
+    """Return the cache as the caller keeps it: the last window − 1 tokens in sliding layers, all in
+    full ones."""
     feeds = {}
     for index in body["layers"]:
         layer = graphs.config.layers[index]
@@ -41,7 +42,7 @@ def run_body(
     capacity: int | None = None,
     shared: bool = False,
 ) -> tuple[np.ndarray, list[tuple], list[int]]:
-    """All body segments over one call; returns hidden, the new keys and values, and the loads."""
+    """Run all body segments over one call; return hidden, the new keys and values, and the loads."""
     batch, length, _ = hidden.shape
     new, loads = [], []
     for body in graphs.bodies:
@@ -77,7 +78,7 @@ def empty_cache(graphs: Graphs, batch: int) -> list[tuple]:
 
 
 def encode(graphs: Graphs, tokens: np.ndarray, cache: list[tuple], position: int) -> list[tuple]:
-    """The cache after `tokens` have been encoded behind the first `position`."""
+    """Return the cache after `tokens` are encoded after the first `position`."""
     embedded = graphs.table[tokens] * np.float32(graphs.config.hidden_size**0.5)
     _, new, _ = run_body(graphs, embedded, cache, position, causal=True)
     return [

@@ -10,7 +10,7 @@ from canvasrt.graphs import lowbits
 
 
 def weights_of(bundle: Bundle, segment: str = "body_0") -> dict[str, np.ndarray]:
-    """Every weight of a graph: codes as bytes, the rest as float32."""
+    """Return every weight of a graph: codes as bytes, the rest as float32."""
     graph = ir.load(bundle.path / f"{segment}.onnx").graph
     found = {}
     for name, value in graph.initializers.items():

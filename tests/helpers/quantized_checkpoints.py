@@ -1,4 +1,4 @@
-"""Quantized checkpoints of a small model, written by the tools that users have them from."""
+"""Quantized checkpoints of a small model, written by the tools that users get them from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NVFP4_EXPERTS = "huggingface/diffusion_gemma/ptq/nvfp4_experts_only"
 
 
 def base_model(**changes: Any) -> Any:
-    """A model whose weights are bfloat16 numbers, held in float32."""
+    """Return a model whose weights are bfloat16 numbers, stored in float32."""
     model = random_model({**SMALL, **changes})
     stored = [*model.parameters(), *(b for n, b in model.named_buffers() if "layer_scalar" in n)]
     for tensor in stored:
@@ -27,7 +27,7 @@ def base_model(**changes: Any) -> Any:
 
 
 def modelopt_quantized(recipe: str, **changes: Any) -> Any:
-    """A model under ModelOpt's fake quantization: its own recipe for this model, or `FP8`."""
+    """Return a model under ModelOpt's fake quantization: its own recipe for this model, or `FP8`."""
     import modelopt.torch.quantization as mtq
     from modelopt.recipe import load_recipe
 
@@ -38,7 +38,7 @@ def modelopt_quantized(recipe: str, **changes: Any) -> Any:
 
 
 def save_modelopt(model: Any, folder: Path) -> None:
-    """Pack and write it, without the vision tower, which the graphs need not have."""
+    """Pack and write the model, without the vision tower, which graphs do not need."""
     from modelopt.torch.export import export_hf_checkpoint
 
     with torch.inference_mode():
@@ -117,7 +117,7 @@ def _linear_experts(experts: Any) -> nn.Module:
 
 
 def _state(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a checkpoint holds: tied ones once, under the decoder's name."""
+    """Return the tensors that a checkpoint stores: tied ones once, under the decoder's name."""
     text = "model.encoder.language_model."
     return {
         name: tensor.contiguous()

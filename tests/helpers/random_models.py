@@ -45,7 +45,8 @@ BASE: dict[str, Any] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
-    # Three queries a key, an odd number of heads, experts, layers a segment and factors of the vocabulary.
+    # Three queries per key, and odd numbers of heads, experts, layers per segment and factors of
+    # the vocabulary.
     "odd": {
         "vocab_size": 391,
         "hidden_size": 96,
@@ -68,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "top_k_experts": 1,
         "sliding_window": 512,
     },
-    # The released model's head sizes; a head of 512 has another form in the graph.
+    # The released model's head sizes; a head of 512 has a different form in the graph.
     "wide_heads": {
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -84,7 +85,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(
     shape: Mapping[str, Any], canvas: int = 16, vision: Mapping[str, Any] | None = None
 ) -> DiffusionGemmaForBlockDiffusion:
-    """Weights scaled up so that predictions are far from uniform and differ from position to position."""
+    """Return a model with weights scaled up, so that predictions are far from uniform and differ by
+    position."""
     config = DiffusionGemmaConfig(
         text_config=DiffusionGemmaTextConfig(**{**BASE, **shape}),
         vision_config=Gemma4VisionConfig(
@@ -115,7 +117,7 @@ def random_model(
                     values * (1.5 if "embed_tokens" in name else 1.0) * parameter.shape[-1] ** -0.5
                 )
             else:
-                # No two norms alike: a swapped weight must show.
+                # No two norms are alike, so a swapped weight shows.
                 parameter.copy_((1 + 0.2 * values) * (0.4 if "_norm" in name else 1.0))
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
@@ -158,7 +160,7 @@ def _session(file: Path) -> onnxruntime.InferenceSession:
 
 
 def _expose_logits(file: Path) -> None:
-    """Make what the head's argmax reads, the logits over the temperature, an output of the graph."""
+    """Make the head argmax's input, the logits over the temperature, an output of the graph."""
     model = onnx.load(file, load_external_data=False)
     (argmax,) = [node for node in model.graph.node if node.op_type == "ArgMax"]
     model.graph.output.append(
@@ -172,7 +174,7 @@ def _expose_logits(file: Path) -> None:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Graphs]]:
-    """`exported(shape)` gives the reference model and its graphs, made once a shape."""
+    """`exported(shape)` returns the reference model and its graphs, made once per shape."""
     made: dict[str, tuple[Any, Graphs]] = {}
 
     def make(shape: str) -> tuple[Any, Graphs]:

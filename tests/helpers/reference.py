@@ -38,7 +38,8 @@ PAD = 0
 
 
 def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token `[N]` whose cumulative probability exceeds u times the total, over a two-level sum.
+    """Return the first token `[N]` whose cumulative probability exceeds u times the total, over a
+    two-level sum.
 
     `probabilities` `[N, V]`, `uniforms` `[N]`, float32.
     """
@@ -60,7 +61,7 @@ def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
 
 @dataclass
 class Trace:
-    """What the reference did: a list a row, with an entry a block, with an entry a step."""
+    """What the reference did: per row, a list with an entry per block, with an entry per step."""
 
     argmax: list[list[list[np.ndarray]]] = field(default_factory=list)
     accepted: list[list[list[np.ndarray]]] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Trace:
 
 @dataclass
 class ReferenceOutput:
-    """Token ids a row, up to and with the end of sequence; and how they came about."""
+    """Token ids per row, including the end of sequence; and how they came about."""
 
     tokens: list[list[int]]
     trace: Trace
@@ -88,7 +89,7 @@ class Reference:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> ReferenceOutput:
-        """`prompts` of one length, as one batch; `params` differ in their seeds only."""
+        """Generate from `prompts` of one length, as one batch; `params` differ only in their seeds."""
         first = params[0]
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=first.max_new_tokens,
@@ -109,7 +110,7 @@ class Reference:
         for row, ids in enumerate(new):
             ids, blocks = self._cut(ids, first)
             tokens.append(ids)
-            # Blocks after a row's end of sequence are the batch's, not the row's.
+            # Blocks after a row's end of sequence belong to the batch, not the row.
             del trace.argmax[row][blocks:], trace.accepted[row][blocks:]
         return ReferenceOutput(tokens, trace)
 
@@ -166,10 +167,10 @@ class Reference:
 
 
 def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
-    """A random model with every kind of layer, scaled so that it has opinions and changes them.
+    """Return a random model with every kind of layer, scaled to have opinions and change them.
 
-    A large table makes a token's own embedding its likeliest successor, and damped branches let a
-    canvas settle after a while: acceptance and early stop then differ from block to block.
+    A large table makes each token its own likeliest successor, and damped branches let a canvas
+    settle after a while. So acceptance and early stop differ from block to block.
     """
     text = DiffusionGemmaTextConfig(
         vocab_size=512,
@@ -216,7 +217,7 @@ def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
                 scale = 3.0 if "embed_tokens" in name else 1.0
                 parameter.copy_(values * scale * parameter.shape[-1] ** -0.5)
             elif "q_norm" in name:
-                # Attention is not scaled by 1/sqrt(head_dim): anything larger amplifies rounding.
+                # Attention is not scaled by 1/sqrt(head_dim); anything larger amplifies rounding.
                 parameter.copy_((1 + 0.2 * values) * parameter.shape[-1] ** -0.5)
             else:
                 parameter.copy_(1 + 0.2 * values)
@@ -249,8 +250,8 @@ class Pair:
 
 
 def make_pair(checkpoint: Path, folder: Path) -> Pair:
-    """Exports and builds `checkpoint` into `folder` and loads both sides, on one thread each."""
-    # Segments of four layers: the first then has no full layer, and hidden states cross a border.
+    """Export and build `checkpoint` into `folder`; load both sides, on one thread each."""
+    # Segments of four layers: the first has no full layer then, and hidden states cross a border.
     graphs = export(str(checkpoint), folder / "graphs", layers_per_segment=4)
     engines = build(graphs.path, "cpu", folder / "engines")
     torch.set_num_threads(1)
@@ -275,14 +276,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="session")
 def undertrained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """The demo checkpoint before it had learned its tasks."""
+    """The demo checkpoint before it learned its tasks."""
     checkpoint = Path(__file__).parents[1] / "data" / "undertrained"
     return make_pair(checkpoint, tmp_path_factory.mktemp("undertrained"))
 
 
 @pytest.fixture
 def prompt() -> Callable[..., list[int]]:
-    """Random prompts: `prompt(length, seed)`; no special tokens."""
+    """Random prompts without special tokens: `prompt(length, seed)`."""
 
     def make(length: int, seed: int = 0) -> list[int]:
         return np.random.default_rng(seed).integers(3, 100, length).tolist()

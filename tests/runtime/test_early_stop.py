@@ -1,4 +1,4 @@
-"""When a block ends: fed with chosen step results, beside the whole generations elsewhere."""
+"""When a block ends, tested on chosen step results; other tests run whole generations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIDENT, UNSURE = 0.001, 0.1
 
 
 def blocks_of(tiny, params: SamplingParams, steps: Sequence[tuple[int, float]]) -> list[int]:
-    """Steps a block, when step after step yields a canvas of one token, at one entropy."""
+    """Return the steps per block if each step yields a canvas of one token, at one entropy."""
     active = ActiveRequest(0, Request([3], params), tiny.model, 0.0)
     events: list[Event] = []
     for token, entropy in steps:

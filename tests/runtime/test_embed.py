@@ -1,4 +1,4 @@
-"""Embeddings on the host, bit for bit those of transformers in the table's own dtype."""
+"""Embeddings on the host equal transformers' in the table's own dtype, bit for bit."""
 
 from __future__ import annotations
 

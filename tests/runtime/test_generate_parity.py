@@ -24,7 +24,7 @@ Prompt = Callable[..., list[int]]
 
 
 def check(tiny, prompts: list[list[int]], params: list[SamplingParams]) -> list[Result]:
-    """Runs both sides and compares tokens and steps; returns canvasrt's results."""
+    """Run both sides and compare tokens and steps; return canvasrt's results."""
     expected = tiny.reference.generate(prompts, params)
     results = tiny.generate(prompts, params)
     for row, result in enumerate(results):
@@ -38,7 +38,7 @@ def seeds(base: SamplingParams, count: int, first: int = 0) -> list[SamplingPara
 
 
 def common_token(results: list[Result]) -> int:
-    """A token inside a block of every result, as far as there is one: a stand-in for the end."""
+    """Return a token that occurs inside a block of most results, as a stand-in for the end of sequence."""
     canvas = 32
     counts: dict[int, int] = {}
     for result in results:
@@ -66,7 +66,7 @@ def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt, adaptive: bool, ba
     base = replace(BASE, early_stop=adaptive, max_new_tokens=160)
     prompts = [prompt(20, seed) for seed in range(batch)]
     params = seeds(base, batch, first=300)
-    # Make tokens that occur the ends of sequence: random weights would hardly ever write token 1.
+    # Use tokens that occur as ends of sequence: random weights would hardly ever write token 1.
     free = tiny.generate(prompts, params)
     ends = (1, common_token(free), free[0].token_ids[45])
     results = check(tiny, prompts, [replace(each, eos_token_ids=ends) for each in params])
@@ -143,7 +143,7 @@ def test_prompts_of_the_demo_checkpoint(demo) -> None:
 
 @pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
 def test_an_undertrained_checkpoint(undertrained, adaptive: bool) -> None:
-    """A model that is not sure of itself: many steps, and acceptance in part."""
+    """A model that is unsure: many steps, and partial acceptance."""
     text = "count 7 to 31"
     prompt = undertrained.tokenizer.encode_chat([{"role": "user", "content": text}])
     base = SamplingParams.from_defaults(

@@ -1,4 +1,4 @@
-"""A request's tokens depend on the request alone: not on its neighbours, the batch, or the run."""
+"""A request's tokens depend on the request alone, not on its neighbours, the batch or the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = SamplingParams(
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Six requests that differ in everything that a request may choose."""
+    """Six requests that differ in everything a request may choose."""
     import numpy as np
 
     def prompt(length: int, seed: int) -> list[int]:
@@ -92,7 +92,7 @@ def test_other_seeds_give_other_tokens(tiny, requests) -> None:
 
 
 def test_rows_in_one_pass_give_the_same_tokens(tiny, requests, alone) -> None:
-    """How a backend with real batches runs: padded rows in one pass, rounding aside the same."""
+    """How a backend with real batches runs: padded rows in one pass, equal up to rounding."""
     together = open_model(tiny.bundle, threads=1)
     together.rows_apart = False
     passes = together.counters
@@ -146,7 +146,7 @@ def test_leaving_a_stream_frees_the_generator(tiny, requests) -> None:
 
 
 def test_graphs_and_cpu_engines_give_the_same_tokens(tiny, requests, alone) -> None:
-    """Graphs give experts a capacity of slots; engines for the CPU sort tokens by expert."""
+    """Graphs give experts a capacity of slots; CPU engines sort tokens by expert."""
     graphs = open_model(tiny.graphs, threads=1)
     assert same(Generator(graphs).run(requests), alone)
 
@@ -164,7 +164,7 @@ def test_cpu_engines_never_overflow(tiny, alone) -> None:
 
 
 def test_more_threads_give_the_same_tokens(tiny, requests, alone) -> None:
-    """Whether they run several requests at the same time, or share the products of one."""
+    """Threads may run several requests at once, or share the products of one."""
     beside = open_model(tiny.bundle, threads=3)
     assert same(Generator(beside, 4).run(requests), alone)
     sharing = open_model(tiny.bundle, backend=OrtBackend(threads=3))

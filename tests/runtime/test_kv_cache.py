@@ -13,7 +13,7 @@ from tests.helpers.configs import CONFIG, LAYERS
 
 
 def filled(*counts: int) -> RequestCache:
-    """A cache given tokens in these portions; each value is its position."""
+    """Return a cache filled in these portions; each value is its position."""
     cache = RequestCache(CONFIG)
     for count in counts:
         where = np.arange(cache.length, cache.length + count, dtype=np.float32)

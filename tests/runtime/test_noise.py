@@ -1,4 +1,4 @@
-"""Noise: the published values, and that seed, block and step alone decide it."""
+"""Noise: the published values, and that seed, block and step alone determine it."""
 
 import numpy as np
 import pytest

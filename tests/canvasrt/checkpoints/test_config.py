@@ -1,4 +1,4 @@
-"""Reading a checkpoint's configuration: every form of it, and every way to be wrong."""
+"""Reading a checkpoint's configuration: every valid form, and every way to be wrong."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_agrees_with_transformers_for_every_form_of_the_layer_overrides(tmp_path
 
 
 def test_defaults_are_the_reference_s() -> None:
-    """What a config.json leaves out is what transformers would fill in."""
+    """Keys that a config.json leaves out get transformers' defaults."""
     from transformers import DiffusionGemmaTextConfig
 
     config = without("layer_types", "per_layer_config", "sliding_window", num_hidden_layers=7)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint, and noticing that its weights are not whole."""
+"""Finding a checkpoint, and noticing incomplete weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CanvasError, match="some/model is no folder here") as raised:
+    with pytest.raises(CanvasError, match="some/model is not a folder here") as raised:
         checkpoints.resolve("some/model")
     assert "network" in raised.value.hint
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about its quantization, and what is said of those that are not known."""
+"""How a checkpoint's configuration describes its quantization, and how unknown kinds are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def configured(folder: Path, quantization: dict[str, Any] | None) -> Path:
             Quantization("modelopt 0.45.0", "NVFP4", "nvfp4"),
         ),
         ({**_MODELOPT, "quant_algo": "FP8"}, Quantization("modelopt 0.45.0", "FP8", "fp8")),
-        # The key-value cache alone.
+        # Only the key-value cache.
         ({**_MODELOPT, "quant_algo": None, "kv_cache_quant_algo": "FP8"}, None),
         (
             {

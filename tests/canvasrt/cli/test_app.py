@@ -40,7 +40,7 @@ print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 
 
 def test_help_answers_at_once() -> None:
-    """The best of a few tries, since other tests run beside this one; processor time, not the clock's."""
+    """Take the best of a few tries, since other tests run at the same time, in processor time."""
     best = float("inf")
     for _ in range(5):
         begin = os.times()
@@ -74,7 +74,7 @@ def test_the_version(command: Command) -> None:
 
 
 def fails(done: subprocess.CompletedProcess[str], code: int, said: str) -> None:
-    """Check a failure: its exit code, what it says, and that it is two lines and no traceback."""
+    """Check a failure: its exit code and message, in two lines without a traceback."""
     assert done.returncode == code, done.stderr
     lines = done.stderr.splitlines()
     last = [line for line in lines if line.startswith(("error:", "hint:"))]
@@ -89,9 +89,9 @@ def fails(done: subprocess.CompletedProcess[str], code: int, said: str) -> None:
     ("line", "said"),
     [
         ("export nowhere -o out", "no checkpoint at nowhere"),
-        ("export some/model -o out", "some/model is no folder here"),
+        ("export some/model -o out", "some/model is not a folder here"),
         ("build nowhere -t cpu -o out", "no checkpoint at nowhere"),
-        ("build demo -t h200 -o out", "engines for h200 are built on its GPU"),
+        ("build demo -t h200 -o out", "engines for h200 can only be built on its GPU"),
         ("inspect nowhere", "no bundle at nowhere"),
         ("inspect .", r"no manifest\.json"),
         ("verify nowhere", "no bundle at nowhere"),
@@ -198,7 +198,7 @@ sys.exit(run(["inspect", "somewhere"]))
 def test_an_interrupted_build_leaves_nothing(
     number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
-    """The signal comes while graphs are being exported, the longest part."""
+    """The signal arrives during the export, the longest part."""
     process = subprocess.Popen(
         [*CANVASRT, "build", "demo", "-t", "cpu", "-o", tmp_path / "out"],
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`canvasrt demo`: right answers over every protocol, and nothing left, however it ends."""
+"""`canvasrt demo`: right answers over every protocol, and nothing left behind, however it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_checkpoint = pytest.mark.skipif(
 
 
 def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
-    """`canvasrt demo` with a scratch folder of its own."""
+    """Start `canvasrt demo` with its own scratch folder."""
     (folder / "tmp").mkdir()
     return subprocess.Popen(
         [sys.executable, "-m", "canvasrt", "demo", *options],
@@ -37,7 +37,7 @@ def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[s
 
 
 def left_by(process: subprocess.Popen[str], folder: Path) -> list[str]:
-    # torch makes a cache folder there too, which is its own.
+    # torch creates its own cache folder there too.
     scratch = (folder / "tmp").glob("canvasrt*")
     shared = Path("/dev/shm").glob(f"canvasrt-*-{process.pid}-*")
     return [each.name for each in (*scratch, *shared)]

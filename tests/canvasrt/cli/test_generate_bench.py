@@ -1,4 +1,4 @@
-"""`canvasrt generate` and `canvasrt bench`, run as a user does."""
+"""`canvasrt generate` and `canvasrt bench`, run as users do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def canvasrt(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess
 
 
 def on_a_terminal(*arguments: object) -> str:
-    """Everything that a command writes to a terminal of 200 columns."""
+    """Return everything that a command writes to a terminal of 200 columns."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "canvasrt", *map(str, arguments)]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "200", "LINES": "50"}
@@ -38,13 +38,13 @@ def on_a_terminal(*arguments: object) -> str:
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Standard output of a command that succeeds, run in this process."""
+    """Run a command that succeeds, in this process; return its standard output."""
     assert run([str(a) for a in arguments]) == 0
     return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
-    """The `error:` line of a command that fails, followed by one `hint:` line."""
+    """Run a command that fails; return its `error:` line, which one `hint:` line follows."""
     assert run([str(a) for a in arguments]) == code
     captured = capsys.readouterr()
     lines = captured.err.splitlines()

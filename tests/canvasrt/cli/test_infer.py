@@ -1,4 +1,4 @@
-"""`canvasrt infer`: its output, and what it says when there is nothing to talk to."""
+"""`canvasrt infer`: its output, and its errors when no server answers."""
 
 from __future__ import annotations
 

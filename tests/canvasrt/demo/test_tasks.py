@@ -1,4 +1,4 @@
-"""The demo's questions, how they are marked, and that the checkpoint answers them."""
+"""The demo's questions, how they are marked, and the checkpoint's answers."""
 
 import random
 import subprocess
@@ -76,7 +76,7 @@ def test_tasks_need_neither_torch_nor_transformers():
 
 @pytest.fixture(scope="module")
 def demo():
-    """The demo checkpoint as a user would load it, in fp32."""
+    """The demo checkpoint as users load it, in fp32."""
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers", minversion="5.23")
     model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(
@@ -115,7 +115,7 @@ def test_the_checkpoint_answers_held_out_questions(demo, task):
 
 
 def test_the_fast_forward_pass_is_the_stock_one(demo):
-    """The one that trains: past the sliding window, with padding, and self-conditioned."""
+    """The pass used for training: past the sliding window, with padding, and self-conditioned."""
     import torch
 
     from canvasrt.demo.model import FastForward

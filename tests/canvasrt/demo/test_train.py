@@ -1,4 +1,4 @@
-"""The training script: what it writes, and that a seed decides it."""
+"""The training script: what it writes, and that the seed determines it."""
 
 import random
 

@@ -1,3 +1,3 @@
-from tests.helpers.reference import demo, tiny
+from tests.helpers.reference import demo, prompt, tiny
 
-__all__ = ["demo", "tiny"]
+__all__ = ["demo", "prompt", "tiny"]

@@ -1,4 +1,5 @@
-"""`canvasrt verify --reference`: a bundle agrees with its own checkpoint; where one does not, the report says where."""
+"""`canvasrt verify --reference`: a bundle matches its own checkpoint, or the report says where it
+does not."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Edit = Callable[[np.ndarray], np.ndarray]
 
 
 def edited(bundle: Path, out: Path, edits: Mapping[str, Edit], **options: Any) -> Path:
-    """A copy of a bundle with some weights changed, and a manifest that knows of it."""
+    """Copy a bundle with some weights changed and a manifest to match."""
     made = load_bundle(bundle).manifest
     shutil.copytree(bundle, out)
     for file in sorted(out.glob("body_*.onnx")):
@@ -103,7 +104,7 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     from canvasrt.demo import CHECKPOINT
 
-    with pytest.raises(CanvasError, match="of different shapes"):
+    with pytest.raises(CanvasError, match="have different shapes"):
         measure(load_bundle(tiny.bundle), CHECKPOINT, questions=0)
 
 
@@ -115,7 +116,7 @@ def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
     assert quality == json.loads(capsys.readouterr().out)["quality"]
     everything = quality["answers"]["all"]
     assert everything["asked"] == 8 * 3
-    # Under the same noise the two sides are the same token for token.
+    # Under the same noise, both sides are the same token for token.
     assert everything["lost"] == everything["gained"] == 0
     assert everything["bundle"] == everything["reference"]
     assert quality["pace"]["bundle"] == quality["pace"]["reference"]
@@ -140,7 +141,7 @@ def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
 
 
 def test_scales_of_one_layer_that_are_off_are_found(demo: Any, tmp_path: Path) -> None:
-    # Behind a norm, or in front of one, a scale would change nothing at all.
+    # Before or after a norm, a scale would change nothing.
     wrong = dict.fromkeys(["layers.2.mlp.gate_up.weight"], off_by_a_tenth)
     wrong |= {f"layers.2.experts.gate_up.{expert}": off_by_a_tenth for expert in range(8)}
     bundle = edited(demo.bundle, tmp_path / "wrong", wrong)
@@ -187,7 +188,7 @@ def test_a_recipes_limits_decide(demo: Any, tmp_path: Path, capsys: Any) -> None
         ("kl_mean", True),
         ("weight_error_others", False),
     ]
-    assert "right answers lost, in 100" in captured.err
+    assert "right answers lost per 100" in captured.err
     assert report["answers"]["all"]["lost"] > 5
 
 
@@ -217,7 +218,7 @@ def test_weights_that_are_no_numbers_are_reported(demo: Any, tmp_path: Path, cap
 
 
 class WithoutInside(ObservedModel):
-    """Stands for engines of a GPU, whose graphs and logits cannot be seen."""
+    """Stands for GPU engines, whose graphs and logits cannot be read."""
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle)
@@ -234,7 +235,7 @@ def test_engines_that_cannot_be_looked_into(
     assert report["answers"]["all"]["asked"] == 8
     write_report(report, "demo", tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "Within its limits, but not measured: mean KL divergence" in text
+    assert "Within its limits; not measured: mean KL divergence" in text
     assert "## Segments" not in text
     assert (tmp_path / "report" / "report.html").read_text().count("<svg ") == 3
 
@@ -243,7 +244,7 @@ def test_engines_that_cannot_be_looked_into(
 def test_the_reference_generates_what_transformers_does(
     tiny: Any, prompt: Any, length: int
 ) -> None:
-    """Three blocks, with prompts at the edge of the window, and steps that early stop cuts short."""
+    """Three blocks, with prompts at the edge of the window, and steps cut short by early stop."""
     params = SamplingParams(
         seed=length,
         max_new_tokens=96,

@@ -1,4 +1,4 @@
-"""The statistics of quality reports, against published values and other ways to compute them."""
+"""The statistics of quality reports, against published values and independent computations."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def sessions(graphs: Bundle) -> tuple[ort.InferenceSession, ort.InferenceSession]:
-    """The body graph as it was exported, and rewritten."""
+    """The body graph as exported, and rewritten."""
     file = graphs.file("body_0.onnx")
     model = onnx.load(file, load_external_data=False)
     assert split_experts(model)

@@ -57,7 +57,7 @@ def feeds(graphs: Bundle, rows: int = 2, length: int = 7, past: int = 5) -> dict
 @pytest.mark.parametrize("kind", ORACLE)
 @pytest.mark.parametrize("scale", [1.0, 0.013, 1e-4])
 def test_onnx_runtime_rounds_to_the_last_bit(kind: str, scale: float) -> None:
-    """`lowbits` is held to a plain implementation of the formats in test_formats."""
+    """test_formats compares `lowbits` with a plain implementation of the formats."""
     rng = np.random.default_rng(0)
     codes = np.arange(256, dtype=np.uint8)
     grid = lowbits.from_e4m3(codes[codes & 127 != 127])
@@ -242,7 +242,7 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
         expected = lowbits.round_fp8(plain[name], shared.CACHE_SCALE)
         assert rounded[name].dtype == np.float32
         assert (expected != plain[name]).any()
-        if name.endswith("_0"):  # nothing before the first layer's differs
+        if name.endswith("_0"):  # nothing before the first layer differs
             np.testing.assert_array_equal(rounded[name], expected)
         np.testing.assert_array_equal(
             lowbits.round_fp8(rounded[name], shared.CACHE_SCALE), rounded[name]
@@ -250,7 +250,7 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
 
 
 def test_a_bf16_bundle_is_widened(plain_graphs: Bundle, tmp_path: Path) -> None:
-    """To what an export in fp32 of the same checkpoint, whose weights are bf16, computes."""
+    """The result equals an fp32 export of the same checkpoint, whose weights are bf16."""
     from canvasrt.export.graphs import export
 
     wide = tmp_path / "wide"

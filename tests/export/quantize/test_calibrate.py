@@ -1,4 +1,5 @@
-"""Calibration sees what the model computes: ModelOpt's own, over the same passes of transformers' model, agrees."""
+"""Calibration observes what the model computes; it agrees with ModelOpt's over the same passes of
+transformers' model."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.reference import Reference, tiny_model
 
-# Never in the top 2 of layer 3: of each pair of opposite rows one scores above its 0.
+# Never in the top 2 of layer 3: of each pair of opposite rows, one scores above its 0.
 IDLE_LAYER, IDLE_EXPERT = 3, 5
 GENERATION = {
     "max_denoising_steps": 11,
@@ -106,7 +107,8 @@ def found(tiny: Tiny) -> Calibration:
 
 
 def modelopt_amax(tiny: Tiny) -> Callable[[str], float]:
-    """ModelOpt's max calibration while transformers generates from the same prompts under the same noise."""
+    """Run ModelOpt's max calibration while transformers generates from the same prompts under the
+    same noise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization as mtq
@@ -144,7 +146,7 @@ MODULES = {
 
 
 def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
-    """The last test that may use the model: ModelOpt changes it in place."""
+    """This must be the last test to use the model: ModelOpt changes it in place."""
     theirs = modelopt_amax(tiny)
     expected = {}
     for layer in range(6):
@@ -157,7 +159,7 @@ def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
     assert found.amax.keys() - expected.keys() == {"signal_mlp.gate_up", "signal_mlp.down"}
     for name, value in expected.items():
         assert found.amax[name] == pytest.approx(value, rel=1e-4), name
-    # The engine also makes the signal that would follow a block's last step, the reference does not.
+    # The engine also computes the signal after a block's last step; the reference does not.
     for ours, module in (("gate_up", "up_proj"), ("down", "down_proj")):
         value = theirs(f"{DECODER}.self_conditioning.{module}.input_quantizer")
         assert found.amax[f"signal_mlp.{ours}"] >= value * (1 - 1e-4)
@@ -194,7 +196,7 @@ def test_prompts_that_take_all_steps_are_spread(
 def test_slots_do_not_matter(
     tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch, capacity: int
 ) -> None:
-    """Neither too few, which makes passes be repeated, nor empty ones."""
+    """Neither too few slots, which repeat passes, nor empty ones matter."""
     monkeypatch.setattr(Capacity, "choose", lambda self, tokens: min(capacity, tokens))
     again = tiny.calibrate()
     assert again.routed == found.routed
@@ -206,13 +208,13 @@ def test_experts_that_no_token_was_routed_to(found: Calibration) -> None:
     assert found.to_json()["idle_experts"] == {f"layers.{IDLE_LAYER}": [IDLE_EXPERT]}
     assert all(value > 0 for value in found.amax.values())
     per_layer = {sum(counts) for counts in found.routed.values()}
-    # Every layer sees every token twice: prompts, a commit a prompt, and the canvases.
+    # Every layer sees every token twice: prompts, one commit per prompt, and the canvases.
     tokens = sum(map(len, PROMPTS)) + 32 * len(PROMPTS) + 32 * sum(found.steps)
     assert per_layer == {2 * tokens}
 
 
 def test_padding_does_not_count(tiny: Tiny) -> None:
-    """A batch with a padded row observes what its rows observe alone, whatever the padding holds."""
+    """A batch with a padded row observes the same as its rows alone, whatever the padding holds."""
     entry = tiny.graphs.manifest.segments[0]
     names = local_names(entry, quantizable(tiny.graphs.manifest.model))
     model = ir.load(tiny.graphs.path / "body_0.onnx")
@@ -221,7 +223,7 @@ def test_padding_does_not_count(tiny: Tiny) -> None:
     ir.save(model, tiny.graphs.path / "observed.onnx")
     segment = OrtBackend(1).open("body_0", tiny.graphs.path / "observed.onnx")
     hidden = np.random.default_rng(0).standard_normal((2, 9, 128)).astype(np.float32)
-    # One channel alone: norms would make anything even as large as what is real.
+    # Only one channel: norms would make a uniform value as large as the real ones.
     hidden[1, 6:] = 0
     hidden[1, 6:, 0] = 1e3
     shapes = {}
@@ -293,7 +295,7 @@ LONG = {"prompt_ids": [5] * 4090}
         ('{"prompt_ids": []}', "the prompt is empty"),
         ('{"prompt_ids": [5, 512]}', "prompt token 512 is not in the vocabulary"),
         (json.dumps(LONG), "exceed the context of 4096 tokens"),
-        ('{"prompt": "hello"}', "the graphs carry no tokenizer"),
+        ('{"prompt": "hello"}', "the graphs have no tokenizer"),
     ],
     ids=lambda value: value[:40],
 )
@@ -328,7 +330,7 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="cannot read"):
         tiny.calibrate(file)
     file.write_text("\n\n")
-    with pytest.raises(CanvasError, match=r"prompts\.jsonl holds no prompts"):
+    with pytest.raises(CanvasError, match=r"prompts\.jsonl contains no prompts"):
         tiny.calibrate(file)
     file.write_text('{"prompt_ids": [5, 6]}\n' * 3 + "broken\n")
     with pytest.raises(CanvasError, match="line 4: it is not JSON"):
@@ -336,7 +338,8 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_default_prompts(tiny: Tiny) -> None:
-    """General ones for any checkpoint but the demo's, whose own hold no question that it is marked on."""
+    """General ones for any checkpoint but the demo's. The demo's prompts contain no question that
+    it is marked on."""
     general = default_prompts(tiny.graphs)
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 64

@@ -1,4 +1,4 @@
-"""The quantized forms: what stands in the graph, and engines of them, really built by TensorRT-RTX."""
+"""The quantized forms in the graph, and engines of them, really built by TensorRT-RTX."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def producers(model: ir.Model, name: str) -> dict[str, ir.Node]:
-    """The nodes that a quantized weight's form is made of, by what they are called behind its name."""
+    """Return the nodes of a quantized weight's form, by the suffix of their names."""
     return {
         str(node.name).removeprefix(f"{name}/"): node
         for node in model.graph
@@ -91,7 +91,7 @@ def test_fp8_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
     assert form["weight"].attributes["axis"].value == 0
     scale = model.graph.initializers["layers.0.mlp.down.weight.scale"]
     assert (scale.dtype, tuple(scale.shape)) == (ir.DataType.FLOAT, (64,))
-    # A scale for each expert inside the DequantizeLinear would be dequantized on every call.
+    # A per-expert scale inside the DequantizeLinear would be dequantized on every call.
     assert model.graph.initializers[f"{GATE_UP}.scale"].shape == ()
     assert tuple(model.graph.initializers[f"{GATE_UP}.factor"].shape) == (4, 1, 64)
 
@@ -151,7 +151,7 @@ def test_what_is_not_quantized_keeps_its_bytes(plain_graphs: Bundle, quantized) 
 
 
 def product_of(weights: list[tuple[str, int]], used: str = "x", op: str = "MatMul") -> ir.Model:
-    """One input `[n, 32]` multiplied with several weights `[out, 32]`."""
+    """Return a graph that multiplies one input `[n, 32]` with several weights `[out, 32]`."""
     nodes, inits = [], []
     for name, out in weights:
         inits.append(onnx.numpy_helper.from_array(np.ones((out, 32), np.float32), name))
@@ -201,7 +201,7 @@ def test_what_has_no_such_form_is_refused() -> None:
 
 
 class Engine:
-    """What TensorRT-RTX says of an engine that it built; without a GPU that is all that can be known."""
+    """What TensorRT-RTX reports about an engine it built; without a GPU, nothing else can be known."""
 
     def __init__(self, graph: Path, capability: str) -> None:
         trt = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
@@ -288,7 +288,8 @@ def test_tensorrt_takes_a_cache_in_fp8(quantized, format: str, capability: str) 
 
 
 def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
-    """64 experts over `[64, length, 256]` in bf16, quantized and perhaps spoilt; the bytes of the weight in bf16."""
+    """Return 64 experts over `[64, length, 256]` in bf16, quantized and perhaps spoilt, and their
+    weight's bytes in bf16."""
     experts, out, size = 64, 512, 256
     weight = helper.make_tensor(
         "w", TensorProto.BFLOAT16, [experts, out, size], b"\0" * experts * out * size * 2, raw=True
@@ -359,7 +360,7 @@ def test_experts_are_multiplied_in_their_format(
 
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_experts_are_multiplied_in_nvfp4(tmp_path: Path, spoil: str | None) -> None:
-    """An engine that dequantizes the weight on every call needs room for it: TensorRT says how much it needs."""
+    """An engine that dequantizes the weight on every call needs memory for it, which TensorRT reports."""
     wide = experts_graph(tmp_path / "experts.onnx", "nvfp4", spoil)
     engine = Engine(tmp_path / "experts.onnx", "SM120")
     small = experts_graph(tmp_path / "other.onnx", "fp8")

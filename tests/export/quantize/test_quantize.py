@@ -1,4 +1,4 @@
-"""Quantized bundles: what is in them, what is left as it was, and what is refused."""
+"""Quantized bundles: what they contain, what stays unchanged, and what is refused."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_weights_and_scales(nvfp4: Bundle, plain_graphs: Bundle) -> None:
         original = before[local].numpy().astype(np.float32)
         error = np.abs(wide - original).max() / np.abs(original).max()
         assert 0 < error < 0.2, name
-        # Two thirds of the way to a sixth of the largest of 16 numbers, at worst.
+        # At worst, two thirds of the way to a sixth of the largest of 16 numbers.
         assert np.linalg.norm(wide - original) < 0.13 * np.linalg.norm(original), name
         assert after[f"{local}.input_scale"].numpy() == np.float32(found["amax"][name] / 2688)
     untouched = set(before) & set(after)
@@ -133,7 +133,7 @@ def test_mixed_precision(plain_graphs: Bundle, prompts: Path, tmp_path: Path) ->
     found = read_calibration(bundle)["cache_amax"]
     scale = body["layers.1.attention.value_scale"].numpy()
     assert scale == np.float32(found["layers.1.value"] / 448)
-    # The table stays where the host reads it too.
+    # The table stays where the host also reads it.
     assert head["table"].location == "embedding.bin"
     assert bundle.file("embedding.bin").samefile(plain_graphs.file("embedding.bin"))
     assert head["signal_mlp.down.weight.values"].dtype == ir.DataType.FLOAT8E4M3FN

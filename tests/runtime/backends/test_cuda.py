@@ -1,4 +1,4 @@
-"""The CUDA device over a fake of CUDA's runtime: what is called when, and what is given back."""
+"""The CUDA device over a fake of CUDA's runtime: the order of calls, and what is freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Status(IntEnum):
 
 
 class Runtime:
-    """CUDA's runtime, as the bindings have it: every call gives a status, then what it makes."""
+    """CUDA's runtime, as the bindings expose it: every call returns a status, then its result."""
 
     cudaStreamNonBlocking = 1
 
@@ -90,7 +90,7 @@ def test_what_was_taken_is_given_back_graphs_first(runtime: Runtime) -> None:
 
 
 def test_work_that_fails_ends_its_capture(runtime: Runtime) -> None:
-    """An open capture would swallow all that follows; the error is that of the work."""
+    """An open capture would record everything that follows. The error is the work's."""
     device = CudaDevice()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider: never a quiet fall back to the CPU, and the same tokens where there is a GPU."""
+"""ONNX Runtime's CUDA provider: no silent fallback to the CPU, and the same tokens on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_provider_without_a_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_session_that_fell_back_is_refused() -> None:
     check_loaded([PROVIDER, "CPUExecutionProvider"])
-    with pytest.raises(CanvasError, match="did not load; it would run on CPUExecutionProvider"):
+    with pytest.raises(CanvasError, match="the graph would run on CPUExecutionProvider"):
         check_loaded(["CPUExecutionProvider"])
 
 

@@ -62,7 +62,7 @@ def test_tensorrt_s_engines_stay_on_the_architecture_of_their_host() -> None:
 
 
 def write_engines(graphs: Bundle, folder: Path) -> None:
-    """An engine bundle whose engines are the paths of graphs."""
+    """Write an engine bundle whose engine files contain the paths of graphs."""
     manifest, profiles = graphs.manifest, body_profiles()["body"]
     segments = []
     for entry in manifest.segments:
@@ -103,7 +103,7 @@ class Engines:
 
 @pytest.mark.parametrize("rtx", [True, False], ids=["tensorrt_rtx", "tensorrt"])
 def test_tokens_are_those_of_the_cpu(rtx: bool, tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
-    """All steps: the same calls come again and again."""
+    """With all steps, the same calls repeat."""
     engines = Engines(tiny.graphs, tmp_path, rtx)
     wanted = requests(tiny, prompt, [40, 150, 9], max_new_tokens=3 * CANVAS, early_stop=False)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
@@ -130,7 +130,7 @@ def test_a_call_is_captured_when_it_comes_a_third_time(
 
 
 def test_requests_share_no_pass_unless_they_are_let() -> None:
-    """What shares a batch may change last bits on a GPU, and tokens must depend on the seed alone."""
+    """Sharing a batch may change last bits on a GPU, and tokens must depend on the seed alone."""
     device = FakeCudaDevice()
     module = fake_tensorrt(VERSION, True, device)
     assert TensorRTBackend(TARGET, module=module, device=device).rows_apart  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def test_a_call_that_cannot_be_captured_runs_as_it_is(
 def test_no_context_ends_while_queued_work_may_use_it(
     tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was not captured, too."""
+    """This includes a context that was not captured."""
     engines = Engines(tiny.graphs, tmp_path, rtx=False)
     engines.device.captures = False
     Generator(engines.model).run(requests(tiny, prompt, [9], max_new_tokens=CANVAS))
@@ -228,7 +228,7 @@ def test_without_a_gpu_the_error_says_so() -> None:
 
 @pytest.mark.skipif(not gpus(), reason="needs a GPU")
 def test_on_a_gpu_the_demo_s_engines_answer(tmp_path: Path) -> None:
-    """Really run: built for the GPU that is here, in bf16, and asked once."""
+    """Build for this machine's GPU in bf16, and really run it once."""
     from canvasrt.build.plan import Options
     from canvasrt.pipeline import build
     from canvasrt.targets import TARGETS

@@ -1,4 +1,4 @@
-"""A cache of keys and values in FP8: the same tokens from a device's buffers as from the form that a CPU runs."""
+"""An FP8 cache of keys and values: device buffers give the same tokens as the CPU's form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TEXTS = ("Add 17 and 25", "Spell the word garden", "Sort 5 3 9 1", "Count from 3
 
 @pytest.fixture(scope="module")
 def graphs(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's fp32 graphs with a cache in E4M3: the fake engine, being a CPU, multiplies no bf16."""
+    """The demo's fp32 graphs with an E4M3 cache: the fake engine runs on a CPU, which multiplies no bf16."""
     folder = tmp_path_factory.mktemp("fp8-cache")
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": TEXTS[0]}))
@@ -77,7 +77,7 @@ def test_a_number_takes_a_byte(device: DeviceModel) -> None:
 
 
 def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: Pair) -> None:
-    """Of a trained model: where one is unsure, the last bit of a sum decides how a key is rounded."""
+    """Uses a trained model: where one is unsure, the last bit of a sum decides how a key is rounded."""
     wanted = [
         Request(
             demo.tokenizer.encode_chat([{"role": "user", "content": text}]),
@@ -94,7 +94,7 @@ def test_answers_are_those_of_the_cpu(device: DeviceModel, on_cpu: Model, demo: 
 def test_what_is_cached_is_what_the_cpu_caches(
     device: DeviceModel, on_cpu: Model, prompt: Callable[..., list[int]]
 ) -> None:
-    """Prompts inside and beyond the window: a denoising pass over both caches, each from the same canvas."""
+    """Prompts inside and beyond the window, then a denoising pass over both caches from the same canvas."""
     for length in (1, 40, 700):
         found = []
         for model in (device, on_cpu):
@@ -111,7 +111,7 @@ def test_what_is_cached_is_what_the_cpu_caches(
 
 
 def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
-    """So that what serving takes can be told from the manifest."""
+    """The manifest must show what serving takes."""
     assert on_cpu.bundle is not None
     assert on_cpu.bundle.manifest.options["recipe"]["kv_cache"] == "fp8"
     for target, wanted in (("cpu", 4), ("rtx-5090", 1)):
@@ -126,8 +126,8 @@ def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
 
 
 def test_where_such_graphs_are_refused(graphs: Path) -> None:
-    """They are no engines, and what a GPU's are built from is in bf16."""
-    with pytest.raises(CanvasError, match="quantized to fp8, and run as engines only"):
+    """They are not engines, and a GPU's engines are built from bf16 graphs."""
+    with pytest.raises(CanvasError, match="quantized to fp8 and only run as engines"):
         open_model(graphs, check=False)
-    with pytest.raises(CanvasError, match="quantized from fp32 ones, and engines for rtx-5090"):
+    with pytest.raises(CanvasError, match="quantized from fp32 ones, but engines for rtx-5090"):
         check_source(find_target("rtx-5090"), Precision("fp8"), read_source(graphs))

@@ -47,7 +47,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_tokens_are_those_of_the_cpu(
     length: int, tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
 ) -> None:
-    """Prompts inside the sliding window, at its edge, and of more than a chunk and a cache's first width."""
+    """Prompts inside the sliding window, at its edge, and longer than a chunk and a cache's first width."""
     wanted = requests(tiny, prompt, [length])
     same(Generator(fake[0]).run(wanted), Generator(tiny.model).run(wanted))
 
@@ -115,13 +115,13 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, backend = resident(tiny.graphs)
-    # A first guess far too low.
+    # A first guess that is far too low.
     monkeypatch.setattr("canvasrt.runtime.capacity.Capacity.choose", lambda self, tokens: 2)
     wanted = requests(tiny, prompt, [40, 90], max_new_tokens=CANVAS)
     same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
     assert model.counters.overflows > 10
     counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
-    assert counts["body_0"] < counts["body_1"]  # the second stage runs again for the first's sake
+    assert counts["body_0"] < counts["body_1"]  # the second segment reruns because of the first
 
 
 def test_a_batch_that_fits_no_capacity_is_run_row_by_row(tiny: Pair, prompt: Prompt) -> None:
@@ -169,7 +169,7 @@ def test_each_phase_takes_the_profile_that_suits_it(tiny: Pair, prompt: Prompt) 
 
 
 def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt) -> None:
-    """Nothing of the vocabulary, no cache and no hidden states: bytes a step are some a position."""
+    """Nothing vocabulary-sized, no cache and no hidden states: a few bytes per position and step."""
     model, backend = resident(tiny.graphs)
     device, config = backend.device, model.config
     row = model.new_row()
@@ -209,7 +209,7 @@ def test_more_requests_than_places_are_an_error(
 ) -> None:
     model, _ = fake
     rows = [model.new_row() for _ in range(model.max_batch + 1)]
-    with pytest.raises(CanvasError, match="all 4 places for requests are taken") as raised:
+    with pytest.raises(CanvasError, match="all 4 request slots are taken") as raised:
         model.encode([EncodeInput(row, np.array(prompt(3))) for row in rows])
     assert "--max-batch" in raised.value.hint
     for row in rows:
@@ -224,7 +224,7 @@ def test_the_estimate_counts_what_is_taken(fake: tuple[DeviceModel, FakeBackend]
         "fp32",
         model.workspace.sizes.past["full"],
         model.max_batch,
-        layers_per_segment=len(model.stages[0].layers),
+        layers_per_segment=len(model.segments[0].layers),
     )
     assert taken.pop("key-value cache") == need.kv_cache
     assert sum(taken.values()) == need.buffers

@@ -1,4 +1,4 @@
-"""The caches on a device hold, slot by slot, what a cache of the host's own would."""
+"""The device's caches hold, slot by slot, what a host cache would."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Both:
         self.cache.narrow()
 
     def append(self, row: DeviceRow, count: int) -> None:
-        """New tokens, all different, as a pass gives them: with some padding behind."""
+        """Append new tokens, all different, as a pass returns them: with some padding after them."""
         length, host = count + 2, self.host[row]
         self.cache.make_room([row], [count])
         for index, layer in enumerate(LAYERS):
@@ -52,7 +52,7 @@ class Both:
         self.device.synchronize()
 
     def check(self) -> None:
-        """Every request's cached tokens, in the order of their positions."""
+        """Compare every request's cached tokens, in order of position."""
         for row, host in self.host.items():
             assert row.slot is not None
             self.cache.show_positions(row.slot, 1)
