@@ -9,7 +9,6 @@ import pytest
 
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs_of
-from canvasrt.targets import TARGETS
 
 README = Path(__file__).parents[1] / "README.md"
 TENSORS = [*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)]

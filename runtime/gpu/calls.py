@@ -32,11 +32,11 @@ def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
 ) -> Call:
     """A body segment's launch; with `shared`, every expert's first product takes all tokens."""
-    stage, cache = space.stages[number], space.cache
+    segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
     held = {kind: cache.past[kind].width for kind in cache.past}
-    held = {k: w for k, w in held.items() if f"past_positions_{k}" in stage.engine.inputs}
+    held = {k: w for k, w in held.items() if f"past_positions_{k}" in segment.engine.inputs}
     gate_rows = this.batch * this.length if shared else capacity
     queues = 1 if shared else config.num_experts
     tensors = {

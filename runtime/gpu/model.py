@@ -330,12 +330,12 @@ class DeviceModel(Model):
         key = (number, this.phase, this.first, this.batch, this.length, capacity, widths)
         call = self._calls.get(key)
         if call is None:
-            engine = self.stages[number].engine
+            engine = self.segments[number].engine
             dims = {"batch": this.batch, "length": this.length}
             shared = engine.profiles.smallest("gate_queues", dims) == 1
             made = body_call(self.workspace, self.config, number, this, capacity, shared)
             call = self._remember(key, made)
-        self.stages[number].engine.launch(call)
+        self.segments[number].engine.launch(call)
 
     def _launch_head(self, this: Pass) -> None:
         key = ("head", this.batch)
