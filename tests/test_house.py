@@ -32,9 +32,10 @@ FLOORS = (
 RUNTIME = (
     "profiles passes capacity noise tables tokenizer",
     "engine sampling",
-    "model request kv_cache backends",
-    "cpu gpu active",
-    "open generator",
+    "model request backends inputs",
+    "kv_cache gpu active",
+    "cpu generator",
+    "open",
     "bench",
 )
 CONTAINERS = (
