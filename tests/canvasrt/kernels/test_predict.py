@@ -59,8 +59,8 @@ def test_work_grows_with_what_it_depends_on(predictor: Predictor) -> None:
         ).parts()
 
     few, many = parts(capacity=32), parts(capacity=256)
-    assert many.pop(EXPERTS) > 1.5 * few.pop(EXPERTS)
-    few.pop("routing"), many.pop("routing")  # it clears the slots
+    assert many.pop(EXPERTS) > 1.3 * few.pop(EXPERTS)
+    few.pop("routing"), many.pop("routing")  # it fills the slots
     assert many == pytest.approx(few)
     assert parts(context=4000)["attention"] > 1.2 * parts(context=0)["attention"]
     assert parts(context=4000)[HEAD] == parts(context=0)[HEAD]
@@ -79,7 +79,7 @@ def test_layers_that_are_repeated_count_as_often(engines: Bundle, predictor: Pre
 def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
     with pytest.raises(UsageError, match="no profile of body_0 holds batch 9"):
         predictor.denoise(GPU, batch=9, context=1024)
-    with pytest.raises(UsageError, match="past_full 5000"):
+    with pytest.raises(UsageError, match="octets_full 625"):
         predictor.denoise(GPU, batch=1, context=5000)
 
 
