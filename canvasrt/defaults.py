@@ -8,13 +8,15 @@ LAYERS_PER_SEGMENT = 6
 
 # The most tokens per row of an encoding pass, and per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
-# A past comes in groups of 8 tokens, some of them masked: products over other sizes would copy it first.
+# A past comes in groups of 8 tokens, some of them masked. Products over other sizes would copy it first.
 OCTET = 8
 
-# The most tokens of an encoding pass that several requests share.
+# The most tokens of an encoding pass that several requests share. New keys and values of all layers are
+# kept until the pass is over: about 100 MB for 512 tokens of the released model in bf16.
 ENCODE_TOKENS = 1024
 
-# Attention with larger heads has no fused kernel: its queries are folded, these heads of a group at a time.
+# Larger heads have no fused attention kernel: their queries are folded, this many heads of a group at a
+# time. Fewer at a time take less memory, but copy the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 4
 
 # The files of a PEFT LoRA adapter.
@@ -22,5 +24,5 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def octets(tokens: int) -> int:
-    """How many octets hold so many tokens; at least one, which may be empty."""
+    """Return how many octets hold that many tokens: at least one, which may be empty."""
     return max(1, -(-tokens // OCTET))
