@@ -1,7 +1,8 @@
-"""One ONNX graph to one engine with TensorRT-RTX or TensorRT, in a process of its own.
+"""Builds one ONNX graph into one engine with TensorRT-RTX or TensorRT, in a child process.
 
-A build holds more than twice its weights in memory, cannot be interrupted from Python, and may be killed for want
-of memory: a process gives all of the first back, can be ended at any time, and its death is an error like another.
+A build holds more than twice its weights in memory, cannot be interrupted from Python, and may be
+killed when memory runs out. A process returns all of its memory, can be killed at any time, and its
+death is an ordinary error.
 """
 
 from __future__ import annotations
@@ -27,16 +28,17 @@ from canvasrt.kernels.capture import Capture
 
 _log = logging.getLogger(__name__)
 
-# Looking for a GPU that is not there is logged as an error, and is none.
+# TensorRT logs a missing GPU as an error; here it is expected.
 _NO_GPU = "catchCudaError"
-# What the builder says of an engine's need, one line an engine.
+# The builder reports an engine's need in one line per engine.
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. `module` is `tensorrt_rtx` or `tensorrt`; `capability` None is the GPU that is here."""
+    """What to build. `module` is `tensorrt_rtx` or `tensorrt`. If `capability` is None, this
+    machine's GPU counts."""
 
     module: str
     graph: Path
@@ -50,7 +52,7 @@ class Job:
         return self.engine.with_name(self.engine.stem + store.SUFFIX)
 
     def to_json(self) -> str:
-        """The text that the other process reads."""
+        """Return the text that the child process reads."""
         profiles = {
             name: {dimension: size.to_json() for dimension, size in sizes.items()}
             for name, sizes in self.profiles.items()
@@ -62,7 +64,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         data = json.loads(text)
         capability = data["capability"] and tuple(data["capability"])
         profiles = {
@@ -74,13 +76,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Made:
-    """What a builder says of an engine: the bytes of device memory for what it computes, None when it did not say."""
+    """What a builder reports: the bytes of device memory for activations, or None if it did not say."""
 
     activation_bytes: int | None
 
 
 class Children:
-    """The builder processes that are running; `kill` ends them, and keeps others from starting."""
+    """The running builder processes. `kill` ends them and keeps others from starting."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,26 +90,26 @@ class Children:
         self._stopped = False
 
     def kill(self) -> None:
-        """End every process at once."""
+        """Kill all processes at once."""
         with self._lock:
             self._stopped = True
             for process in self._running:
                 process.kill()
 
     def start(self, command: list[str]) -> subprocess.Popen[str]:
-        """A process whose output is one stream of text. Raises CanvasError after `kill`."""
+        """Start a process whose output is a single text stream. Raises CanvasError after `kill`."""
         with self._lock:
             if self._stopped:
                 raise CanvasError("the build was stopped")
             process = subprocess.Popen(
                 command,
-                # The other process must import what this one does, from wherever it runs.
+                # The child must import what this process does, from any working directory.
                 env={**os.environ, "PYTHONPATH": _import_path()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C reaches this process alone, which ends the others
+                start_new_session=True,  # Ctrl-C reaches only this process, which kills the others
             )
             self._running.add(process)
         return process
@@ -125,7 +127,7 @@ def _import_path() -> str:
 
 
 def compile_graph(job: Job, children: Children | None = None) -> Made:
-    """Write the engine of a job. Raises CanvasError with TensorRT's own words when it refuses."""
+    """Write the engine of a job. Raises CanvasError with TensorRT's own message if it refuses."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
     process = children.start([sys.executable, "-P", "-c", code, job.to_json(), str(os.getpid())])
@@ -152,7 +154,7 @@ def compile_graph(job: Job, children: Children | None = None) -> Made:
 
 
 def _read(lines: Iterable[str]) -> tuple[list[str], Made]:
-    """The errors, and the facts, among what the other process says; everything is logged."""
+    """Return the errors and the facts in the child's output; everything is logged."""
     errors: list[str] = []
     activations = None
     for line in lines:
@@ -172,13 +174,15 @@ def build(job: Job) -> None:
     builder = trt.Builder(_logger(trt, capture))
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
-    network.name = job.graph.stem  # its default is a running number, which would be in the engine
+    network.name = (
+        job.graph.stem
+    )  # the default is a running number, which would end up in the engine
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(job.graph)):
         raise CanvasError("the graph cannot be parsed")
     _let_attention_be_decomposed(trt, network)
     config = _config(trt, builder, network, job)
-    # Straight to the file: a whole engine in memory beside its weights would be a third more.
+    # Straight to the file: the whole engine in memory next to its weights would need a third more.
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
             raise CanvasError("no engine was built")
@@ -199,7 +203,7 @@ def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
 
 
 def _writer(trt: Any, file: BinaryIO) -> Any:
-    """A TensorRT stream writer over an open file."""
+    """Return a TensorRT stream writer over an open file."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         def write(self, data: bytes) -> int:
@@ -209,9 +213,10 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
-    """The builder's configuration: the GPU, the profiles, and one stream."""
+    """Return the builder's configuration: the GPU, the profiles, and one stream."""
     config = builder.create_builder_config()
-    # With streams beside the first, what could run at once is kept in memory at once: all pieces of attention.
+    # With auxiliary streams, the pieces of attention could run at once, and so would all be in
+    # memory at once.
     config.max_aux_streams = 0
     # The list of kernels comes with it; neither the engine's size nor the time of a build changes.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
@@ -225,16 +230,16 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
 
 
 def _let_attention_be_decomposed(trt: Any, network: Any) -> None:
-    """Where no fused kernel takes an attention's sizes, which depends on the profiles, it is built of others."""
+    """Let attention be decomposed if no fused kernel supports its sizes, which depends on the profiles."""
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
-            layer.__class__ = trt.IAttentionInputLayer  # it comes as a plain layer
+            layer.__class__ = trt.IAttentionInputLayer  # it arrives as a plain layer
             layer.attention.decomposable = True
 
 
 def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
-    """TensorRT's profile: for each input, its shape with each dynamic dimension's sizes put in."""
+    """Return TensorRT's profile: each input's shape, with the sizes of its dynamic dimensions filled in."""
     profile = builder.create_optimization_profile()
     for number in range(network.num_inputs):
         value = network.get_input(number)
@@ -251,7 +256,7 @@ def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
 
 
 def _logger(trt: Any, capture: Capture) -> Any:
-    """A TensorRT logger that prints a line a message, and shows `capture` all of them."""
+    """Return a TensorRT logger that prints a line a message, and shows `capture` all of them."""
 
     class Lines(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
@@ -263,7 +268,7 @@ def _logger(trt: Any, capture: Capture) -> Any:
 
 
 def _die_with(parent: int) -> None:
-    """Have the system end this process when the one that started it is killed (Linux)."""
+    """Have the system kill this process when its parent is killed (Linux)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -272,7 +277,7 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Carry out the job that the first argument describes; the second is the number of the process that waits."""
+    """Run the job in the first argument. The second is the number of the waiting process."""
     try:
         _die_with(int(sys.argv[2]))
         build(Job.from_json(sys.argv[1]))

@@ -46,7 +46,8 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
 
 
 def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any], list[str]]:
-    """Write quantized graphs in float32; the embedding table's entry, and the files to take over beside them."""
+    """Write quantized graphs in float32. Return the embedding table's entry, and the other files to
+    take over."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower
 
@@ -55,7 +56,7 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 
 
 def _rewrite(file: Path) -> bool:
-    """Gives experts and INT4 products the form that suits a CPU; weights stay in the file that was taken over."""
+    """Give experts and INT4 products the form that suits a CPU; weights stay in the file that was taken over."""
     onnx = require("onnx", "export")
     from canvasrt.graphs.experts import split_experts
     from canvasrt.graphs.nbits import use_nbits
@@ -64,7 +65,7 @@ def _rewrite(file: Path) -> bool:
     changed = [split_experts(model), use_nbits(model)]
     if not any(changed):
         return False
-    # The file may be a link to the graph bundle's: replaced, never written through.
+    # The file may be a link to the graph bundle's, so it is replaced and never written through.
     file.unlink()
     onnx.save(model, file)
     return True

@@ -1,4 +1,4 @@
-"""How much memory a model takes at a precision: the arithmetic behind `canvasrt build --dry-run`."""
+"""Estimates the memory that a model takes at a precision, for `canvasrt build --dry-run`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from canvasrt.recipes.recipe import quantizable
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
-# Engines share one workspace, the largest; builders take somewhat more than the tensors that are counted here.
+# Engines share one workspace, as large as the largest. Builders take somewhat more than the tensors
+# counted here.
 SPARE = 1.1
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of device memory while serving; `buffers` is what passes through between engines and caches."""
+    """Bytes of device memory while serving. `buffers` are between engines and caches."""
 
     weights: int
     kv_cache: int
@@ -36,11 +37,11 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.weights + self.kv_cache + self.workspace + self.buffers
 
     def to_json(self) -> dict[str, int]:
-        """The parts and their sum."""
+        """Return the parts and their sum."""
         return {**asdict(self), "total": self.total}
 
 
@@ -56,8 +57,9 @@ def estimate(
 ) -> Estimate:
     """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
 
-    `formats` is the format of each quantized weight, by global name (None: of all that can be); `kv_cache` the format
-    of cached keys and values, where it is another than the graphs'.
+    formats: the format of each quantized weight by global name; None quantizes everything that can
+    be.
+    kv_cache: the format of cached keys and values, if it differs from the graphs'.
     """
     element = 4 if on_cpu or precision == "fp32" else 2
     cached = sum(
@@ -113,7 +115,7 @@ def segment_bytes(
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
-    """Weights of every matrix, by its global name; norms are too small to count."""
+    """Return the size of every matrix by its global name; norms are too small to count."""
     size = model.hidden_size
     counts: dict[str, int] = {}
     for index, layer in enumerate(model.layers):
@@ -135,12 +137,13 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Weights of one layer's routed experts."""
+    """Return the number of weights in one layer's routed experts."""
     return model.num_experts * 3 * model.hidden_size * model.moe_intermediate_size
 
 
 def vision_parameters(model: ModelConfig) -> int:
-    """Weights of the vision tower's layers, which are all but all of it; it is not quantized."""
+    """Return the number of weights in the vision tower's layers, which are nearly all of it; it is
+    not quantized."""
     if model.vision is None:
         return 0
     config = model.vision
@@ -150,7 +153,7 @@ def vision_parameters(model: ModelConfig) -> int:
 
 
 def _quantizable(model: ModelConfig) -> list[str]:
-    """What is quantized where no recipe says: the matrices of the layers, without the routers."""
+    """Return what is quantized if no recipe says: the layers' matrices, except the routers."""
     return [
         name for name in parameters(model) if name.startswith("layers.") and "router" not in name
     ]
@@ -169,9 +172,12 @@ def _buffers(
     number: int,
     layers_per_segment: int,
 ) -> int:
-    """As runtime.workspace takes them: every engine's hidden states and two of each request, the new keys and values
-    of an encoding or a denoising pass, and the keys of one slot on their way to another width. `number` is the bytes
-    of one that is cached."""
+    """Return the bytes of the buffers that runtime.gpu.workspace takes.
+
+    These are every engine's hidden states and two of each request, the new keys and values of an
+    encoding or denoising pass, and one slot's keys on their way to another width. `number` is the
+    bytes of one cached number.
+    """
     row = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
     encoded = max(row, min(ENCODE_TOKENS, max_batch * row))
     canvases = max_batch * model.canvas_length
@@ -190,7 +196,7 @@ def _buffers(
 
 
 def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, element: int) -> int:
-    """What one body segment computes at once: the largest of its layers' attention, or its experts' slots."""
+    """Return what one body segment computes at once: its layers' largest attention, or its experts' slots."""
     length = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
     attention = max(
         _attention_workspace(model, layer, max_context, length, element) for layer in model.layers
@@ -198,7 +204,7 @@ def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, elemen
     tokens = length * max_batch
     mean = -(-2 * tokens * model.top_k_experts // model.num_experts)
     capacity = max(length, min(tokens, mean))
-    # Gathered rows, what the experts make of them, and what they give back.
+    # Gathered rows, the experts' intermediate results, and their outputs.
     slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
     experts = model.num_experts * capacity * slot * element
     return max(attention * max_batch, experts)
@@ -219,13 +225,13 @@ def _attention_workspace(
 
 
 def _head_workspace(model: ModelConfig, max_batch: int) -> int:
-    """The vocabulary-sized tensors that the sampler has at once, in fp32."""
+    """Return the bytes of the vocabulary-sized fp32 tensors that the sampler holds at once."""
     tensors = 3 if max_batch == 1 else 3.5
     return round(tensors * model.canvas_length * max_batch * model.vocab_size * 4)
 
 
 def _vision_workspace(model: ModelConfig, max_batch: int) -> int:
-    """The scores of an image's patches with each other, an image a request."""
+    """Return the bytes of attention scores between an image's patches, one image per request."""
     if model.vision is None:
         return 0
     patches = SOFT_TOKENS * model.vision.get("pooling_kernel_size", 0) ** 2

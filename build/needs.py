@@ -1,4 +1,4 @@
-"""What a build takes of the machine that it runs on: memory and disk, estimated before it starts."""
+"""Estimates the memory and disk that a build takes on this machine, before it starts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from canvasrt.build.source import Source
 from canvasrt.errors import CanvasError
 from canvasrt.machine import available_bytes
 
-# A builder's memory: what it takes with no weights, and bytes for each byte of a segment's. Measured with TensorRT-RTX;
-# docs/benchmarks.md has the runs.
+# A builder's memory without weights, and bytes per byte of a segment's weights. Measured with
+# TensorRT-RTX; docs/benchmarks.md has the runs.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
-# The share of free memory that builders side by side may take: the rest holds the files that they read and write.
+# The share of free memory for parallel builders. The rest holds the files that they read and write.
 SHARE = 3
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: `memory` of the largest builder, `segments` of each, `graphs` and `engines` on disk."""
+    """Bytes: `memory` of the largest builder, `segments` of each builder, `graphs` and `engines` on disk."""
 
     segments: Mapping[str, int]
     graphs: int
@@ -36,7 +36,7 @@ class Needs:
         return max(self.segments.values(), default=0)
 
     def to_json(self) -> dict[str, Any]:
-        """As `--dry-run` prints it."""
+        """Return what `--dry-run` prints."""
         return {"memory": self.memory, "graphs": self.graphs, "engines": self.engines}
 
 
@@ -47,7 +47,7 @@ def host_needs(
     layers_per_segment: int,
     on_cpu: bool,
 ) -> Needs:
-    """The needs of a build, nothing of which is in the cache."""
+    """Return the needs of a build with an empty cache."""
     built = memory.segment_bytes(source.model, precision.name, layers_per_segment, formats, on_cpu)
     graphs = 0
     if source.graphs is None:
@@ -62,7 +62,7 @@ def host_needs(
 
 
 def builder_memory(segment: str, weights: int) -> int:
-    """The memory that building a segment takes, from the bytes of its weights."""
+    """Return the memory to build a segment, from the bytes of its weights."""
     factor = HEAD_FACTOR if segment == "head" else BUILDER_FACTOR
     return BUILDER_BASE + round(weights * factor)
 
@@ -72,15 +72,17 @@ def check_memory_here(segment: str, need: int) -> None:
     free = available_bytes()
     if need <= free:
         return
-    fewer = "" if segment == "head" else "; --layers-per-segment cuts the model into smaller ones"
+    fewer = (
+        "" if segment == "head" else "; --layers-per-segment cuts the model into smaller segments"
+    )
     raise CanvasError(
-        f"building {segment} takes about {_gb(need)} of memory, and {_gb(free)} are free here",
+        f"building {segment} takes about {_gb(need)} of memory, but only {_gb(free)} are free",
         f"close other programs, or use a machine with more memory{fewer}",
     )
 
 
 def check_disk(needed: Mapping[Path, int]) -> None:
-    """Raise CanvasError when the disks of some folders have less free than is needed on each, in bytes."""
+    """Raise CanvasError when the disks of some folders have less free space than needed, in bytes."""
     disks: dict[int, tuple[Path, int]] = {}
     for folder, count in needed.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -91,13 +93,13 @@ def check_disk(needed: Mapping[Path, int]) -> None:
         if count > free:
             raise CanvasError(
                 f"the build writes about {_gb(count)} to the disk of {there},"
-                f" and {_gb(free)} are free there",
+                f" but only {_gb(free)} are free there",
                 "free space there, or name another disk with -o and CANVASRT_CACHE",
             )
 
 
 def same_disk(one: Path, other: Path) -> bool:
-    """Whether two folders, which need not be there yet, are on one disk."""
+    """Return whether two folders, which need not exist yet, are on one disk."""
     devices = [
         os.stat(next(path for path in (folder, *folder.parents) if path.exists())).st_dev
         for folder in (one.resolve(), other.resolve())

@@ -19,13 +19,13 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
 from canvasrt.targets import Target, find_target
 
-# Folders of LoRA adapters, and what each is scaled by.
+# Folders of LoRA adapters, and the factor for each.
 Adapters = tuple[tuple[Path, float], ...]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask of a build. None: what suits the source and the target."""
+    """What a user may ask of a build. None means: whatever suits the source and the target."""
 
     precision: str | None = None
     max_context: int | None = None
@@ -40,9 +40,10 @@ DEFAULT_OPTIONS = Options()
 
 @dataclass(frozen=True)
 class Plan:
-    """One engine bundle to be made.
+    """One engine bundle to build.
 
-    `calibration` is a file of prompts, for a recipe that is calibrated; `adapters` are merged into the checkpoint.
+    `calibration` is a file of prompts, for a recipe that needs calibration. `adapters` are merged
+    into the checkpoint.
     """
 
     source: Source
@@ -74,7 +75,7 @@ class Plan:
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
-        """The files of each adapter by SHA-256, and its weight, as the manifest of the graphs has them."""
+        """Each adapter's files by SHA-256 and its weight, as in the graphs' manifest."""
         return [
             {"files": hash_files(path, ADAPTER_FILES), "weight": weight}
             for path, weight in self.adapters
@@ -82,21 +83,21 @@ class Plan:
 
     @cached_property
     def calibration_hash(self) -> str | None:
-        """The SHA-256 of the calibration file; None without one of the user's."""
+        """The SHA-256 of the user's calibration file; None without one."""
         if self.calibration is None or not self.precision.is_calibrated:
             return None
         return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
 
     @property
     def formats(self) -> dict[str, str] | None:
-        """The format of each quantized weight, by its global name; None when nothing says before the export."""
+        """The format of each quantized weight, by global name; None if unknown before the export."""
         if self.precision.recipe is None and self.source.is_quantized:
             return self.source.formats
         return self.precision.formats(self.source.model)
 
     @property
     def kv_cache(self) -> str | None:
-        """The format of cached keys and values, by the recipe asked for or the one that made the graphs."""
+        """The format of cached keys and values, from the recipe asked for or the one that made the graphs."""
         if self.precision.recipe is not None:
             return self.precision.recipe.kv_cache
         graphs = self.source.graphs
@@ -119,12 +120,12 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that fits the target's memory; None where the target does not say how much it has."""
+        """Whether it fits the target's memory; None if the target does not say how much it has."""
         return None if self.target.memory is None else self.memory.total <= self.target.memory
 
     @property
     def needs(self) -> Needs:
-        """What building takes of this machine."""
+        """What building takes on this machine."""
         return host_needs(
             self.source,
             self.precision,
@@ -134,7 +135,7 @@ class Plan:
         )
 
     def existing(self) -> Bundle | None:
-        """The bundle that a former build left at `out`, when it is just what this one would make.
+        """Return the bundle that an earlier build left at `out`, if this build would make the same.
 
         Raises CanvasError when `out` holds something else.
         """
@@ -168,11 +169,11 @@ class Plan:
             builder = self.target.builder
             before, now = manifest.made_by.get(builder), extras.version(builder)
             if now and before != now:
-                return f"by {builder} {before}, and {now} is installed now"
+                return f"by {builder} {before}, but {now} is installed now"
         return ""
 
     def to_json(self) -> dict[str, Any]:
-        """What `--dry-run` prints."""
+        """Return what `--dry-run` prints."""
         return {
             "source": {"path": str(self.source.path), "kind": self.source.made_from["kind"]},
             "target": self.target.name,
@@ -195,9 +196,10 @@ def plan(
     options: Options = DEFAULT_OPTIONS,
     precision: Precision | None = None,
 ) -> Plan:
-    """Check the options of a build against the model and the target.
+    """Check a build's options against the model and the target.
 
-    `precision` is what `options.precision` means for this target, where the caller has chosen it already.
+    `precision` is the meaning of `options.precision` for this target, if the caller has chosen it
+    already.
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:
@@ -224,22 +226,22 @@ def plan(
 
 
 def _check_adapters(source: Source, adapters: Adapters) -> None:
-    """Raise CanvasError for folders that hold no adapter, and for a source that none can be merged into."""
+    """Raise CanvasError for folders without an adapter, and for a source that cannot take one."""
     for path, _ in adapters:
         for name in ADAPTER_FILES:
             if not (path / name).is_file():
                 raise CanvasError(
-                    f"{path} is no adapter: it has no {name}", "name a folder that PEFT saved"
+                    f"{path} is not an adapter: it has no {name}", "name a folder that PEFT saved"
                 )
     if adapters and source.graphs is not None:
         raise CanvasError(
-            f"{source.path} holds graphs, and --adapter merges into a checkpoint",
+            f"{source.path} holds graphs, but --adapter merges into a checkpoint",
             "build from the checkpoint that the adapter was trained on",
         )
 
 
 def _context(source: Source, asked: int | None) -> int:
-    """`--max-context`, checked; without it the model's limit or the default, whichever is less."""
+    """Check `--max-context`. Without it, return the model's limit or the default, whichever is less."""
     model = source.model
     limit = model.max_position_embeddings
     context = min(limit, MAX_CONTEXT) if asked is None else asked
@@ -258,7 +260,7 @@ def _context(source: Source, asked: int | None) -> int:
 
 
 def _layers(source: Source, asked: int | None) -> int:
-    """`--layers-per-segment`, checked; graphs are cut already."""
+    """Check `--layers-per-segment`. Graphs are already cut."""
     if asked is not None and asked < 1:
         raise UsageError(f"--layers-per-segment {asked} is less than 1", "give 1 or more")
     if source.graphs is None:
@@ -266,7 +268,7 @@ def _layers(source: Source, asked: int | None) -> int:
     cut = source.graphs.manifest.options.get("layers_per_segment", LAYERS_PER_SEGMENT)
     if asked not in (None, cut):
         raise CanvasError(
-            f"{source.path} holds graphs of {cut} layers each, and --layers-per-segment is {asked}",
+            f"{source.path} holds graphs of {cut} layers each, but --layers-per-segment is {asked}",
             "build from the checkpoint, or leave the option out",
         )
     return cut

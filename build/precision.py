@@ -1,4 +1,4 @@
-"""What the weights of a build are: a plain number format, or what a quantization recipe makes of them."""
+"""What the weights of a build are: a plain number format, or the result of a quantization recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvasrt.targets import Target, check_precision
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` is that of a target's table. Without a recipe, quantized weights are as the source has them."""
+    """`name` is as in a target's table. Without a recipe, quantized weights stay as the source has them."""
 
     name: str
     recipe: Recipe | None = None
@@ -32,39 +32,40 @@ class Precision:
 
     @property
     def exported(self) -> str:
-        """What the graphs under it compute in."""
+        """The precision of its exported graphs."""
         return self.name if self.name in PLAIN else "bf16"
 
     @property
     def text(self) -> str:
-        """For a reader: the recipe's name where there is one."""
+        """The recipe's name if there is one, else the precision's."""
         return self.recipe.name if self.recipe else self.name
 
     def formats(self, model: ModelConfig) -> dict[str, str] | None:
-        """The format of each quantized weight, by its global name; None when no recipe says."""
+        """Return the format of each quantized weight by global name; None without a recipe."""
         if self.recipe is None:
             return None if self.is_quantized else {}
         return {name: choice.format for name, choice in self.recipe.formats(model).items()}
 
 
 def parse_precision(asked: str) -> Precision:
-    """`fp32`, `bf16`, a recipe's name or a recipe file. UsageError for a name that there is not."""
+    """Parse `fp32`, `bf16`, a recipe's name or a recipe file. UsageError for an unknown name."""
     if asked in PLAIN:
         return Precision(asked)
     try:
         recipe = load_recipe(asked)
     except UsageError as error:
         raise UsageError(
-            f"there is no precision {asked!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
+            f"unknown precision {asked!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
         ) from None
     return Precision(recipe.precision, recipe)
 
 
 def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) -> list[Precision]:
-    """What to build each target at; `of_source` is what graphs or a quantized checkpoint are, None for a plain one.
+    """Choose the precision for each target.
 
-    Without `asked` it is the source's, where a target has it, or else the target's first. A CPU beside other targets
-    keeps its own when it has not what was asked for them.
+    of_source: the precision of graphs or a quantized checkpoint; None for a plain one. Without
+    `asked`, each target gets the source's if it supports it, else its own first. A CPU among other
+    targets keeps its own if it does not support what was asked for.
     """
     if asked is None:
         return [_default(target, of_source) for target in targets]
@@ -76,7 +77,7 @@ def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) 
             chosen.append(_default(target, None))
             continue
         _check(target, wanted, several=len(targets) > 1)
-        # A source that is quantized to this already is built as it is.
+        # A source already quantized to this is built as it is.
         named = asked == wanted.name and of_source == wanted.name
         chosen.append(Precision(wanted.name) if named else wanted)
     return chosen
@@ -91,8 +92,8 @@ def _default(target: Target, of_source: str | None) -> Precision:
 def _check(target: Target, wanted: Precision, several: bool) -> None:
     if several and wanted.name not in target.precisions:
         raise UsageError(
-            f"{target.name} has no precision {wanted.name!r}",
-            f"leave --precision out, and each target gets its own first ({target.name}:"
+            f"{target.name} does not support precision {wanted.name!r}",
+            f"leave --precision out so that each target gets its own first ({target.name}:"
             f" {target.precisions[0]}), or build {target.name} by itself",
         )
     check_precision(target, wanted.name)

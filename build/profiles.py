@@ -101,7 +101,7 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 
 
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
-    """Whether the first product of a lone canvas takes all of its tokens for every expert.
+    """Return whether the first product of a lone canvas takes all of its tokens for every expert.
 
     In NVFP4 that costs no time: the product waits for its weights either way, and tokens are quantized once, not once
     per slot. Slower formats would wait for the arithmetic.

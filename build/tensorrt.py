@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Segment:
-    """One engine to be made: its manifest entry, its profiles, and all that decides it."""
+    """One engine to build: its manifest entry, its profiles, and everything that decides it."""
 
     entry: Json
     sizes: Mapping[str, Profile]
@@ -50,7 +50,7 @@ class Segment:
 
 
 def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
-    """Write the engine bundle of a plan from its graphs, segments side by side where memory allows."""
+    """Write the engine bundle of a plan from its graphs, with segments side by side if memory allows."""
     module = require(*BUILDER_MODULES[plan.target.builder])
     manifest = graphs.manifest
     target = {
@@ -58,7 +58,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         "backend": plan.target.builder,
         "builder_version": module.__version__,
         "compute_capability": plan.target.capability_text,
-        # Whether an engine is the same on another architecture of the host is not documented.
+        # TensorRT does not document whether engines are the same on another host architecture.
         "built_on": platform.machine(),
     }
     segments = [_segment(plan, graphs, entry, target) for entry in manifest.segments]
@@ -92,7 +92,7 @@ def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
         "precision": plan.precision.name,
         "profiles": to_json(sizes),
-        # An engine depends on the capability and not on the target's name.
+        # An engine depends on the capability, not on the target's name.
         **{name: value for name, value in target.items() if name != "name"},
     }
     return Segment(entry, sizes, made_from)
@@ -101,7 +101,8 @@ def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
 def _engines(
     plan: Plan, graphs: Bundle, segments: list[Segment], out: Path, progress: Progress
 ) -> dict[str, Json]:
-    """Put every segment's engine into `out`, from the cache where it is there; `sha256`, `bytes`, `facts` by name."""
+    """Put every segment's engine into `out`, from the cache if possible. Return `sha256`, `bytes`,
+    `facts` by name."""
     cache = EngineCache()
     made: dict[str, Json] = {}
     tasks: list[Task[Json]] = []
@@ -118,7 +119,7 @@ def _engines(
         check_memory_here(each.name, need)
         tasks.append(Task(each.name, need, _builder(plan, graphs, each, out, cache, children)))
     made |= run_all(
-        # The largest first: it decides how long all take.
+        # The largest first: it decides how long everything takes.
         sorted(tasks, key=lambda task: -task.memory),
         available_bytes() // SHARE,
         len(os.sched_getaffinity(0)),
@@ -132,7 +133,7 @@ def _engines(
 def _builder(
     plan: Plan, graphs: Bundle, segment: Segment, out: Path, cache: EngineCache, children: Children
 ) -> Any:
-    """What builds one segment, called in a thread."""
+    """Return a function that builds one segment, to be called in a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
     capability = plan.target.capability if plan.target.builds_anywhere else None
     graph, engine = graphs.file(segment.entry["file"]), out / segment.file
@@ -148,7 +149,7 @@ def _builder(
 
 
 def _described(segment: Segment, made: Json) -> Json:
-    """A segment's entry in the manifest of its engine."""
+    """Return a segment's entry in the manifest of its engine."""
     return {
         **segment.entry,
         "file": segment.file,
@@ -167,7 +168,7 @@ def _weights(graphs: Bundle, entry: Json) -> int:
 
 
 def _files(graphs: Bundle, entry: Json) -> list[str]:
-    """The files that hold a segment's graph and its weights."""
+    """Return the files that hold a segment's graph and its weights."""
     names = [entry["file"], str(Path(entry["file"]).with_suffix(".bin"))]
     if entry["name"] == "head":
         names.append(graphs.manifest.embedding["file"])
@@ -176,6 +177,6 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 
 @cache
 def _code() -> str:
-    """How engines are built: a change of it makes the cache's engines another version's."""
+    """Return a hash of how engines are built, so that a change of it invalidates the cache."""
     listing = (capture, dims, parse, resolve, shapes, store)
     return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

@@ -49,12 +49,12 @@ class NumberFormat:
     compressed: Compressed | None = None
 
     def block(self, width: int) -> int | None:
-        """The length of the blocks in rows of `width`; None if no length divides them, or it has no blocks."""
+        """Return the length of the blocks in rows of `width`; None if no length divides them, or it has no blocks."""
         fitting = (each for each in self.blocks if width % each == 0)
         return next((each for each in fitting if width // each >= self.least_blocks), None)
 
     def divides(self, width: int) -> bool:
-        """Whether rows of `width` can be quantized to it."""
+        """Return whether rows of `width` can be quantized to it."""
         return not self.blocks or self.block(width) is not None
 
     def weight_bytes(self, width: int) -> float:
@@ -63,14 +63,14 @@ class NumberFormat:
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
     def cpu_bytes(self, width: int) -> float:
-        """The same on a CPU: codes and float32 scales, or float32 numbers."""
+        """Return the same on a CPU: codes and float32 scales, or float32 numbers."""
         block = self.block(width)
         if not self.packed_on_cpu or block is None:
             return 4.0
         return self.bits / 8 + 4 / block
 
     def scale(self, amax: float) -> float:
-        """The scale that reaches `amax`. If calibration saw only zeros, any scale works: 1."""
+        """Return the scale that reaches `amax`. If calibration saw only zeros, any scale works: 1."""
         return (amax or self.largest) / self.largest
 
     @property
@@ -127,7 +127,7 @@ PLAIN = ("fp32", "bf16")
 
 
 def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
-    """The formats that a GPU of this compute capability multiplies."""
+    """Return the formats that a GPU of this compute capability multiplies."""
     return tuple(each.name for each in _TABLE if capability >= each.capability)
 
 
@@ -137,5 +137,5 @@ def most_demanding(names: set[str]) -> str:
 
 
 def weight_limits() -> dict[str | None, float]:
-    """The relative error that a matrix may have, by its format; None is one that is not quantized."""
+    """Return the relative error that a matrix may have, by its format; None is one that is not quantized."""
     return {None: 0.005, **{name: each.weight_error for name, each in FORMATS.items()}}

@@ -103,7 +103,7 @@ def check_precision(target: Target, precision: str | None) -> str:
         return target.precisions[0]
     if precision not in target.precisions:
         raise UsageError(
-            f"{target.name} has no precision {precision!r}",
+            f"{target.name} does not support precision {precision!r}",
             f"precisions of {target.name}: {', '.join(target.precisions)}",
         )
     return precision

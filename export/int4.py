@@ -44,7 +44,7 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """What it stands for in float32, a part at a time, in the order of `Weight.read`."""
+        """Yield what it stands for in float32, a part at a time, in the order of `Weight.read`."""
         for part in self.weight.parts:
             codes, scales = self._read(part)
             yield torch.from_numpy(lowbits.dequantize_int4(codes, scales))
@@ -65,7 +65,7 @@ class Int4Codes:
 
 
 def read_int4(weight: Weight) -> Int4Codes | None:
-    """The INT4 form of a graph's weight in its checkpoint, or None if it is not packed there.
+    """Return the INT4 form of a graph's weight in its checkpoint, or None if it is not packed there.
 
     Raises `CanvasError`, naming the tensor, for zero points, reordered inputs, groups that no product takes, shapes that
     disagree with the configuration, scales that are missing, not positive or not finite, and parts in several formats.
@@ -89,7 +89,7 @@ def read_int4(weight: Weight) -> Int4Codes | None:
 
 
 def _rows(weight: Weight, part: str) -> int:
-    """The outputs of one part, checked."""
+    """Return the outputs of one part, checked."""
     name, width = packed_name(part), weight.shape[-1]
     held = weight.checkpoint
     for kind, what in (("weight_zero_point", "zero points"), ("weight_g_idx", "reordered inputs")):
@@ -106,7 +106,7 @@ def _rows(weight: Weight, part: str) -> int:
 
 
 def _block(weight: Weight, part: str) -> int:
-    """How many inputs share a scale in the graph: the checkpoint's group, or shorter if a row is one group."""
+    """Return how many inputs share a scale in the graph: the checkpoint's group, or shorter if a row is one group."""
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:

@@ -193,7 +193,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 def folded_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> Tensor:
-    """The same in primitives, over cached and new keys apart: joining them would copy the whole cache.
+    """Return the same in primitives, over cached and new keys apart: joining them would copy the whole cache.
 
     Each side has a softmax of its own, in float32; both are put under one at the end. Queries of a group become rows,
     so that keys are never expanded to all heads; a few heads of each group at a time, since the scores of all of them

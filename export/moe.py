@@ -97,7 +97,7 @@ def taken(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
 
 
 def waiting(queue: Tensor, slots: Tensor) -> Tensor:
-    """The token `[Q, C]` in each slot of queues `[T, Q]`; an empty slot holds the last token, which nothing reads.
+    """Return the token `[Q, C]` in each slot of queues `[T, Q]`; an empty slot holds the last token, which nothing reads.
 
     It is the first token whose queue is longer than the slot's number: as many come before it as have no longer one.
     """
@@ -106,7 +106,7 @@ def waiting(queue: Tensor, slots: Tensor) -> Tensor:
 
 
 def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """How many tokens up to and with each one wait for each expert, int32 `[T, E + 1]`; padding waits for none.
+    """Return how many tokens up to and with each one wait for each expert, int32 `[T, E + 1]`; padding waits for none.
 
     A token's place in the queue of an expert that it chose is one less. The last queue is that of all tokens.
     """

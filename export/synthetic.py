@@ -303,7 +303,7 @@ def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piec
 
 
 def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
-    """The linear modules of the experts in `source`: name, outputs and inputs."""
+    """Yield the linear modules of the experts in `source`: name, outputs and inputs."""
     experts, rows, width = shape
     prefix, _, name = source.rpartition(".")
     names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
@@ -313,12 +313,12 @@ def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, in
 
 
 def _is_linear(name: str) -> bool:
-    """Whether llm-compressor packs a layer's weight: attention's and the shared MLP's."""
+    """Return whether llm-compressor packs a layer's weight: attention's and the shared MLP's."""
     return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
 
 
 def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[Piece]:
-    """A linear module in INT4."""
+    """Yield a linear module in INT4."""
     words, groups = (rows, width // 8), (rows, width // _GROUP)
     std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
     shape = np.array([rows, width], np.int64).tobytes()

@@ -195,7 +195,7 @@ def _parts(
 
 
 def packed_name(part: str) -> str:
-    """What stands in a checkpoint in place of a weight that compressed-tensors packed."""
+    """Return what stands in a checkpoint in place of a weight that compressed-tensors packed."""
     return part.removesuffix("weight") + PACKED
 
 

@@ -9,7 +9,7 @@ from canvasrt.runtime.engine import Arrays
 
 
 def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
-    """An array whose `axis` counts cached tokens, with that axis as `[octets, 8]`, padded with `empty`."""
+    """Return an array whose `axis` counts cached tokens, with that axis as `[octets, 8]`, padded with `empty`."""
     tokens = array.shape[axis]
     missing = octets(tokens) * OCTET - tokens
     if missing:
@@ -19,6 +19,6 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
 
 
 def expert_slots(capacity: int, experts: int) -> Arrays:
-    """The inputs that give every expert `capacity` slots in both of its products."""
+    """Return the inputs that give every expert `capacity` slots in both of its products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}

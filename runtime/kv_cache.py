@@ -38,7 +38,7 @@ class RequestCache:
         return np.arange(self.length - self.kept(kind), self.length, dtype=np.int64)
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Adds one layer's new tokens, `[1, kv_heads, n, head_dim]`; `advance` follows the last layer."""
+        """Add one layer's new tokens, `[1, kv_heads, n, head_dim]`; `advance` follows the last layer."""
         self.keys[layer] = self._joined(layer, self.keys[layer], keys)
         self.values[layer] = self._joined(layer, self.values[layer], values)
 

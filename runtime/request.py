@@ -23,7 +23,7 @@ class Request:
     params: SamplingParams
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
-        """Raises CanvasError for an empty or foreign prompt, or one that does not fit the context."""
+        """Raise CanvasError for an empty or foreign prompt, or one that does not fit the context."""
         self.params.check_fits(config)
         count = len(self.prompt_token_ids)
         if not count:

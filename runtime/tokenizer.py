@@ -96,7 +96,7 @@ class Tokenizer:
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
 
 

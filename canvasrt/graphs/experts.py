@@ -1,7 +1,8 @@
-"""Experts for a CPU: each expert's product has exactly the rows that it was given.
+"""Experts for a CPU: each expert's product has exactly its own rows.
 
-The exported form, one batched product over a capacity of slots, suits a GPU. On a CPU empty slots cost time, and only
-a product with a constant matrix is packed ahead, when the session is made: measured, twice the arithmetic a second.
+The exported form, one batched product over a capacity of slots, suits a GPU. On a CPU, empty slots
+cost time, and only a product with a constant matrix is packed ahead, when the session is created.
+Packing doubled the measured arithmetic per second.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 _INT64 = 7  # onnx.TensorProto.INT64
-# Of the functions that a lowered graph calls to round what a quantized product reads.
+# The domain of the functions that round the inputs of quantized products in a lowered graph.
 DOMAIN = "canvasrt"
 GATE_UP, DOWN = ".experts.gate_up", ".experts.down"
 
 
 def split_experts(model: ModelProto) -> bool:
-    """Rewrites the experts of every layer of a body graph, in place; False where there is nothing to rewrite.
+    """Rewrite the experts of every layer of a body graph, in place; False where there is nothing to rewrite.
 
     Rows are sorted by expert, split at the experts' counts, and put back in order. No capacity is needed, so no call
     can overflow: the `load` output becomes 0. The weights stay where they are, in the graph's external data.
@@ -59,7 +60,7 @@ class _Stack:
         return bool(self._values.external_data)
 
     def product(self, graph: GraphProto, x: str, expert: int, output: str) -> NodeProto:
-        """The node that multiplies `x` with one expert's matrix, which becomes an initializer."""
+        """Return the node that multiplies `x` with one expert's matrix, which becomes an initializer."""
         matrix = _slice(self._values, expert)
         graph.initializer.append(matrix)
         return _node("Gemm", [x, matrix.name], [output], output + "_node", transB=1)
@@ -80,7 +81,7 @@ class _Int4(_Stack):
 
 
 def _weights(graph: GraphProto) -> dict[str, _Stack]:
-    """The experts' weights by name, plain or in INT4."""
+    """Return the experts' weights by name, plain or in INT4."""
     stored = {item.name: item for item in graph.initializer}
     found = {
         name: _Stack(item, name) for name, item in stored.items() if name.endswith((GATE_UP, DOWN))
@@ -113,7 +114,7 @@ class _Layer:
         return all(each is not None and each.is_external for each in both) and all(self._products)
 
     def rewrite(self) -> None:
-        """Puts the sorted form beside the old one, and hands its result to what follows."""
+        """Add the sorted form next to the old one, and pass its result on."""
         first, last = self._products
         assert first is not None
         assert last is not None
@@ -127,7 +128,7 @@ class _Layer:
         self._insert_after(x, index)
 
     def _emit(self, x: str, index: str, wanted: str) -> None:
-        """`x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[T, k, D]`."""
+        """Map `x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[T, k, D]`."""
         assert self._down is not None
         inner = self._gate_up.rows // 2
         order, sizes, top_k = self._sort(index)
@@ -145,7 +146,8 @@ class _Layer:
         )
 
     def _round(self, gated: str) -> str:
-        """`gated` as a quantized graph's second product sees it; rounding is by row, so order does not matter."""
+        """Return `gated` as a quantized graph's second product sees it. Rounding is by row, so
+        order does not matter."""
         last = self._products[1]
         assert last is not None
         node = self._producer[last.input[0]]
@@ -154,7 +156,7 @@ class _Layer:
         return self._add(node.op_type, [gated, node.input[1]], "rounded", domain=node.domain)
 
     def _sort(self, index: str) -> tuple[str, str, str]:
-        """The order `[T·k]` by expert, the experts' counts `[E]`, and k; emits `place` `[T, k]` too."""
+        """Return the order `[T·k]` by expert, the experts' counts `[E]`, and k; emit `place` `[T, k]` too."""
         zero, one = self._constant("zero", 0), self._constant("one", 1)
         shape = self._add("Shape", [index], "shape")
         flat = self._add("Reshape", [index, self._constant("all", [-1])], "flat")
@@ -177,7 +179,7 @@ class _Layer:
         return order, sizes, top_k
 
     def _multiply(self, rows: str, sizes: str, weight: _Stack, what: str) -> str:
-        """Each expert's rows times its own matrix, joined again."""
+        """Multiply each expert's rows with its own matrix, and join the results."""
         parts = [f"{what}_{expert}" for expert in range(weight.experts)]
         self._add("Split", [rows, sizes], *parts, axis=0)
         outputs = [self._name(f"{part}_out") for part in parts]
@@ -188,7 +190,7 @@ class _Layer:
         return self._add("Concat", outputs, f"{what}_joined", axis=0)
 
     def _product(self, weight: str) -> NodeProto | None:
-        """The MatMul over the weight's transpose."""
+        """Return the MatMul over the weight's transpose."""
         transposes = self._users(weight)
         if [node.op_type for node in transposes] != ["Transpose"]:
             return None
@@ -199,7 +201,7 @@ class _Layer:
         return [node for node in self._graph.node if value in node.input]
 
     def _next(self, value: str, kind: str) -> NodeProto:
-        """The first node of a kind down a chain of single users."""
+        """Return the first node of a kind along a chain of single users."""
         while True:
             (node,) = self._users(value)
             if node.op_type == kind:
@@ -207,7 +209,7 @@ class _Layer:
             value = node.output[0]
 
     def _ancestors(self, value: str) -> Iterator[NodeProto]:
-        """The nodes that a value comes from, nearest first."""
+        """Return the nodes that a value comes from, nearest first."""
         queue, seen = [value], {value}
         while queue:
             node = self._producer.get(queue.pop(0))
@@ -217,7 +219,7 @@ class _Layer:
                 seen.update(node.input)
 
     def _insert_after(self, *values: str) -> None:
-        """Adds the new nodes where their inputs are there and their result is not needed yet."""
+        """Insert the new nodes after their inputs and before their result is used."""
         nodes = list(self._graph.node)
         made = [i for i, node in enumerate(nodes) if set(values) & set(node.output)]
         del self._graph.node[:]
@@ -227,7 +229,7 @@ class _Layer:
         return f"{self._prefix}/{name}"
 
     def _add(self, kind: str, inputs: list[str], *outputs: str, **attributes: Any) -> str:
-        """A node with outputs of these short names; the first one's full name."""
+        """Add a node with outputs of these short names; return the first one's full name."""
         names = [self._name(output) for output in outputs]
         self._new.append(_node(kind, inputs, names, names[0] + "_node", **attributes))
         return names[0]
@@ -238,7 +240,7 @@ class _Layer:
         return full
 
 
-# onnx is imported where it is needed: an image that serves has this package and not that one.
+# onnx is imported where it is needed: a serving image has this package, but not onnx.
 def _node(
     kind: str, inputs: list[str], outputs: list[str], name: str, **attributes: Any
 ) -> NodeProto:
@@ -254,7 +256,7 @@ def _integers(value: object, name: str) -> TensorProto:
 
 
 def _slice(stack: TensorProto, expert: int) -> TensorProto:
-    """One expert's part of a stacked tensor: the same bytes, at their own offset."""
+    """Return one expert's part of a stacked tensor: the same bytes, at their own offset."""
     from onnx import TensorProto
 
     external = {entry.key: entry.value for entry in stack.external_data}
@@ -283,7 +285,7 @@ def _replace_load(graph: GraphProto, layers: int) -> None:
 
 
 def _drop_unused(graph: GraphProto) -> None:
-    """Takes out the nodes and weights that no output needs any more."""
+    """Remove the nodes and weights that no output needs any more."""
     wanted = {output.name for output in graph.output}
     kept: list[NodeProto] = []
     for node in reversed(graph.node):

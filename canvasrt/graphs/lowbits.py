@@ -19,7 +19,8 @@ BLOCK = FORMATS["nvfp4"].blocks[0]
 
 
 def _e4m3_values() -> Floats:
-    """Every E4M3FN code's value: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F and 0xFF are NaN."""
+    """Return every E4M3FN code's value: sign, 4 exponent bits with bias 7, 3 mantissa bits; 0x7F
+    and 0xFF are NaN."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
     subnormal, normal = mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7)
@@ -42,30 +43,31 @@ def _pairs(values: Floats) -> Floats:
 _E2M1_PAIRS, _INT4_PAIRS = _pairs(_E2M1), _pairs(_INT4)
 # XOR of an INT4 byte and the byte of the same two numbers plus 8, without a sign.
 INT4_OFFSET = np.uint8(0x88)
-# Between neighbouring magnitudes of E2M1; at the odd ones the even code is the upper one.
+# Midpoints of neighbouring E2M1 magnitudes. At the odd ones, the even code is the upper one.
 _E2M1_MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
 
 
 def to_e4m3(x: npt.ArrayLike) -> Bytes:
-    """E4M3 codes of `x`; beyond ±448 it saturates, NaN stays NaN."""
+    """Return E4M3 codes of `x`. Beyond ±448 it saturates; NaN stays NaN."""
     bits = np.asarray(x, np.float32).view(np.int32)
     sign, magnitude = bits >> 24 & 128, np.abs(np.asarray(x, np.float32))
-    # Normal: round the mantissa of float32 to 3 bits, half to even, and move the exponent's bias from 127 to 7.
+    # Normal: round float32's mantissa to 3 bits, half to even, and move the exponent's bias from
+    # 127 to 7.
     raw = bits & 0x7FFFFFFF
     normal = (raw + 0x7FFFF + (raw >> 20 & 1) >> 20) - (127 - 7 << 3)
-    # A float32 that holds small multiples of 2⁻⁹ exactly; NaN is taken out below.
+    # A float32 that holds small multiples of 2⁻⁹ exactly; NaN is removed below.
     small = np.rint(np.where(magnitude < 2.0**-6, magnitude, 0) * np.float32(2.0**9))
     code = np.where(magnitude < 2.0**-6, small.astype(np.int32), np.minimum(normal, 126))
     return np.where(np.isnan(magnitude), 127, code | sign).astype(np.uint8)
 
 
 def from_e4m3(bits: Bytes) -> Floats:
-    """The values of E4M3 codes."""
+    """Return the values of E4M3 codes."""
     return _E4M3[bits]
 
 
 def to_e2m1(x: npt.ArrayLike) -> Bytes:
-    """E2M1 codes 0 … 15 of `x`, one a byte; beyond ±6 it saturates."""
+    """Return E2M1 codes 0 … 15 of `x`, one per byte. Beyond ±6 it saturates."""
     values = np.asarray(x, np.float32)
     magnitude = np.abs(values)
     code = np.searchsorted(_E2M1_MIDDLES, magnitude).astype(np.uint8)
@@ -74,28 +76,29 @@ def to_e2m1(x: npt.ArrayLike) -> Bytes:
 
 
 def from_e2m1(codes: Bytes) -> Floats:
-    """The values of E2M1 codes, one a byte."""
+    """Return the values of E2M1 codes, one per byte."""
     return _E2M1[codes]
 
 
 def pack(codes: Bytes) -> Bytes:
-    """Codes `[…, n]`, one a byte, to `[…, n / 2]` with two a byte."""
+    """Pack codes `[…, n]`, one per byte, into `[…, n / 2]`, two per byte."""
     return (codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8)
 
 
 def unpack(packed: Bytes) -> Bytes:
-    """The inverse of `pack`."""
+    """Return the inverse of `pack`."""
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def dequantize_fp8(values: Bytes, scale: npt.ArrayLike) -> Floats:
-    """`values` `[…, out, in]` times a scalar scale, or one for each output `[out]`."""
+    """Return `values` `[…, out, in]` times a scalar scale, or one scale per output `[out]`."""
     wide = np.asarray(scale, np.float32)
     return from_e4m3(values) * (wide[:, None] if wide.ndim else wide)
 
 
 def dequantize_nvfp4(values: Bytes, block_scales: Bytes, scale: npt.ArrayLike) -> Floats:
-    """`values` `[…, in / 2]` times their block's scale `[…, in / 16]` times the scalar global scale."""
+    """Return `values` `[…, in / 2]` times their block's scale `[…, in / 16]` times the scalar
+    global scale."""
     scales = from_e4m3(block_scales) * np.asarray(scale, np.float32)
     pairs = _E2M1_PAIRS[values].reshape(*block_scales.shape, BLOCK)
     return (pairs * scales[..., None]).reshape(*values.shape[:-1], -1)
@@ -113,15 +116,17 @@ def dequantize_int4(values: Bytes, scales: npt.NDArray[np.float32]) -> Floats:
 
 
 def round_fp8(x: npt.ArrayLike, scale: float) -> Floats:
-    """What an FP8 activation with this scale holds of `x`."""
+    """Return what an FP8 activation with this scale keeps of `x`."""
     wide = np.float32(scale)
     return from_e4m3(to_e4m3(np.asarray(x, np.float32) / wide)) * wide
 
 
 def round_nvfp4(x: npt.ArrayLike, scale: float) -> Floats:
-    """What an NVFP4 activation with this global scale holds of `x` `[…, n]`, n a multiple of 16.
+    """Return what an NVFP4 activation with this global scale keeps of `x` `[…, n]`, n a multiple of
+    16.
 
-    A block's scale is E4M3 of its largest magnitude over 6 and the global scale; where that is 0, so is the block.
+    A block's scale is E4M3 of its largest magnitude over 6 and the global scale. If that is 0, so
+    is the block.
     """
     values, wide = np.asarray(x, np.float32), np.float32(scale)
     blocks = values.reshape(*values.shape[:-1], -1, BLOCK)
@@ -132,11 +137,11 @@ def round_nvfp4(x: npt.ArrayLike, scale: float) -> Floats:
 
 
 def from_bf16(bits: npt.NDArray[np.uint16]) -> Floats:
-    """bfloat16 bits as float32."""
+    """Return bfloat16 bits as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bf16(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
-    """The nearest bfloat16's bits, ties to even; for finite numbers."""
+    """Return the nearest bfloat16's bits, ties to even, for finite numbers."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)

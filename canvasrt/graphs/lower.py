@@ -30,15 +30,15 @@ _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# Numbers that are widened at a time.
+# How many numbers are widened at a time.
 _PIECE = 1 << 22
 
 
 def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[str, Any]:
-    """Write every graph of a bundle to the folder `out`, as ONNX Runtime runs it on a CPU; quantized or not.
+    """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
-    Files keep their names, and inputs and outputs theirs, bfloat16 and E4M3 ones in float32. Returns the manifest's
-    entry of the embedding table, which is written too; segment entries stay as they are.
+    Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
+    table is written too, and its manifest entry returned. Segment entries stay as they are.
     """
     files = [segment["file"] for segment in graphs.manifest.segments]
     for number, name in enumerate(files):
@@ -49,7 +49,8 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
 
 
 def lower_graph(source: Path, out: Path) -> None:
-    """Write the graph file `source` as `out`, its weights beside it; a file that several graphs read is written once."""
+    """Write the graph file `source` as `out`, with its weights next to it. A file that several
+    graphs share is written once."""
     model = ir.load(source)
     written = _rewrite_weights(model.graph)
     _round_inputs(model.graph)
@@ -114,7 +115,7 @@ class _Weight:
         return [Stored(self.name, _FLOAT, self.shape, self._read)]
 
     def _read(self) -> Iterator[memoryview]:
-        """An expert, or the whole of a plain matrix, at a time."""
+        """Yield one expert at a time, or the whole of a plain matrix."""
         rank = len(self.shape)
         scale = _floats(self.tensors[".scale"])
         factor = self.tensors.get(".factor")
@@ -122,7 +123,7 @@ class _Weight:
         data = {part: _bytes(self.tensors[part]) for part in _PARTS[:2] if part in self.tensors}
         count = self.shape[0] if rank == 3 else 1
         for index in range(count):
-            # Everything of this matrix: `[out, …]`.
+            # Everything about this matrix: `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
             if _BLOCK_SCALES in parts:
                 wide = lowbits.dequantize_nvfp4(parts[_VALUES], parts[_BLOCK_SCALES], scale)
@@ -172,8 +173,8 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Rows are rounded one by one, so what is gathered is rounded before: there are fewer rows then, and the experts
-    keep the form that `experts.split_experts` knows.
+    Rows are rounded one by one, so gathered values are rounded before the gather: there are fewer
+    rows then, and the experts keep the form that `experts.split_experts` knows.
     """
     for node in list(graph):
         if node.op_type == "TRT_FP4DynamicQuantize":
@@ -206,7 +207,7 @@ def _rounded(graph: ir.Graph, where: ir.Node, kind: str, x: ir.Value, scale: ir.
 
 
 def _dequantized(quantize: ir.Node) -> ir.Value:
-    """What the product reads: the value behind the DequantizeLinear of a quantizer, and behind its cast."""
+    """Return the product's input: the value after a quantizer's DequantizeLinear and its cast."""
     (dequantize,) = quantize.outputs[0].consumers()
     value = dequantize.outputs[0]
     users = value.consumers()
@@ -216,7 +217,7 @@ def _dequantized(quantize: ir.Node) -> ir.Value:
 
 
 def _lower_cache(graph: ir.Graph) -> None:
-    """A cache in E4M3: what is read is in float32, and what is written is rounded."""
+    """Lower an E4M3 cache: reads are in float32, and writes are rounded."""
     for value in graph.inputs:
         if value.dtype == _E4M3:
             (dequantize,) = value.consumers()
@@ -237,7 +238,7 @@ def _lower_cache(graph: ir.Graph) -> None:
 
 
 def _widen_graph(model: ir.Model) -> None:
-    """Everything that is bfloat16 becomes float32, but for the initializers' data."""
+    """Turn everything in bfloat16 into float32, except the initializers' data."""
     graph = model.graph
     for node in graph.all_nodes():
         for name in _DTYPE_ATTRIBUTES:
@@ -260,7 +261,7 @@ def _widen_value(value: ir.Value) -> None:
 
 
 def _wide(value: ir.Value) -> Stored:
-    """An initializer in float32 where it is bfloat16, else as it is."""
+    """Return an initializer in float32 if it is bfloat16, else unchanged."""
     found = external.from_graph(value)
     if found.dtype != _BFLOAT16:
         return found
@@ -275,14 +276,14 @@ def _wide(value: ir.Value) -> Stored:
 
 
 def _bytes(tensor: Any) -> np.ndarray:
-    """A tensor's bytes, mapped where it is external data."""
+    """Return a tensor's bytes; external data is mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         return external.mapped(tensor)
     return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
 def _floats(tensor: Any) -> np.ndarray:
-    """A small tensor's values in float32, whatever they are stored in."""
+    """Return a small tensor's values in float32, whatever it is stored in."""
     data = _bytes(tensor)
     shape = tuple(int(size) for size in tensor.shape.numpy())
     if tensor.dtype == _BFLOAT16:

@@ -19,7 +19,7 @@ EXACT, INT8 = 0, 4
 
 
 def use_nbits(model: ModelProto) -> bool:
-    """Rewrites every product with an INT4 matrix `[out, in]`, in place; False where there is none."""
+    """Rewrite every product with an INT4 matrix `[out, in]`, in place; False where there is none."""
     graph = model.graph
     weights = {item.name: item for item in graph.initializer}
     unpacked = {
@@ -50,7 +50,7 @@ def use_nbits(model: ModelProto) -> bool:
 
 
 def cut(codes: TensorProto, scales: TensorProto) -> int:
-    """Makes the bytes `[out, in / 2]` those of `[out, in / block, block / 2]`; the block's length."""
+    """Make the bytes `[out, in / 2]` those of `[out, in / block, block / 2]`; the block's length."""
     out, width = codes.dims
     count = scales.dims[1]
     codes.dims[:] = [out, count, width // count]
@@ -60,7 +60,7 @@ def cut(codes: TensorProto, scales: TensorProto) -> int:
 def product(
     x: str, codes: TensorProto, scales: TensorProto, block: int, output: str, level: int
 ) -> NodeProto:
-    """The node that multiplies `x` `[…, in]` with a matrix whose bytes are `cut`."""
+    """Return the node that multiplies `x` `[…, in]` with a matrix whose bytes are `cut`."""
     from onnx import helper
 
     out, count, _ = codes.dims
@@ -86,7 +86,7 @@ def import_domain(model: ModelProto) -> None:
 
 
 def _drop(graph: GraphProto, nodes: list[NodeProto]) -> None:
-    """Removes those of `nodes`, in their order in the graph, whose result nothing reads."""
+    """Remove those of `nodes`, in their order in the graph, whose result nothing reads."""
     for node in reversed(nodes):
         if not any(node.output[0] in other.input for other in graph.node):
             graph.node.remove(node)

@@ -18,7 +18,7 @@ _FLOAT, _E4M3 = ir.DataType.FLOAT.value, ir.DataType.FLOAT8E4M3FN.value
 
 
 def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
-    """The functions that the nodes of a graph call."""
+    """Return the functions that the nodes of a graph call."""
     called = {node.op_type for node in graph if node.domain == DOMAIN}
     for name, body in ((ROUND_FP8, _fp8), (ROUND_NVFP4, _nvfp4), (UNPACK, _int4)):
         if name in called:
@@ -48,7 +48,7 @@ class _Body:
         return self.add("Constant", value=ir.tensor(np.array(values, np.int64)))
 
     def to_e4m3(self, value: ir.Value) -> ir.Value:
-        """The nearest E4M3 number, ties to even, saturating."""
+        """Return the nearest E4M3 number, ties to even, saturating."""
         return self.add("Cast", self.add("Cast", value, to=_E4M3, saturate=1), to=_FLOAT)
 
 
@@ -62,13 +62,13 @@ def _function(name: str, fill: Any) -> ir.Function:
 
 
 def _fp8(body: _Body) -> ir.Value:
-    """`lowbits.round_fp8`."""
+    """Build `lowbits.round_fp8`."""
     rounded = body.to_e4m3(body.add("Div", body.x, body.scale))
     return body.add("Mul", rounded, body.scale)
 
 
 def _nvfp4(body: _Body) -> ir.Value:
-    """`lowbits.round_nvfp4`."""
+    """Build `lowbits.round_nvfp4`."""
     shape = body.add("Shape", body.x)
     rows = body.add("Shape", body.x, start=0, end=-1)
     blocked = body.add("Concat", rows, body.integers(-1, BLOCK), axis=0)
@@ -98,7 +98,8 @@ def _int4(body: _Body) -> ir.Value:
 
 
 def _to_e2m1(body: _Body, value: ir.Value) -> ir.Value:
-    """The nearest E2M1 number, saturating. Steps are ½ below 2, 1 below 4, then 2; ONNX rounds ties to even."""
+    """Return the nearest E2M1 number, saturating. Steps are ½ below 2, 1 below 4, then 2; ONNX
+    rounds ties to even."""
     size = body.add("Abs", value)
     two, four = body.constant(2), body.constant(4)
     upper = body.add("Where", body.add("Less", size, four), body.constant(1), two)

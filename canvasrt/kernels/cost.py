@@ -58,30 +58,30 @@ class Cost:
 
 
 def launches(kernel: Kernel) -> bool:
-    """Whether the GPU runs something for it."""
+    """Return whether the GPU runs something for it."""
     return kernel.kind not in _HOST
 
 
 def is_attention(kernel: Kernel) -> bool:
-    """Whether it is attention in one kernel: both products and the softmax between them."""
+    """Return whether it is attention in one kernel: both products and the softmax between them."""
     return _ATTENTION in kernel.name.split("_")
 
 
 def is_product(kernel: Kernel) -> bool:
-    """Whether it is a product of two matrices, alone or with what follows it."""
+    """Return whether it is a product of two matrices, alone or with what follows it."""
     if is_attention(kernel):
         return False
     return kernel.kind == "gemm" or bool(_PRODUCT.search(step_names(kernel)))
 
 
 def step_names(kernel: Kernel) -> str:
-    """What Myelin says that a fused kernel computes, step by step; empty for others."""
+    """Return what Myelin says that a fused kernel computes, step by step; empty for others."""
     found = re.match(r"__myl_([A-Za-z]+)_", f"{kernel.tactic or kernel.name}_")
     return found[1] if found else ""
 
 
 def weight(kernel: Kernel) -> Tensor | None:
-    """The constant matrix of a product; None where both operands are computed."""
+    """Return the constant matrix of a product; None where both operands are computed."""
     matrices = [each for each in kernel.constants if sum(_is_long(d) for d in each.dims) >= 2]
     return max(matrices, key=lambda each: volume(each.dims, {}), default=None)
 
@@ -91,7 +91,7 @@ def _is_long(dim: int | str) -> bool:
 
 
 def costs(kernels: Sequence[Kernel], sizes: Sizes) -> list[Cost]:
-    """The cost of each kernel of a program at these sizes.
+    """Return the cost of each kernel of a program at these sizes.
 
     Raises CanvasError for a kernel with a size that is not known, or that `sizes` does not have.
     """
@@ -106,7 +106,7 @@ def costs(kernels: Sequence[Kernel], sizes: Sizes) -> list[Cost]:
 
 
 def _whole(kernels: Iterable[Kernel], sizes: Sizes) -> dict[str, int]:
-    """The elements of every tensor: kernels may be shown a part of it."""
+    """Return the elements of every tensor: kernels may be shown a part of it."""
     whole: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:
@@ -132,7 +132,7 @@ def _cost(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """The format that a product is computed in: that of its wider operand, 16 bits where operands are cast first."""
+    """Return the format that a product is computed in: that of its wider operand, 16 bits where operands are cast first."""
     operands = [kernel.inputs[0]]
     if (constant := weight(kernel)) is not None:
         operands.append(constant)

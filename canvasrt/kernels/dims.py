@@ -13,7 +13,7 @@ UNKNOWN = "?"
 
 
 def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """The number of elements at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
+    """Return the number of elements at these sizes. Raises KeyError for a dimension that `sizes` does not have."""
     if isinstance(dim, int):
         return dim
     return sum(_product(term, sizes) for term in dim.split("+"))
@@ -28,7 +28,7 @@ def _product(term: str, sizes: Mapping[str, int]) -> int:
 
 
 def names_in(dim: Dim) -> set[str]:
-    """The dimensions that a size depends on."""
+    """Return the dimensions that a size depends on."""
     if isinstance(dim, int):
         return set()
     factors = (each for term in dim.split("+") for each in term.partition("/")[0].split("*"))
@@ -36,7 +36,7 @@ def names_in(dim: Dim) -> set[str]:
 
 
 def volume(dims: Sequence[Dim], sizes: Mapping[str, int]) -> int:
-    """The number of elements of a shape."""
+    """Return the number of elements of a shape."""
     product = 1
     for dim in dims:
         product *= evaluate(dim, sizes)
@@ -44,7 +44,7 @@ def volume(dims: Sequence[Dim], sizes: Mapping[str, int]) -> int:
 
 
 def times(factors: Sequence[Dim]) -> Dim:
-    """The product of sizes none of which is a sum, except one that stands alone."""
+    """Return the product of sizes none of which is a sum, except one that stands alone."""
     known, named = 1, []
     for factor in factors:
         if isinstance(factor, int):
@@ -65,7 +65,7 @@ def times(factors: Sequence[Dim]) -> Dim:
 
 
 def from_terms(terms: Mapping[tuple[str, ...], int]) -> Dim:
-    """A size from the coefficient of each product of dimensions; `()` is the constant."""
+    """Return a size from the coefficient of each product of dimensions; `()` is the constant."""
     parts = []
     for names, factor in sorted(terms.items(), key=lambda item: (-len(item[0]), item[0])):
         if not names:
@@ -78,7 +78,7 @@ def from_terms(terms: Mapping[tuple[str, ...], int]) -> Dim:
 
 
 def fix(dim: Dim, sizes: Mapping[str, int]) -> Dim:
-    """A size with the dimensions that are fixed put in as numbers."""
+    """Return a size with the dimensions that are fixed put in as numbers."""
     if isinstance(dim, int) or dim == UNKNOWN or not names_in(dim) & set(sizes):
         return dim
     known, terms = 0, []

@@ -34,7 +34,7 @@ class Place:
 
 
 def places(kernels: Sequence[Kernel], segment: str, layers: Sequence[int] = ()) -> list[Place]:
-    """The place of each kernel of a segment, `layers` being the model's layers that it holds."""
+    """Return the place of each kernel of a segment, `layers` being the model's layers that it holds."""
     return [_place(kernel, segment, layers) for kernel in kernels]
 
 
@@ -56,7 +56,7 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
 
 
 def _named(node: str) -> tuple[int | None, str]:
-    """The layer's number in its segment, and the part, of one node."""
+    """Return the layer's number in its segment, and the part, of one node."""
     found = _LAYER.match(node)
     if found is None:
         return None, MASKS

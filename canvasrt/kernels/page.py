@@ -108,7 +108,7 @@ def _rows(made: Json) -> list[list[str]]:
 
 
 def _parts(made: Json) -> Any:
-    """A bar a segment, in pieces by part, and the floor as a line in the pass's bar."""
+    """Return a bar a segment, in pieces by part, and the floor as a line in the pass's bar."""
     names = [each["segment"] for each in made["segments"]]
     figure, axes = figure_of(1.3 + 0.34 * len(names))
     times: dict[str, dict[str, float]] = {name: {} for name in names}

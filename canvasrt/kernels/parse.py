@@ -61,12 +61,12 @@ class Kernel:
 
 
 def is_kernel_list(message: str) -> bool:
-    """Whether a message of the builder is the list."""
+    """Return whether a message of the builder is the list."""
     return message.startswith(HEADING)
 
 
 def parse(message: str) -> list[list[Kernel]]:
-    """The kernels of each optimization profile, in order. Sizes that a call decides are −1 still.
+    """Return the kernels of each optimization profile, in order. Sizes that a call decides are −1 still.
 
     Raises CanvasError for a line that is not understood: another version of the builder may print another form.
     """
@@ -92,7 +92,7 @@ def _program(kernel: Kernel) -> str | None:
 
 
 def _kernel(line: str) -> tuple[Kernel, int | None]:
-    """One line, and the profile that it names."""
+    """Return one line, and the profile that it names."""
     found = _KERNEL.match(line)
     if found is None:
         raise CanvasError(
@@ -136,5 +136,5 @@ def _without_profile(kernel: Kernel) -> Kernel:
 
 
 def base_name(name: str) -> str:
-    """The graph's name of a tensor, where it has one: `layer_0/linear.1_83_myl3` → `layer_0/linear`."""
+    """Return the graph's name of a tensor, where it has one: `layer_0/linear.1_83_myl3` → `layer_0/linear`."""
     return re.sub(r"(\.\d+)?(_\d+)?(_myl\d+)?$", "", name)

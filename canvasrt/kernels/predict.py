@@ -101,7 +101,7 @@ class Predictor:
     """The kernel lists of a bundle's engines, read once."""
 
     def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
-        """Raises CanvasError for a bundle whose engines have none.
+        """Raise CanvasError for a bundle whose engines have none.
 
         `repeat` lets few layers stand for many: how often a layer's kernels run, and for None those of a body segment
         that belong to no layer.
@@ -121,7 +121,7 @@ class Predictor:
         }
 
     def denoise(self, gpu: Gpu, batch: int, context: int, capacity: int | None = None) -> Pass:
-        """A denoising pass of `batch` canvases: every body segment and the head."""
+        """Return a denoising pass of `batch` canvases: every body segment and the head."""
         length = self.model.canvas_length
         capacity = capacity or usual_capacity(self.model, batch * length)
         sizes = Sizes(batch, length, context, capacity)
@@ -130,7 +130,7 @@ class Predictor:
     def encode(
         self, gpu: Gpu, batch: int, length: int, context: int, capacity: int | None = None
     ) -> Pass:
-        """An encoding pass of `length` clean tokens a request: the body segments alone."""
+        """Return an encoding pass of `length` clean tokens a request: the body segments alone."""
         capacity = capacity or usual_capacity(self.model, batch * length)
         sizes = Sizes(batch, length, context, capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
@@ -138,7 +138,7 @@ class Predictor:
     def block_seconds(
         self, gpu: Gpu, batch: int, context: int, capacity: int | None = None
     ) -> float:
-        """A block of `STEPS` denoising steps and the encoding of its result."""
+        """Return a block of `STEPS` denoising steps and the encoding of its result."""
         encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
         return STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
 
@@ -161,7 +161,7 @@ class Predictor:
     def _program(
         self, segment: str, kind: str, sizes: Sizes
     ) -> tuple[Sequence[Kernel], dict[str, int]]:
-        """The kernels of the profile that such a call takes, and the call's dimensions, as the runtime chooses both."""
+        """Return the kernels of the profile that such a call takes, and the call's dimensions, as the runtime chooses both."""
         for shared in (True, False):
             dims = sizes.dims(self.model, shared)
             holding = [
@@ -201,7 +201,7 @@ class Predictor:
 
 
 def _rows(row: Row, dims: Mapping[str, int]) -> int:
-    """The rows that a product writes."""
+    """Return the rows that a product writes."""
     written = row.kernel.outputs[0].dims
     return volume(written, dims) // evaluate(written[-1], dims)
 

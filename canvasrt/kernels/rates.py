@@ -44,7 +44,7 @@ class Gpu:
         raise KeyError(format)
 
     def bytes_per_second(self) -> float:
-        """What a large copy reaches."""
+        """Return what a large copy reaches."""
         return self.bandwidth * self.reached
 
     def seconds(self, moved: float, operations: float, format: str) -> float:
@@ -152,7 +152,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The row of that name; UsageError names the others."""
+    """Return the row of that name; UsageError names the others."""
     gpu = GPUS.get(name.strip().lower())
     if gpu is None:
         raise UsageError(
@@ -162,7 +162,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def measured(gpu: Gpu, file: Path) -> Gpu:
-    """The same with what `python -m bench.gpu` measured on one, from its gpu.json.
+    """Return the same with what `python -m bench.gpu` measured on one, from its gpu.json.
 
     A copy's bytes a second, read and written ones together, become the bandwidth that kernels reach; a product's
     operations a second say what part of the peak they reach.

@@ -26,7 +26,7 @@ CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 def report(
     predictor: Predictor, gpu: Gpu, batch: int, context: int, capacity: int | None = None
 ) -> Json:
-    """The passes of these sizes, and how a denoising pass grows. Times in milliseconds."""
+    """Return the passes of these sizes, and how a denoising pass grows. Times in milliseconds."""
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, batch, predictor.model.canvas_length, context, capacity)
     return {
@@ -106,7 +106,7 @@ def _sum(rows: Iterable[Row]) -> Json:
 
 
 def formats(rows: Iterable[Row]) -> list[str]:
-    """What the products among these kernels are computed in; without one, the types that are written."""
+    """Return what the products among these kernels are computed in; without one, the types that are written."""
     rows = list(rows)
     products = {row.cost.format for row in rows if row.cost.is_product}
     return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})

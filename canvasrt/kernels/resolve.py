@@ -16,7 +16,7 @@ _TILE_ROWS = 128
 def resolve(
     kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
 ) -> list[Kernel]:
-    """The same kernels with every size that the graph tells; what it does not is `dims.UNKNOWN`.
+    """Return the same kernels with every size that the graph tells; what it does not is `dims.UNKNOWN`.
 
     `fixed` are the dimensions that have one size in the profile that the kernels are for.
     """
@@ -111,7 +111,7 @@ def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Each size of `wanted` is the product of a run of the candidate's, in order."""
+    """Return each size of `wanted` is the product of a run of the candidate's, in order."""
     if not wanted:
         return () if all(dim == 1 for dim in candidate) else None
     first, rest = wanted[0], wanted[1:]
@@ -131,7 +131,7 @@ def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _split(wanted: Dims, candidate: Dims) -> Dims | None:
-    """The candidate's first size is the product of several: heads that are an axis of their own."""
+    """Return the candidate's first size is the product of several: heads that are an axis of their own."""
     size = candidate[0] if candidate else 1
     if not isinstance(size, int) or not isinstance(wanted[0], int) or wanted[0] < 2:
         return None
@@ -142,7 +142,7 @@ def _split(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
-    """The same sizes in another order, with one that is not known."""
+    """Return the same sizes in another order, with one that is not known."""
     named = [dim for dim in candidate if isinstance(dim, str)]
     if wanted.count(UNRESOLVED) != 1 or not named:
         return None
@@ -171,7 +171,7 @@ def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
-    """The same axes, some of them reduced to 1."""
+    """Return the same axes, some of them reduced to 1."""
     if len(wanted) != len(candidate) or 1 not in wanted:
         return None
     pairs = list(zip(wanted, candidate, strict=True))

@@ -109,7 +109,7 @@ def _sample(
     dynamic: Mapping[str, Any],
     fixed: Mapping[str, int],
 ) -> dict[str, Dims]:
-    """The shapes of dynamic tensors by name, with `fixed` dimensions as numbers."""
+    """Return the shapes of dynamic tensors by name, with `fixed` dimensions as numbers."""
     names = sorted(
         {name for shape in shapes for dim in shape for name in names_in(dim)} - fixed.keys()
     )
@@ -138,7 +138,7 @@ def _named_shape(value: Any) -> Dims:
 
 
 def _fit(sizes: Sequence[int], names: Sequence[str], last: int, check: Mapping[str, int]) -> Dim:
-    """The sum of products of distinct dimensions that takes these sizes at all corners, and `last` at `check`."""
+    """Return the sum of products of distinct dimensions that takes these sizes at all corners, and `last` at `check`."""
     factors = list(sizes)
     count = len(names)
     for place in range(count):

@@ -37,7 +37,7 @@ def write(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
 
 
 def read(file: Path) -> KernelList:
-    """Raises CanvasError for a file that is none, or of another version."""
+    """Raise CanvasError for a file that is none, or of another version."""
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
         if data["schema"] != SCHEMA:

@@ -36,7 +36,7 @@ def block(
     last_is_total: bool = False,
     empty: str = "",
 ) -> Json:
-    """A section: `plot` is SVG, `tables` are pairs of heads and rows, `empty` stands for a table without rows."""
+    """Return a section: `plot` is SVG, `tables` are pairs of heads and rows, `empty` stands for a table without rows."""
     return {
         "title": title,
         "note": note,

@@ -44,7 +44,7 @@ STYLE = {
 
 
 def drawing(name: str, description: str, draw: Callable[..., Any], *data: Any) -> str:
-    """The SVG of the figure that `draw(*data)` makes. Raises CanvasError where matplotlib is not installed."""
+    """Return the SVG of the figure that `draw(*data)` makes. Raises CanvasError where matplotlib is not installed."""
     matplotlib = require("matplotlib", "report")
     # Plots on one page must not share the names of their parts.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"canvasrt-{name}"}):
@@ -52,7 +52,7 @@ def drawing(name: str, description: str, draw: Callable[..., Any], *data: Any) -
 
 
 def figure_of(height: float, columns: int = 1) -> tuple[Any, Any]:
-    """A figure `height` inches high, and its axes, several side by side where asked."""
+    """Return a figure `height` inches high, and its axes, several side by side where asked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")

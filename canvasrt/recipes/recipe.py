@@ -1,6 +1,7 @@
-"""Quantization recipes: YAML files that say which weights get which format, how it is calibrated, and what it may cost.
+"""Quantization recipes: YAML files that say which weights get which format, how to calibrate, and
+what it may cost.
 
-`README.md` beside this file explains how to write one.
+`README.md` in this folder explains how to write one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rule:
-    """A choice for the weights that a pattern matches."""
+    """A choice for the weights that match a pattern."""
 
     pattern: str
     choice: Choice
@@ -59,13 +60,13 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How a model is watched at work.
+    """How a model is observed at work.
 
     Attributes:
-        prompts: the most lines of the calibration file that are used.
-        max_new_tokens: of one prompt; None takes the checkpoint's own.
-        all_steps: the share of prompts, from 0 to 1, whose blocks take every denoising step. The others stop when they
-            are sure, as in use.
+        prompts: the most lines of the calibration file to use.
+        max_new_tokens: per prompt; None takes the checkpoint's own.
+        all_steps: the share of prompts, from 0 to 1, whose blocks take every denoising step. The
+            others stop early, as in use.
         seed: prompt i is generated with `seed + i`.
     """
 
@@ -80,10 +81,10 @@ class Limits:
     """What the quantized model may lose against its reference; None is not checked.
 
     Attributes:
-        answers_lost: right answers in 100 questions.
-        steps_growth: of the denoising steps a block, as a share.
+        answers_lost: right answers per 100 questions.
+        steps_growth: of the denoising steps per block, as a share.
         kl_mean, kl_p99: KL divergence of the logits in nats, the mean and the 99th percentile.
-        argmax_agreement: the least share of positions with the same best token.
+        argmax_agreement: the smallest share of positions with the same best token.
     """
 
     answers_lost: float | None = None
@@ -95,7 +96,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe. `source` is the file that errors name; it takes no part in what the recipe is."""
+    """One recipe. `source` is the file to name in errors; it is not compared."""
 
     name: str
     description: str
@@ -109,7 +110,7 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """What a GPU must be able to multiply in: the name in a target's `precisions`."""
+        """What a GPU must be able to multiply in: a name from a target's `precisions`."""
         return most_demanding({rule.choice.format for rule in self.rules})
 
     @property
@@ -119,14 +120,15 @@ class Recipe:
         return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
     def suits(self, target: Target) -> bool:
-        """Whether it is meant for a target. A CPU runs every recipe, lowered."""
+        """Return whether it is meant for a target. A CPU runs every recipe, lowered."""
         return target.capability is None or target.name in self.targets
 
     def formats(self, config: ModelConfig) -> dict[str, Choice]:
-        """Every weight of the model that is quantized, by its global name, in the model's order.
+        """Return every quantized weight's choice by global name, in the model's order.
 
-        Of several rules that match, the last decides; an exclusion wins over any. CanvasError for a pattern that
-        matches no weight, for weights that have no quantized form, and for widths that the format does not have.
+        If several rules match, the last decides; an exclusion wins over any rule. Raises
+        CanvasError for a pattern that matches no weight, for weights without a quantized form, and
+        for widths that the format does not support.
         """
         widths = quantizable(config)
         everything = [*widths, *_unquantizable(config)]
@@ -160,7 +162,7 @@ class Recipe:
         return chosen
 
     def to_json(self) -> Json:
-        """The document as it would stand in a file, every value written out."""
+        """Return the document as in a file, with every value written out."""
         return {
             "schema": SCHEMA,
             "name": self.name,
@@ -183,7 +185,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "recipe") -> Recipe:
-        """Check a parsed document; CanvasError names `source`, the key and what it should be."""
+        """Check a parsed document. CanvasError names `source`, the key and what it should be."""
         return _recipe(Fields(data, source, _README))
 
     def _choice(self, name: str) -> Choice | None:
@@ -197,14 +199,15 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with canvasrt."""
+    """Return the names of the recipes that come with canvasrt."""
     return [file.stem for file in _shipped().values()]
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
-    """A recipe that comes with canvasrt, by name, or one of the user's own, by path.
+    """Load one of canvasrt's recipes by name, or the user's own by path.
 
-    UsageError for a name that there is not; CanvasError for a file that cannot be read or does not fit the schema.
+    UsageError for an unknown name; CanvasError for a file that cannot be read or does not fit the
+    schema.
     """
     shipped = _shipped().get(str(name_or_path))
     file = shipped or Path(name_or_path).expanduser()
@@ -218,7 +221,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 
 def quantizable(config: ModelConfig) -> dict[str, int]:
-    """The weights that have a quantized form: global name → the width of what they multiply."""
+    """Return the weights that have a quantized form: global name → width of their input."""
     size = config.hidden_size
     widths: dict[str, int] = {}
     for index, layer in enumerate(config.layers):
@@ -236,8 +239,8 @@ def quantizable(config: ModelConfig) -> dict[str, int]:
 
 
 def _unquantizable(config: ModelConfig) -> dict[str, str]:
-    """The other weights, by global name, and why each is none of a recipe's."""
-    norm = "norms are no matrix products: exclude them"
+    """Return the other weights by global name, and why a recipe cannot quantize each."""
+    norm = "norms are not matrix products: exclude them"
     return {
         **{
             f"layers.{index}.{name}_norm": norm
@@ -257,12 +260,12 @@ def _unquantizable(config: ModelConfig) -> dict[str, str]:
         "norm": norm,
         "signal_norm": norm,
         "table": "the host reads embeddings from the same bytes as the final projection: exclude it",
-        "vision": "the vision tower runs once a prompt, and has no quantized form: exclude it",
+        "vision": "the vision tower runs once per prompt and has no quantized form: exclude it",
     }
 
 
 def _examples(config: ModelConfig) -> list[str]:
-    """The names of the first layer's weights, and those that belong to none."""
+    """Return the names of the first layer's weights, and those outside the layers."""
     first = "layers.0."
     return [
         name
@@ -339,13 +342,13 @@ def _limits(found: Fields) -> Limits:
 
 
 def _targets(recipe: Recipe, named: list[str]) -> tuple[str, ...]:
-    """The targets that a recipe names, or all that have its precision."""
+    """Return the targets that a recipe names, or all that support its precision."""
     able = [target.name for target in TARGETS if recipe.precision in target.precisions]
     for name in named:
         target = find_target(name)
         if target.capability is not None and name not in able:
             raise recipe._wrong(
-                f"targets names {name}, which has no {recipe.precision}",
+                f"targets lists {name}, which does not support {recipe.precision}",
                 f"targets with {recipe.precision}: {', '.join(able)}",
             )
     return tuple(named or able)

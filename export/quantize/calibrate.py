@@ -1,7 +1,9 @@
-"""Calibration: the model generates from real prompts, and observers keep the largest activations that they see.
+"""Calibration: the model generates from real prompts, and observers keep the largest activations
+they see.
 
-Prefill, commits and denoising at every noise level run as in use, with self-conditioning on: the runtime's own generator
-over the exported graphs. Prompts are read as they are needed, so that a file of any length does.
+Prefill, commits and denoising at every noise level run as in use, with self-conditioning: the
+runtime's own generator runs the exported graphs. Prompts are read on demand, so a file may have any
+length.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ class Calibration:
     """What was observed.
 
     Attributes:
-        amax: the largest magnitude of what each weight is multiplied with, by the weight's global name. The experts of
-            a layer share it: it is over the tokens of all of them.
-        cache: the same of what is cached, by `layers.<i>.key` and `layers.<i>.value`; empty without an FP8 cache.
-        routed: for each layer the tokens that each expert was given.
+        amax: the largest magnitude of each weight's input, by the weight's global name. The experts
+            of a layer share one, over the tokens of all of them.
+        cache: the same for cached values, by `layers.<i>.key` and `layers.<i>.value`; empty without
+            an FP8 cache.
+        routed: per layer, the tokens given to each expert.
         steps: denoising passes at each step of the schedule, from the first, noisiest one on.
         prompts: how many there were; sha256: of their file.
     """
@@ -65,7 +68,7 @@ class Calibration:
         return {layer: experts for layer, experts in idle.items() if experts}
 
     def to_json(self) -> dict[str, Any]:
-        """What a quantized bundle's `calibration.json` holds."""
+        """Return what a quantized bundle's `calibration.json` holds."""
         return {
             "prompts": self.prompts,
             "prompts_sha256": self.sha256,
@@ -84,12 +87,15 @@ def calibrate(
     progress: Progress | None = None,
     folder: Path | None = None,
 ) -> Calibration:
-    """Generate from `prompts` with plain graphs and observe what the recipe's weights are multiplied with.
+    """Generate from `prompts` with plain graphs and observe the inputs of the recipe's weights.
 
-    Args: `graphs` fp32 or bf16, the latter run in fp32; `prompts` a JSONL file, by default the one that comes with
-    canvasrt; `folder` an empty one for the observed graphs, by default beside the graphs. Raises `CanvasError` for a
-    recipe that does not fit the model, for prompts that cannot be used, by file and line, and for activations that are
-    not finite.
+    Args:
+        graphs: fp32 or bf16; bf16 graphs run in fp32.
+        prompts: a JSONL file; by default the one that comes with canvasrt.
+        folder: an empty one for the observed graphs; by default next to the graphs.
+
+    Raises `CanvasError` for a recipe that does not fit the model, for unusable prompts, by file and
+    line, and for activations that are not finite.
     """
     manifest = graphs.manifest
     report = progress or no_progress
@@ -131,8 +137,8 @@ def _run(
     broken = [name for name, value in found.amax.items() if not math.isfinite(value)]
     if broken:
         raise CanvasError(
-            f"what {', '.join(broken[:3])} multiplies overflowed during calibration",
-            "the checkpoint is damaged, or a prompt holds tokens that it was not trained on",
+            f"the inputs of {', '.join(broken[:3])} overflowed during calibration",
+            "the checkpoint is damaged, or a prompt contains tokens that it was not trained on",
         )
     found.amax = {name: found.amax[name] for name in names}
     return found
@@ -166,7 +172,7 @@ def _generate(
 
 @dataclass(frozen=True)
 class _Watched:
-    """What is observed of a segment: initializers by global name, outputs by name in the cache, the layers."""
+    """What to observe in a segment: initializers by global name, cache outputs by name, and the layers."""
 
     weights: dict[str, str]
     cached: dict[str, str]
@@ -175,7 +181,7 @@ class _Watched:
 
 
 def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Of weights by global name those of a segment, with the names of their initializers there."""
+    """Return a segment's weights out of those by global name, with their initializers' names there."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
         return {name: f"{name}.weight" for name in own} if entry["name"] == "head" else {}
@@ -191,7 +197,7 @@ def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
 
 
 def _watched(graphs: Bundle, names: Sequence[str], cache: bool) -> dict[str, _Watched]:
-    """What to observe, by segment."""
+    """Return what to observe, by segment."""
     watched = {}
     for entry in graphs.manifest.segments:
         layers = tuple(entry.get("layers", ()))
@@ -225,7 +231,7 @@ class _Observing:
         observe(
             model, list(watched.weights.values()), list(watched.cached.values()), watched.experts
         )
-        # Beside the original, whose weights it reads.
+        # Next to the original, whose weights it reads.
         observed = file.with_name(_PREFIX + file.name)
         ir.save(model, observed)
         segment = self._inner.open(name, observed)
@@ -233,7 +239,7 @@ class _Observing:
 
 
 class _ObservedSegment:
-    """A segment that notes what its observers saw."""
+    """A segment that records what its observers saw."""
 
     def __init__(
         self, inner: Segment, watched: _Watched, found: Calibration, lock: threading.Lock
@@ -247,7 +253,7 @@ class _ObservedSegment:
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
         names = list(self.outputs if wanted is None else wanted)
         out = self._inner.run(feeds, [*names, *self._own])
-        # A call with too few slots is repeated: what it computed is wrong.
+        # A call with too few slots is repeated, and its results are wrong.
         if "load" not in out or out["load"].max() <= len(feeds["slots"]):
             with self._lock:
                 self._note(out)
@@ -267,12 +273,12 @@ class _ObservedSegment:
 
 def _raise_to(found: dict[str, float], names: Iterable[str], values: np.ndarray) -> None:
     for name, value in zip(names, values.tolist(), strict=True):
-        # Unlike max(), it keeps a NaN wherever it comes.
+        # Unlike max(), it keeps a NaN in any position.
         found[name] = float(np.maximum(value, found.get(name, 0.0)))
 
 
 def _wide(graphs: Bundle, folder: Path, report: Progress) -> Bundle:
-    """The graphs in fp32 in `folder`, where files can be added beside them."""
+    """Return the graphs in fp32 in `folder`, where files can be added."""
     from canvasrt.staging import link_or_copy
 
     manifest = graphs.manifest
@@ -295,7 +301,7 @@ def _wide(graphs: Bundle, folder: Path, report: Progress) -> Bundle:
         segments=manifest.segments,
         embedding=embedding,
         tokenizer=None,
-        # Nobody reads the hashes of files that are gone in a while.
+        # These files are deleted soon, so nobody reads their hashes.
         known={
             file.name: {"sha256": "", "bytes": file.stat().st_size} for file in folder.iterdir()
         },

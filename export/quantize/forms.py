@@ -28,22 +28,24 @@ from canvasrt.graphs.lowbits import BLOCK
 
 E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
 INT4, BFLOAT16 = ir.DataType.INT4, ir.DataType.BFLOAT16
-# What a weight's parts are called behind its name.
+# Suffixes of a weight's parts.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE = "factor", "input_scale"
 KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
-# The first IR version with numbers of 4 bits.
+# The first IR version with 4-bit numbers.
 _IR_VERSION = 11
 _TENSORRT = "trt"
 
 
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
-    """Rewrite `model` in place so that these weights, by initializer name, stand in it as `forms` says.
+    """Rewrite `model` in place, giving the weights in `forms`, by initializer name, their quantized
+    form.
 
-    A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and where the form has them
-    `w.block_scales` and `w.factor`, which still have no data: see `stored`. An input of several weights of one format
-    is quantized once, by the first one's `input_scale`. Raises `CanvasError` for a name that is no weight of a matrix
-    product alone, and for another shape.
+    A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and, if the
+    form has them, `w.block_scales` and `w.factor`. They have no data yet: see `stored`. An input of
+    several weights of one format is quantized once, by the first one's `input_scale`. Raises
+    `CanvasError` for a name that is not the weight of a single matrix product, and for another
+    shape.
     """
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
@@ -53,10 +55,11 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
 
 
 def quantize_cache(model: ir.Model) -> list[str]:
-    """Rewrite a body graph in place so that cached keys and values are E4M3, in and out; the names of their scales.
+    """Rewrite a body graph in place so that cached keys and values are E4M3, in and out. Return
+    their scales' names.
 
-    Of layer i, as the inputs are named, `layers.<k>.attention.key_scale` and `value_scale`, k being its place in this
-    graph, are new initializers without data. A call attends to its own keys and values as they are.
+    For the layer at place k in this graph, `layers.<k>.attention.key_scale` and `value_scale` are
+    new initializers without data. A call attends to its own keys and values unrounded.
     """
     graph = model.graph
     layers = [
@@ -73,7 +76,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
 
 
 def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
-    """The parts of the weight `name` that a rewritten graph has, to be written as external data."""
+    """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
         (VALUES, _KINDS[packed.format].numbers, packed.shape, packed.values),
         (BLOCK_SCALES, _scales(packed), (), packed.block_scales),
@@ -91,7 +94,7 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
 
 
 def _scales(packed: Packed) -> ir.DataType:
-    """What stands for the scales of blocks."""
+    """Return what stands for the scales of blocks."""
     blocks = packed.block_scales
     return FLOAT if blocks is not None and blocks.dtype == np.float32 else E4M3
 
@@ -104,13 +107,17 @@ def quantize_file(
     cache_scales: Mapping[str, float] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> None:
-    """Quantize the graph file `source` to `out`, whose weights lie beside it in the suffix `.bin`.
+    """Quantize the graph file `source` to `out`, with its weights next to it under the suffix
+    `.bin`.
 
-    Weights in a file of their own, which others read too, stay where they are: the caller takes it over.
+    Weights that have their own file, which others read too, stay there: the caller takes it over.
 
-    Args: `forms` by initializer name; `pack` is asked for one weight at a time, in the order of the file;
-    `cache_scales` the scales of an FP8 key-value cache by initializer name, None for a cache in the graph's dtype;
-    `advance` is told the bytes of each part written.
+    Args:
+        forms: by initializer name.
+        pack: called for one weight at a time, in file order.
+        cache_scales: the scales of an FP8 key-value cache by initializer name; None for a cache in
+            the graph's dtype.
+        advance: called with the bytes of each part written.
     """
     model = ir.load(source)
     names = list(model.graph.initializers)
@@ -158,15 +165,15 @@ class _Product:
             raise CanvasError(f"the graph has no weight {name}", "quantize a graph that has it")
         if weight.shape != form.shape:
             raise CanvasError(
-                f"{name} has shape {weight.shape} in the graph, and {form.shape} as it is quantized",
-                "use a calibration and a checkpoint that belong to this graph",
+                f"{name} has shape {weight.shape} in the graph, but {form.shape} when quantized",
+                "use the calibration and the checkpoint of this graph",
             )
         assert weight.dtype is not None
         self.weight, self.dtype = weight, weight.dtype
         self.node = self._find()
 
     def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
-        """Put the quantized form in the product's place; `inputs` are those that are quantized already."""
+        """Replace the product by the quantized form. `inputs` are already quantized ones."""
         x = self.node.inputs[0]
         assert x is not None
         rank = len(self.form.shape)
@@ -235,7 +242,8 @@ class _Product:
         return self._add("DequantizeLinear", [values, scales], "weight", axis=-1, block_size=block)
 
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
-        """TensorRT dequantizes E2M1 to float32 alone; the cast to the graph's dtype costs nothing."""
+        """Cast to the graph's dtype: TensorRT dequantizes E2M1 to float32 only, and the cast costs
+        nothing."""
         wide = self._add(
             "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=BLOCK
         )
@@ -253,7 +261,7 @@ class _Product:
         return _initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
 
     def _find(self) -> ir.Node:
-        """The product: a MatMul over the weight's transpose, or a Gemm that transposes it."""
+        """Return the product: a MatMul over the weight's transpose, or a Gemm that transposes it."""
         users = [node for node, _ in self.weight.uses()]
         if len(users) == 1 and users[0].op_type == "Transpose":
             users = [node for node, _ in users[0].outputs[0].uses()]
@@ -307,7 +315,7 @@ def _initializer(
 
 
 def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
-    """The graph's input `name` becomes E4M3, and what read it reads its dequantized form."""
+    """Turn the graph's input `name` into E4M3, and let its readers read the dequantized form."""
     value = next(each for each in graph.inputs if each.name == name)
     assert value.dtype is not None
     node = ir.node(
@@ -321,7 +329,7 @@ def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
 
 
 def _write_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
-    """The graph's output `name` becomes E4M3."""
+    """Turn the graph's output `name` into E4M3."""
     index, value = next((i, v) for i, v in enumerate(graph.outputs) if v.name == name)
     node = ir.node(
         "QuantizeLinear", [value, scale], {"output_dtype": int(E4M3)}, name=f"{name}/bits"

@@ -51,8 +51,8 @@ class Packed:
             found = getattr(self, name)
             if found is not None and not (np.isfinite(found) & (found > 0)).all():
                 raise CanvasError(
-                    f"a weight's {name} holds numbers that are not positive and finite",
-                    "calibrate again, or take a checkpoint with whole scales",
+                    f"a weight's {name} contains numbers that are not positive and finite",
+                    "calibrate again, or use a checkpoint with complete scales",
                 )
 
     @property
@@ -63,7 +63,7 @@ class Packed:
 
     @property
     def form(self) -> Form:
-        """What the graph has to know of it."""
+        """The form, which is what the graph needs to know."""
         factor = None if self.factor is None else self.factor.shape
         scale = () if self.scale is None else self.scale.shape
         blocks = self.block_scales
@@ -72,7 +72,7 @@ class Packed:
 
 
 def dequantize(packed: Packed) -> Floats:
-    """The weight that `packed` stands for, its factor included."""
+    """Return the weight in float32, including its factor."""
     if packed.scale is None:
         assert packed.block_scales is not None
         weight = lowbits.dequantize_int4(packed.values, packed.block_scales)

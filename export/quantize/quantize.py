@@ -1,4 +1,4 @@
-"""A graph bundle to a quantized graph bundle, by a recipe: calibrated, then rewritten one weight at a time."""
+"""Turns a graph bundle into a quantized one by a recipe: calibrated, then rewritten one weight at a time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def quantize(
         calibration = Calibration()
     if calibration is None:
         prompts = None if calibration_file is None else Path(calibration_file).expanduser()
-        # On the disk of the result, which has room for graphs.
+        # On the result's disk, which has room for graphs.
         with scratch(out.parent / f"{out.name}.calibration") as folder:
             calibration = calibrate(graphs, chosen, prompts, report, folder)
     _load_modelopt()
@@ -71,23 +71,23 @@ def quantize(
 
 
 def read_calibration(bundle: Bundle) -> dict[str, Any]:
-    """What the calibration of a quantized bundle observed: `Calibration.to_json`."""
+    """Return what the calibration of a quantized bundle observed: `Calibration.to_json`."""
     return json.loads(bundle.file(CALIBRATION_FILE).read_text(encoding="utf-8"))
 
 
 def _load_modelopt() -> None:
-    """Import it once without its warnings, which are about versions of transformers: it is not asked to load models."""
+    """Import ModelOpt once without its warnings about transformers' version: it does not load models here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization  # noqa: F401
 
 
 def _check(graphs: Bundle, recipe: Recipe) -> dict[str, Choice]:
-    """What becomes of each weight; CanvasError for graphs that cannot be quantized."""
+    """Return each weight's choice. Raises CanvasError for graphs that cannot be quantized."""
     precision = graphs.manifest.options.get("precision", "fp32")
     if precision not in PLAIN or any(each.get("quantized") for each in graphs.manifest.segments):
         raise CanvasError(
-            f"{graphs.path} is quantized already ({precision})",
+            f"{graphs.path} is already quantized ({precision})",
             "quantize graphs that `canvasrt export --precision bf16` wrote",
         )
     return recipe.formats(graphs.manifest.model)
@@ -101,7 +101,8 @@ def _write(
     calibration: Calibration,
     report: Progress,
 ) -> None:
-    """Write every file of the bundle but its description: graphs with quantized weights anew, the rest taken over."""
+    """Write every file of the bundle except its manifest: graphs with quantized weights anew, the
+    rest taken over."""
     from canvasrt.staging import link_or_copy
 
     changed = {}
@@ -127,7 +128,7 @@ def _told(report: Progress, before: int, total: int, read: int) -> None:
 
 
 class _Segment:
-    """One graph whose weights are quantized as they are asked for."""
+    """One graph, whose weights are quantized on demand."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _Segment:
         self._report: Callable[[int], object] = lambda read: None
 
     def write(self, out: Path, cache: str | None, report: Callable[[int], object]) -> None:
-        """Write the quantized graph; `report` is told how many bytes of weights have been read."""
+        """Write the quantized graph. `report` is called with the bytes of weights read so far."""
         self._report = report
         quantize_file(
             self._source,
@@ -198,7 +199,7 @@ def _shape(tensor: ir.ExternalTensor) -> tuple[int, ...]:
 
 
 def _matrices(tensor: ir.ExternalTensor) -> Iterator[np.ndarray]:
-    """The matrices `[out, in]` of a weight in float32, one in memory at a time."""
+    """Yield a weight's matrices `[out, in]` in float32, one in memory at a time."""
     shape = _shape(tensor)
     narrow = tensor.dtype == ir.DataType.BFLOAT16
     stored = external.mapped(tensor).view(np.uint16 if narrow else np.float32)

@@ -40,7 +40,7 @@ def form_of(
     weights: Literal["per_tensor", "per_channel"] = "per_tensor",
     experts: bool = False,
 ) -> Form:
-    """The form of what `quantize` makes of a weight of this shape."""
+    """Return the form that `quantize` gives a weight of this shape."""
     block = FORMATS[format].block(shape[-1])
     if not FORMATS[format].rounds_inputs:
         return Form(format, shape, block=block)
@@ -85,7 +85,7 @@ def quantize(
     if not experts:
         block_scales = None if blocks is None else blocks[0]
         return Packed(format, values[0], scales[0], np.array(input_scale), block_scales)
-    # A power of two beside factors that are bfloat16: nothing is lost in whatever dtype the product is.
+    # A power of two and bfloat16 factors: nothing is lost, whatever the product's dtype.
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = (scales / scale).reshape(len(quantized), 1, -1)
     return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)
@@ -94,7 +94,7 @@ def quantize(
 def _quantize_one(
     part: np.ndarray, format: str, method: str, channels: bool, short_scale: bool, name: str
 ) -> _Matrix:
-    """A matrix with a scale of its own; `short_scale` rounds it up to a bfloat16."""
+    """Quantize a matrix with its own scale; `short_scale` rounds the scale up to a bfloat16."""
     import torch
 
     weight = _checked(part, format, name)
@@ -114,7 +114,7 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """A weight whose inputs stay as they are."""
+    """Return a weight whose inputs stay as they are."""
     each = parts if experts else [np.concatenate(list(parts))]
     encode = _WEIGHTS_ALONE[format]
     made = [encode(_checked(part, format, name), method == "mse") for part in each]
@@ -125,12 +125,14 @@ def _quantize_weights(
 
 
 def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
-    """A matrix as a tensor; CanvasError if it cannot be quantized."""
+    """Return a matrix as a tensor; CanvasError if it cannot be quantized."""
     import torch
 
     weight = torch.from_numpy(np.ascontiguousarray(part, np.float32))
     if not torch.isfinite(weight).all():
-        raise CanvasError(f"{name} holds numbers that are not finite", "the checkpoint is damaged")
+        raise CanvasError(
+            f"{name} contains numbers that are not finite", "the checkpoint is damaged"
+        )
     if not FORMATS[format].divides(weight.shape[-1]):
         raise CanvasError(
             f"{name} has rows of {weight.shape[-1]}, and {format} has {FORMATS[format].blocks_text}",
@@ -154,7 +156,7 @@ def _nvfp4_max(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Of all E4M3 numbers the best scale for each block."""
+    """Choose, for each block, the best scale among all E4M3 numbers."""
     import torch
     from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
@@ -215,7 +217,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
-    """The amax, for all of it or for each row, with the least squared error."""
+    """Return the amax with the least squared error, for the whole matrix or per row."""
     from modelopt.torch.quantization.calib.mse import MseCalibrator
     from modelopt.torch.quantization.tensor_quant import fp8_eager
 
@@ -226,7 +228,7 @@ def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """The next bfloat16 that is not smaller."""
+    """Return the next bfloat16 that is not smaller."""
     import torch
 
     bits = scale.view(torch.int32)

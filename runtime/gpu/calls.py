@@ -31,7 +31,7 @@ class Pass:
 def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
 ) -> Call:
-    """A body segment's launch; with `shared`, every expert's first product takes all tokens."""
+    """Return a body segment's launch; with `shared`, every expert's first product takes all tokens."""
     segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)

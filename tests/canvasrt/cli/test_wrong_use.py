@@ -34,7 +34,7 @@ WRONG = {
     "build demo -t cpu -o out --max-context many": "--max-context",
     "build demo -t gpu -o out": "unknown target 'gpu'",
     "build demo -t cpu,warp -o out": "unknown target 'warp'",
-    "build demo -t rtx-5090 -p int1 -o out": "no precision 'int1'",
+    "build demo -t rtx-5090 -p int1 -o out": "unknown precision 'int1'",
     "build demo -t cpu -o out --adapter a=x": "'x' is not a number",
     "package": "BUNDLE",
     "package e -o out --format zip": "unknown format 'zip'",

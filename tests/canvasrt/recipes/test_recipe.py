@@ -121,7 +121,7 @@ def test_the_last_rule_decides_and_exclusions_win(config: ModelConfig) -> None:
         ({"limits": {"answers": 1}}, "unknown key limits.answers"),
         ({"limits": {"answers_lost": -1}}, "limits.answers_lost should be"),
         ({"limits": {"kl_mean": float("nan")}}, "limits.kl_mean should be"),
-        ({"targets": ["rtx-4090"]}, "targets names rtx-4090, which has no nvfp4"),
+        ({"targets": ["rtx-4090"]}, "targets lists rtx-4090, which does not support nvfp4"),
     ],
     ids=str,
 )

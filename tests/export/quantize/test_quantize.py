@@ -161,7 +161,7 @@ def test_inputs_that_were_always_zero_get_a_scale(
 def test_what_is_refused(
     nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CanvasError, match=r"is quantized already \(nvfp4\)"):
+    with pytest.raises(CanvasError, match=r"is already quantized \(nvfp4\)"):
         quantize(nvfp4, tmp_path / "out", "fp8", prompts)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

@@ -263,7 +263,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
             quantize([good], "fp8", amax, name="mlp.down")
     bad = good.copy()
     bad[3, 3] = np.nan
-    with pytest.raises(CanvasError, match=r"mlp\.down holds numbers that are not finite"):
+    with pytest.raises(CanvasError, match=r"mlp\.down contains numbers that are not finite"):
         quantize([bad], "fp8", 1.0, name="mlp.down")
     with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and nvfp4 has blocks of 16"):
         quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
@@ -271,5 +271,5 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         quantize([weight(16, 40)], "int4", None)
     one = np.ones((), np.float32)
     for scale in (-one, 0 * one, np.float32("nan") * one):
-        with pytest.raises(CanvasError, match="scale holds numbers that are not positive"):
+        with pytest.raises(CanvasError, match="scale contains numbers that are not positive"):
             Packed("fp8", np.zeros((2, 2), np.uint8), np.array(scale), one)
