@@ -27,11 +27,12 @@ def show(
     from canvasrt.kernels.predict import Predictor
     from canvasrt.kernels.report import report
 
+    predictor = Predictor(bundle)
     target = bundle.manifest.target or {}
     found = rates.find_gpu(gpu or target.get("name", ""))
     if measured is not None:
         found = rates.measured(found, measured)
-    data = report(Predictor(bundle), found, batch, context, capacity)
+    data = report(predictor, found, batch, context, capacity)
     if page is not None:
         from canvasrt.kernels.page import write_page
 

@@ -1,4 +1,7 @@
-"""What GPUs can do: bandwidth and dense rates of matrix products, from their makers' tables."""
+"""What GPUs can do: bandwidth and dense rates of matrix products, quoted from memory of their makers' tables.
+
+`docs/performance.md` says which of them were checked.
+"""
 
 from __future__ import annotations
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.graphs import graphs_of
 from canvasrt.build.plan import Options, Plan
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.pipeline import build_all, plan_all
+from canvasrt.pipeline import build_all, graphs_of, plan_all
 from canvasrt.progress import no_progress
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
