@@ -8,6 +8,7 @@ from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
+from canvasrt.formats import FORMATS
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
@@ -101,15 +102,14 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 
 
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
-    """Return whether the first product of a lone canvas takes all of its tokens for every expert.
+    """Whether the first product of a lone canvas takes all of its tokens for every expert.
 
-    In NVFP4 that costs no time: the product waits for its weights either way, and tokens are quantized once, not once
-    per slot. Slower formats would wait for the arithmetic.
+    With both operands in four bits that costs no time: the product waits for its weights either way, and tokens are
+    quantized once, not once per slot. In wider formats it would wait for the arithmetic.
     """
     formats = segment.get("quantized") or {}
-    return any(
-        name.endswith("experts.gate_up") and form == "nvfp4" for name, form in formats.items()
-    )
+    used = [FORMATS[form] for name, form in formats.items() if name.endswith("experts.gate_up")]
+    return any(each.bits == 4 and each.rounds_inputs for each in used)
 
 
 def _rows(max_batch: int) -> dict[str, Range]:

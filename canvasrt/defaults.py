@@ -17,7 +17,7 @@ ENCODE_TOKENS = 1024
 
 # Larger heads have no fused attention kernel: their queries are folded, this many heads of a group at a
 # time. Fewer at a time take less memory, but copy the keys more often.
-MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 4
+MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -25,6 +25,10 @@ NAMED_IN = {
     "export/synthetic.py",
     "bench/floor.py",
     "bench/build_full.py",
+    "bench/predict.py",
+    # What GPUs multiply in, and how fast.
+    "canvasrt/kernels/rates.py",
+    "canvasrt/kernels/cost.py",
 }
 
 
