@@ -49,7 +49,7 @@ def _blocks(report: Json, drawn: Json) -> Iterator[Json]:
         ]
         note = text.experts_note(report)
         yield block(
-            "Experts and matrices, the worst first",
+            "Experts and matrices, worst first",
             note,
             drawn["experts"],
             experts,

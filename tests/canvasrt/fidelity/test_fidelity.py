@@ -98,7 +98,7 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
     assert run(["verify", str(tiny.bundle), "--reference", str(copy), "--questions", "0"]) == 1
     captured = capsys.readouterr()
     assert "does not compute what" in captured.err
-    assert re.search(r"Layers, the worst first\n.*\n3 +sliding", captured.out)
+    assert re.search(r"Layers, worst first\n.*\n3 +sliding", captured.out)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
