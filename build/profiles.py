@@ -8,6 +8,7 @@ from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
+from canvasrt.formats import FORMATS
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
@@ -103,12 +104,12 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Whether the first product of a lone canvas takes all of its tokens for every expert.
 
-    In NVFP4 that costs no time: the product waits for its weights either way, and tokens are quantized once, not once
-    per slot. Slower formats would wait for the arithmetic.
+    That pays where the arithmetic of a format is fast enough. Slower ones would wait for it.
     """
     formats = segment.get("quantized") or {}
     return any(
-        name.endswith("experts.gate_up") and form == "nvfp4" for name, form in formats.items()
+        name.endswith("experts.gate_up") and FORMATS[form].feeds_all_tokens
+        for name, form in formats.items()
     )
 
 
