@@ -194,7 +194,7 @@ def test_the_released_head_sizes_experts_and_vocabulary(
         assert (manifest.model.num_experts, manifest.model.vocab_size) == (128, 262_144)
         body, head = manifest.segments
         assert [each["name"] for each in body["profiles"]] == ["encode", "denoise", "denoise_batch"]
-        assert body["profiles"][0]["past_full"]["max"] == 32_768
+        assert body["profiles"][0]["octets_full"]["max"] == 4096
         # The builder's own figure for the largest call, against the plan's.
         assert max(body["activation_bytes"], head["activation_bytes"]) < plan.memory.workspace
         # All heads' scores at once would be 1.1 GB in bf16, and as much again after the softmax.

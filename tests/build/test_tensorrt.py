@@ -81,8 +81,8 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
         "denoise_batch",
     ]
     encode = body["profiles"][0]
-    assert encode["past_full"] == {"min": 0, "opt": 1024, "max": 1024}
-    assert encode["past_sliding"] == {"min": 0, "opt": 31, "max": 31}
+    assert encode["octets_full"] == {"min": 1, "opt": 128, "max": 128}
+    assert encode["octets_sliding"] == {"min": 1, "opt": 4, "max": 4}
     assert encode["length"] == {"min": 1, "opt": 512, "max": 512}
     assert head["profiles"][1]["batch"] == {"min": 2, "opt": 2, "max": 2}
     assert head["profiles"][1]["length"] == {"min": 256, "opt": 256, "max": 256}
@@ -109,7 +109,7 @@ def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
     assert again.manifest == second.manifest
     assert not any("reusing" in line for line in said)
     monkeypatch.setattr("canvasrt.extras.version", lambda name: "99.0")
-    with pytest.raises(CanvasError, match=r"by tensorrt-rtx [\d.]+, and 99\.0 is installed now"):
+    with pytest.raises(CanvasError, match=r"by tensorrt-rtx [\d.]+, but 99\.0 is installed now"):
         built("rtx-pro-6000", "second")
 
 
