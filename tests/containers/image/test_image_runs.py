@@ -38,7 +38,7 @@ _SECRETS = re.compile(
 )
 _THREE_PROTOCOLS = """
 import json, openai
-from canvasrt.containers.client import Client
+from canvasrt.containers.client.triton import Client
 ask = {"prompt": "12+34=", "max_new_tokens": 8, "seed": 3}
 said = {}
 for protocol, port in (("http", 8080), ("grpc", 8001)):

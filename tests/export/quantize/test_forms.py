@@ -192,7 +192,7 @@ def test_what_has_no_such_form_is_refused() -> None:
     model = product_of([("a", 16)])
     with pytest.raises(CanvasError, match="the graph has no weight b"):
         forms.quantize_graph(model, {"b": Form("fp8", (16, 32))})
-    with pytest.raises(CanvasError, match=r"a has shape \[16,32\] in the graph, and \(32, 16\)"):
+    with pytest.raises(CanvasError, match=r"a has shape \[16,32\] in the graph, but \(32, 16\)"):
         forms.quantize_graph(model, {"a": Form("fp8", (32, 16))})
     model.graph.outputs.append(next(iter(model.graph)).outputs[0])
     model.graph.append(ir.node("Neg", [model.graph.initializers["a"]]))
