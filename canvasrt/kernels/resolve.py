@@ -63,21 +63,21 @@ class _Resolver:
             self.known.setdefault(tensor.name, tensor.dims)
             return tensor
         unknown = tuple(UNRESOLVED if dim == UNKNOWN else dim for dim in tensor.dims)
-        for candidate in self._candidates(tensor, candidates):
-            dims = match(unknown, candidate)
+        # Its own shape is the most certain; then come those of its kernel's nodes, several of which may do.
+        for shapes in (*([each] for each in self._own(tensor)), tuple(candidates)):
+            dims = closest(unknown, shapes)
             if dims is not None:
                 self.known.setdefault(tensor.name, dims)
                 return replace(tensor, dims=dims)
         return replace(tensor, dims=tuple(UNKNOWN if d == UNRESOLVED else d for d in unknown))
 
-    def _candidates(self, tensor: Tensor, candidates: Iterable[Dims]) -> Iterator[Dims]:
-        """Shapes that the tensor may have, the most certain first."""
+    def _own(self, tensor: Tensor) -> Iterator[Dims]:
+        """The shape that was found of the tensor before, and that of the graph's tensor of its name."""
         if tensor.name in self.known:
             yield self.known[tensor.name]
         name = base_name(tensor.name)
         if name in self.tensors:
             yield self.tensors[name]
-        yield from candidates
 
 
 def _with_read(tensor: Tensor, taken: Iterable[tuple[Dims, Dims]]) -> Tensor:
@@ -90,12 +90,20 @@ def _with_read(tensor: Tensor, taken: Iterable[tuple[Dims, Dims]]) -> Tensor:
 
 def match(wanted: Dims, candidate: Dims) -> Dims | None:
     """`wanted` with its −1s replaced, read as a reshape of `candidate`; None where it cannot be one."""
-    if UNKNOWN in candidate:
-        return None
-    for attempt in (_same_axes, _grouped, _permuted, _tiled, _reduced):
-        dims = attempt(wanted, candidate)
-        if dims is not None:
-            return dims
+    return closest(wanted, [candidate])
+
+
+def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
+    """Return `wanted` with its −1s replaced by the candidate that it is the least rearranged form of; None without one.
+
+    A sum over tokens, `[1, E, C]`, must not be taken for its operand `[T, E, C]`, of which it could be a reshape too.
+    """
+    known = [each for each in candidates if UNKNOWN not in each]
+    for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, _reduced):
+        for candidate in known:
+            dims = attempt(wanted, candidate)
+            if dims is not None:
+                return dims
     return None
 
 
@@ -108,6 +116,19 @@ def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
     ):
         return None
     return candidate
+
+
+def _squeezed(wanted: Dims, candidate: Dims) -> Dims | None:
+    """Return the same axes but for some of size 1."""
+    found = _same_axes(_without_ones(wanted), _without_ones(candidate))
+    if found is None:
+        return None
+    sizes = iter(found)
+    return tuple(1 if dim == 1 else next(sizes) for dim in wanted)
+
+
+def _without_ones(dims: Dims) -> Dims:
+    return tuple(dim for dim in dims if dim != 1)
 
 
 def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:

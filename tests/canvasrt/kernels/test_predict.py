@@ -52,6 +52,18 @@ def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle)
     assert weight_bytes(rows) == pytest.approx(2 * sliding + full + head, rel=1e-3)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_floor_multiplies_only_what_was_routed(predictor: Predictor, batch: int) -> None:
+    """However many rows the experts' products take: all tokens for every expert, with one canvas, or padded slots."""
+    d, mlp, inner, chosen = 2816, 2112, 704, 4
+    dense = 3 * 3 * d * mlp + d * (2 * (8192 + 4096) + 9216 + 8192)
+    operations = 2 * batch * 256 * (dense + 3 * chosen * 3 * d * inner)
+    # Nothing but products of four bits takes time here.
+    fast = {"fp4": 1e15, "fp8": 1e30, "bf16": 1e30, "fp32": 1e30}
+    made = predictor.denoise(replace(GPU, bandwidth=1e30, rates=fast), batch, 1024)
+    assert made.floor_seconds == pytest.approx(operations / 1e15)
+
+
 def test_work_grows_with_what_it_depends_on(predictor: Predictor) -> None:
     def parts(**sizes: int) -> dict[str, float]:
         return predictor.denoise(

@@ -49,6 +49,25 @@ def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
     assert second.inputs[0].dims == ("256*batch", 2816)
 
 
+def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
+    """Slots of experts are found by counting over all tokens: `[T, E, C]` becomes `[E, C]`, printed as `[1, E, -1]`."""
+    counted = ("batch", 256, 8, "capacity")
+    nodes = {"count": Node([("less", (256, 8, "capacity"))], [("sum", (8, "capacity"))])}
+    nodes["less"] = Node([("queue", (256, 8, 1)), ("slots", ("capacity",))], [("less", counted)])
+    kernel = Kernel(
+        "k",
+        "kgen",
+        (Tensor("a_1", "Int32", (1, 1, -1)),),
+        (),
+        (Tensor("t_1", "Int32", (1, 8, -1)),),
+        "",
+        ("count", "less"),  # the builder names them in any order
+    )
+    (found,) = resolve([kernel], Shapes({}, nodes))
+    assert found.outputs[0].dims == (1, 8, "capacity")
+    assert found.inputs[0].dims == (1, 1, "capacity")
+
+
 def test_a_shape_that_nothing_tells_stays_unknown() -> None:
     lost = Kernel("a", "kgen", (Tensor("t", "Float", (-1, 5)),), (), (), "", ())
     (found,) = resolve([lost], Shapes({}, {}))
