@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from canvasrt.checkpoints.locate import INDEX, read_index
 from canvasrt.errors import CanvasError
-from canvasrt.export.shards import INDEX, Entry, Shard
+from canvasrt.export.shards import Entry, Shard
 
 SINGLE = "model.safetensors"
 
@@ -96,15 +96,9 @@ class Checkpoint:
 
     def _index(self) -> dict[str, str]:
         """Return tensor name → file."""
-        index, single = self.path / INDEX, self.path / SINGLE
-        if index.is_file():
-            try:
-                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError) as cause:
-                raise CanvasError(
-                    f"{index} is not a safetensors index: {cause}", "fetch the checkpoint again"
-                ) from cause
-            return dict(names)
+        index, single = read_index(self.path), self.path / SINGLE
+        if index is not None:
+            return index
         if single.is_file():
             return dict.fromkeys(Shard(single).tensors, SINGLE)
         raise CanvasError(

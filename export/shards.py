@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from canvasrt.checkpoints.locate import INDEX
 from canvasrt.errors import CanvasError
-
-INDEX = "model.safetensors.index.json"
 
 _DTYPES = {
     "F64": torch.float64,

@@ -12,6 +12,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashProgress, hash_files
 
 DEMO = "demo"
+INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 
@@ -72,17 +73,11 @@ def _fetch(name: str) -> Path:
 
 def check_weights(folder: Path) -> list[Path]:
     """Return the checkpoint's safetensors files. Raises CanvasError if one is truncated or missing."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CanvasError(f"{index} is damaged", "fetch the file again") from None
-        files = [folder / name for name in names]
-    else:
+    index = read_index(folder)
+    if index is None:
         files = sorted(folder.glob("*.safetensors"))
+    else:
+        files = [folder / name for name in sorted(set(index.values()))]
     if not files:
         raise CanvasError(
             f"{folder} has no *.safetensors",
@@ -92,6 +87,33 @@ def check_weights(folder: Path) -> list[Path]:
     for path in files:
         _check_safetensors(path)
     return files
+
+
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Return tensor name → file of a sharded checkpoint; None if it has no index.
+
+    Raises CanvasError when the index is damaged, or names anything but `*.safetensors` in the
+    folder itself: the fingerprint covers no other files.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return None
+    try:
+        weights = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as cause:
+        raise CanvasError(f"{index} is damaged: {cause}", "fetch the file again") from cause
+    for name in weights.values():
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise CanvasError(
+                f"{index} names {name!r}, which is outside the checkpoint's folder",
+                "shards lie next to their index: fetch the checkpoint again, from a source you trust",
+            )
+        if not name.endswith(".safetensors"):
+            raise CanvasError(
+                f"{index} names {name!r}, which is not a *.safetensors file",
+                "save the checkpoint again as safetensors",
+            )
+    return weights
 
 
 def _check_safetensors(path: Path) -> None:
@@ -127,4 +149,5 @@ def fingerprint(
     `hasher` works like `hash_files`.
     """
     names = [path.name for pattern in _HUB_FILES for path in folder.glob(pattern)]
+    names += (read_index(folder) or {}).values()
     return hasher(folder, sorted(set(names)), progress)

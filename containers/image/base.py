@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, cast
 
-from canvasrt.containers.image.blobs import LAYER_TYPE, Blobs, Json
+from canvasrt.containers.image.blobs import (
+    LAYER_TYPE,
+    Blobs,
+    HashedReader,
+    Json,
+    check_digest,
+    exhaust,
+)
 from canvasrt.errors import CanvasError
+from canvasrt.hashes import hash_files
 
 _PYTHON = re.compile(r"(?:\./)?usr/(?:local/)?bin/python3$")
+_HEX = re.compile(r"(?:^|/)([0-9a-f]{64})(?:\.json)?$")
 _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
+# What registries accept at most. A manifest or a configuration is read into memory.
+_DOCUMENT_LIMIT = 4 << 20
+_DAMAGED = "copy it again; `skopeo inspect` shows whether it is intact"
 _GET_ONE = (
     "download one: skopeo copy docker://nvcr.io/nvidia/tritonserver:26.09-py3 oci:triton:26.09, then give"
     " --base triton; canvasrt does not contact registries"
@@ -35,6 +49,28 @@ class BaseLayer:
     media_type: str
     # Its start in `file`, if that is an archive of several layers.
     offset: int = 0
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[HashedReader, HashedReader]]:
+        """Provide the layer's bytes as stored and unpacked. Reading the second reads the first."""
+        if self.media_type.endswith("+zstd"):
+            raise CanvasError(
+                f"a layer of the base image is compressed with zstd: {self.digest or self.file}",
+                "copy the image with gzip: skopeo copy --dest-compress-format gzip …",
+            )
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            stored = HashedReader(file, self.size)
+            if self.media_type.endswith("+gzip"):
+                yield stored, HashedReader(gzip.GzipFile(fileobj=cast(IO[bytes], stored)))
+            else:
+                yield stored, HashedReader(stored)
+
+    def members(self) -> Iterator[tarfile.TarInfo]:
+        """Yield the members of the layer's archive."""
+        with self.opened() as (_, content):
+            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
+                yield from archive
 
 
 @dataclass(frozen=True)
@@ -78,7 +114,7 @@ class Base:
         """The path of `python3`, and its version, such as `3.12`. CanvasError when there is none."""
         found = ""
         for layer in self.layers:
-            for member in _members(layer):
+            for member in layer.members():
                 if _PYTHON.match(member.name) and (member.issym() or member.islnk()):
                     found = f"{member.name} {member.linkname}"
         match = re.search(r"python(3\.\d+)$", found)
@@ -90,9 +126,13 @@ class Base:
         return "/" + found.split()[0].removeprefix("./"), match[1]
 
     def copy_into(self, blobs: Blobs) -> list[Json]:
-        """Put every layer into `blobs`; return the descriptors."""
+        """Put every layer into `blobs`; return the descriptors.
+
+        CanvasError for a layer whose content does not match its digest.
+        """
         for layer in self.layers:
-            if layer.offset == 0 and layer.file.stat().st_size == layer.size:
+            if layer.offset == 0:
+                _check_layer(layer)
                 blobs.take(layer.file, layer.digest)
             elif not blobs.path(layer.digest).exists():
                 with layer.file.open("rb") as file, blobs.path(layer.digest).open("wb") as out:
@@ -120,10 +160,12 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
                 f"there is no image at {path}: it is neither an OCI layout nor a docker archive",
                 _GET_ONE,
             )
-    except (KeyError, ValueError, IndexError, TypeError, OSError, tarfile.TarError) as error:
+    except (
+        *(KeyError, ValueError, IndexError, TypeError, AttributeError),
+        *(OSError, EOFError, tarfile.TarError, zlib.error),
+    ) as error:
         raise CanvasError(
-            f"the base image {path} is damaged: {error or type(error).__name__}",
-            "copy it again; `skopeo inspect` shows whether it is intact",
+            f"the base image {path} is damaged: {error or type(error).__name__}", _DAMAGED
         ) from error
     if architecture is not None and base.architecture != architecture:
         raise CanvasError(
@@ -133,17 +175,30 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
     return base
 
 
-def _read_layout(path: Path, architecture: str | None) -> Base:
-    blobs = path / "blobs"
+def _check_count(layers: int, config: Json) -> None:
+    ids = len(config["rootfs"]["diff_ids"])
+    if ids != layers:
+        raise ValueError(f"it has {layers} layers but {ids} digests")
 
+
+def _check_layer(layer: BaseLayer) -> None:
+    """Compare a layer of a layout with its digest."""
+    name = layer.file.name
+    if "sha256:" + hash_files(layer.file.parent, [name])[name] != layer.digest:
+        raise CanvasError(f"the layer {layer.digest} does not match its content", _DAMAGED)
+
+
+def _read_layout(path: Path, architecture: str | None) -> Base:
     def blob(descriptor: Json) -> Path:
-        return blobs / descriptor["digest"].replace(":", "/")
+        file = path / "blobs" / "sha256" / check_digest(descriptor["digest"])
+        if not file.is_file():
+            raise ValueError(f"it has no file {descriptor['digest']}")
+        return file
 
     def document(descriptor: Json) -> Json:
-        content = blob(descriptor).read_bytes()
-        if "sha256:" + hashlib.sha256(content).hexdigest() != descriptor["digest"]:
-            raise ValueError(f"{descriptor['digest']} does not match its content")
-        return json.loads(content)
+        file = blob(descriptor)
+        _check_document(descriptor["digest"], file.stat().st_size)
+        return _document(descriptor["digest"], file.read_bytes())
 
     index = json.loads((path / "index.json").read_text())
     descriptor = top = _only(index["manifests"], architecture, path)
@@ -151,17 +206,31 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
     while "manifests" in manifest or descriptor.get("mediaType", "").endswith(_INDEX_TYPES):
         descriptor = _only(manifest["manifests"], architecture, path)
         manifest = document(descriptor)
+    config = document(manifest["config"])
+    _check_count(len(manifest["layers"]), config)
     layers = []
     for entry in manifest["layers"]:
         file = blob(entry)
-        if file.stat().st_size != entry["size"]:
+        if type(entry["size"]) is not int or file.stat().st_size != entry["size"]:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {entry['size']}")
         media_type = LAYER_TYPE + _compression(file, 0)
         layers.append(BaseLayer(file, entry["digest"], entry["size"], media_type))
     # The name from when it was written. skopeo's layouts only have a tag, which is not a name.
     name = (top.get("annotations") or {}).get("io.containerd.image.name", "")
     names = (name.removeprefix("docker.io/").removeprefix("library/"),) if name else ()
-    return Base(path, document(manifest["config"]), tuple(layers), descriptor["digest"], names)
+    return Base(path, config, tuple(layers), descriptor["digest"], names)
+
+
+def _check_document(name: str, size: int) -> None:
+    if size > _DOCUMENT_LIMIT:
+        raise ValueError(f"{name} has {size} bytes; a document has at most {_DOCUMENT_LIMIT}")
+
+
+def _document(digest: str, content: bytes) -> Json:
+    """Return the JSON document with a digest. ValueError when the content is another one."""
+    if "sha256:" + hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{digest} does not match its content")
+    return json.loads(content)
 
 
 def _only(manifests: list[Json], architecture: str | None, path: Path) -> Json:
@@ -194,23 +263,39 @@ def _read_archive(path: Path) -> Base:
         members = {member.name: member for member in archive}
 
         def content(name: str) -> bytes:
+            _check_document(name, members[name].size)
             file = archive.extractfile(members[name])
-            assert file is not None
+            if file is None:
+                raise ValueError(f"{name} is not a file")
             return file.read()
 
         (image,) = json.loads(content("manifest.json"))
         raw_config = content(image["Config"])
-        layers = []
-        for name in image["Layers"]:
-            member = members[name]
-            while member.issym() or member.islnk():  # old versions link identical layers
-                target = (Path(name).parent / member.linkname).as_posix()
-                member = members[member.linkname if member.islnk() else _normal(target)]
-            layers.append(_archived_layer(path, member))
-    digest = "sha256:" + hashlib.sha256(raw_config).hexdigest()
-    return Base(
-        path, json.loads(raw_config), tuple(layers), digest, tuple(image.get("RepoTags") or ())
-    )
+        digest = "sha256:" + hashlib.sha256(raw_config).hexdigest()
+        # docker and podman name the configuration by its digest.
+        if named := _HEX.search(image["Config"]):
+            _document(f"sha256:{named[1]}", raw_config)
+        config = json.loads(raw_config)
+        _check_count(len(image["Layers"]), config)
+        layers = [
+            _archived_layer(path, _followed(members, name), diff_id)
+            for name, diff_id in zip(image["Layers"], config["rootfs"]["diff_ids"], strict=True)
+        ]
+    return Base(path, config, tuple(layers), digest, tuple(image.get("RepoTags") or ()))
+
+
+def _followed(members: dict[str, tarfile.TarInfo], name: str) -> tarfile.TarInfo:
+    """Return the member that a name leads to: old versions of docker link identical layers."""
+    member, passed = members[name], {name}
+    while member.issym() or member.islnk():
+        target = (Path(member.name).parent / member.linkname).as_posix()
+        member = members[member.linkname if member.islnk() else _normal(target)]
+        if member.name in passed:
+            raise ValueError(f"the links of {name} run in a circle")
+        passed.add(member.name)
+    if not member.isfile():
+        raise ValueError(f"{name} is not a file")
+    return member
 
 
 def _normal(name: str) -> str:
@@ -223,15 +308,19 @@ def _normal(name: str) -> str:
     return "/".join(parts)
 
 
-def _archived_layer(path: Path, member: tarfile.TarInfo) -> BaseLayer:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for chunk in _range(file, member.offset_data, member.size):
-            digest.update(chunk)
+def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
+    """Return a layer, whose digest is computed here: an archive only has that of its content.
+
+    ValueError when the content has another digest than `diff_id`.
+    """
     media_type = LAYER_TYPE + _compression(path, member.offset_data)
-    return BaseLayer(
-        path, "sha256:" + digest.hexdigest(), member.size, media_type, member.offset_data
-    )
+    layer = BaseLayer(path, "", member.size, media_type, member.offset_data)
+    with layer.opened() as (stored, content):
+        exhaust(content)
+        exhaust(stored)
+    if content.digest != diff_id:
+        raise ValueError(f"{member.name} does not match its digest {diff_id}")
+    return replace(layer, digest=stored.digest)
 
 
 def _compression(file: Path, offset: int) -> str:
@@ -249,22 +338,3 @@ def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
             raise ValueError("a layer is truncated")
         size -= len(chunk)
         yield chunk
-
-
-def _members(layer: BaseLayer) -> Iterator[tarfile.TarInfo]:
-    if layer.media_type.endswith("+zstd"):
-        raise CanvasError(
-            f"the layer {layer.digest[:19]} of the base image is compressed with zstd",
-            "copy the image with gzip: skopeo copy --dest-compress-format gzip …",
-        )
-    with layer.file.open("rb") as file:
-        file.seek(layer.offset)
-        with _stream(file, layer) as archive:
-            yield from archive
-
-
-@contextmanager
-def _stream(file: IO[bytes], layer: BaseLayer) -> Iterator[tarfile.TarFile]:
-    mode: Any = "r|gz" if layer.media_type.endswith("+gzip") else "r|"
-    with tarfile.open(fileobj=file, mode=mode) as archive:
-        yield archive

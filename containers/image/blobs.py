@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from canvasrt.errors import CanvasError
 from canvasrt.staging import link_or_copy
 
 Json = dict[str, Any]
@@ -26,6 +28,7 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
 _CHUNK = 1 << 20
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _GZIP_LEVEL = 3  # three times as fast as 6, and 10% larger
 
 
@@ -57,6 +60,17 @@ class Layer:
         return {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
 
 
+def check_digest(digest: Any) -> str:
+    """Return the 64 digits of a SHA-256 digest. CanvasError for anything else, such as a path."""
+    match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
+    if match is None:
+        raise CanvasError(
+            f"the image names a file {digest!r}, which is not a SHA-256 digest",
+            "copy the image again, from a registry that you trust: skopeo copy docker://… oci:…",
+        )
+    return match[1]
+
+
 class Blobs:
     """The folder `blobs/sha256` of an OCI layout."""
 
@@ -65,8 +79,8 @@ class Blobs:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: str) -> Path:
-        """Return the path of a blob."""
-        return self.folder / digest.removeprefix("sha256:")
+        """Return the path of a blob. CanvasError when `digest` is not one of SHA-256."""
+        return self.folder / check_digest(digest)
 
     def add_json(self, data: Mapping[str, Any], media_type: str) -> Json:
         """Write a JSON document; return its descriptor."""
@@ -156,6 +170,36 @@ def with_parents(entries: Iterable[Entry], above: str) -> list[Entry]:
             if (folder == above or folder.startswith(f"{above}/")) and folder not in named:
                 named[folder] = Entry(folder, owner=named[name].owner)
     return [named[name] for name in sorted(named)]
+
+
+class HashedReader:
+    """Reads from a file, at most `size` bytes, and hashes them."""
+
+    def __init__(self, file: Any, size: int | None = None) -> None:
+        self._file = file
+        self._left = size
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The digest of what was read so far."""
+        return "sha256:" + self._hash.hexdigest()
+
+    def read(self, size: int = -1) -> bytes:
+        """Read like a file."""
+        if self._left is not None:
+            size = self._left if size < 0 else min(size, self._left)
+        data = self._file.read(size)
+        if self._left is not None:
+            self._left -= len(data)
+        self._hash.update(data)
+        return data
+
+
+def exhaust(file: HashedReader) -> None:
+    """Read a file to its end."""
+    while file.read(_CHUNK):
+        pass
 
 
 class _Hashing(io.RawIOBase):

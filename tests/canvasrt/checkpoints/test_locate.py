@@ -74,3 +74,57 @@ def test_the_fingerprint_follows_every_file_that_matters(checkpoint_files: Path)
     assert checkpoints.fingerprint(checkpoint_files) == before
     (checkpoint_files / "chat_template.jinja").write_text("{{ messages }}")
     assert checkpoints.fingerprint(checkpoint_files) != before
+
+
+def with_index(folder: Path, *names: object) -> None:
+    weights = {str(number): name for number, name in enumerate(names)}
+    index = json.dumps({"weight_map": weights})
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "sub/inside.safetensors", "{}/outside.safetensors", "..", ""]
+)
+def test_an_index_names_files_of_its_own_folder_alone(checkpoint_files: Path, name: str) -> None:
+    from canvasrt.export.checkpoint import Checkpoint
+
+    outside = checkpoint_files.parent / "outside.safetensors"
+    shutil.copy(checkpoint_files / "model.safetensors", outside)
+    (checkpoint_files / "sub").mkdir()
+    shutil.copy(outside, checkpoint_files / "sub" / "inside.safetensors")
+    name = name.format(checkpoint_files.parent)
+    with_index(checkpoint_files, "model.safetensors", name)
+    for read in (checkpoints.resolve, Checkpoint, checkpoints.fingerprint):
+        with pytest.raises(CanvasError, match="outside the checkpoint's folder") as refused:
+            read(checkpoint_files)
+        assert repr(name) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "weights.gguf", ".safetensors/", 7, None])
+def test_an_index_names_safetensors_alone(checkpoint_files: Path, name: object) -> None:
+    if isinstance(name, str):
+        shutil.copy(checkpoint_files / "model.safetensors", checkpoint_files / name.strip("/"))
+    with_index(checkpoint_files, "model.safetensors", name)
+    with pytest.raises(CanvasError, match=r"index\.json"):
+        checkpoints.resolve(checkpoint_files)
+
+
+def test_the_fingerprint_covers_what_the_index_names(checkpoint_files: Path) -> None:
+    names = [".hidden.safetensors", "model-1.safetensors"]
+    for name in names:
+        shutil.copy(checkpoint_files / "model.safetensors", checkpoint_files / name)
+    (checkpoint_files / "model.safetensors").unlink()
+    with_index(checkpoint_files, *names)
+    assert set(names) <= checkpoints.fingerprint(checkpoint_files).keys()
+
+
+def test_links_of_the_hub_s_cache_are_followed(checkpoint_files: Path) -> None:
+    """A snapshot's files are links to blobs elsewhere, so only names are restricted."""
+    blob = checkpoint_files.parent / "blob"
+    (checkpoint_files / "model.safetensors").rename(blob)
+    (checkpoint_files / "model.safetensors").symlink_to(blob)
+    with_index(checkpoint_files, "model.safetensors")
+    assert checkpoints.resolve(checkpoint_files)
+    before = checkpoints.fingerprint(checkpoint_files)["model.safetensors"]
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x01")
+    assert checkpoints.fingerprint(checkpoint_files)["model.safetensors"] != before

@@ -1,0 +1,291 @@
+"""A base image comes from others: what its files name is checked before it is used."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import signal
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.containers.image.base import Base, read_base
+from canvasrt.containers.image.blobs import Blobs, Entry
+from canvasrt.containers.image.layout import write_archive, write_layout
+from canvasrt.containers.image.verify import verify_image
+from canvasrt.errors import CanvasError
+
+CONFIG = {
+    "architecture": "amd64",
+    "os": "linux",
+    "config": {"Env": ["A=1"]},
+    "rootfs": {"type": "layers", "diff_ids": []},
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """An image of two layers, as an OCI layout."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    blobs = Blobs(folder)
+    layers = [
+        blobs.add_layer([Entry(f"usr/{n}", content=bytes([n]) * 2000)], "t", compress=n > 0)
+        for n in range(2)
+    ]
+    write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
+    return folder
+
+
+@contextmanager
+def seconds(limit: int) -> Iterator[None]:
+    """Fail a block that takes longer."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"still running after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def manifest_of(layout: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    index = json.loads((layout / "index.json").read_text())
+    digest = index["manifests"][0]["digest"].removeprefix("sha256:")
+    return index, json.loads((layout / "blobs" / "sha256" / digest).read_text())
+
+
+def edit(layout: Path, change: Any) -> None:
+    """Change the manifest, and the index so that it matches."""
+    index, manifest = manifest_of(layout)
+    change(manifest, index)
+    content = json.dumps(manifest).encode()
+    digest = hashlib.sha256(content).hexdigest()
+    (layout / "blobs" / "sha256" / digest).write_bytes(content)
+    index["manifests"][0]["digest"] = f"sha256:{digest}"
+    index["manifests"][0]["size"] = len(content)
+    (layout / "index.json").write_text(json.dumps(index))
+
+
+def copy(base: Path, out: Path) -> list[dict[str, Any]]:
+    out.mkdir()
+    return read_base(base).copy_into(Blobs(out))
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        "sha256:../../../escaped",
+        "sha256:/tmp/escaped",
+        "../escaped",
+        "sha256:" + "A" * 64,
+        "sha256:" + "a" * 63,
+        "sha256:" + "a" * 64 + "\n",
+        "sha512:" + "a" * 128,
+        "",
+        7,
+    ],
+)
+@pytest.mark.parametrize("which", ["layers", "config"])
+def test_a_digest_that_is_none_is_refused_by_name(base: Path, tmp_path: Path, which, digest):
+    # The file exists where the digest leads, so that nothing but the digest is wrong.
+    for place in (base / "blobs", base / "blobs" / "sha256"):
+        target = place / str(digest).replace(":", "/")
+        if str(digest) and not target.exists() and base.parent in target.resolve().parents:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(b"x" * 10)
+
+    def change(manifest: dict[str, Any], _: Any) -> None:
+        entry = manifest["config"] if which == "config" else manifest["layers"][0]
+        entry["digest"] = digest
+        if which == "layers":
+            entry["size"] = 10
+
+    edit(base, change)
+    before = {path for path in tmp_path.rglob("*") if base not in path.parents}
+    with pytest.raises(CanvasError, match="not a SHA-256 digest") as refused:
+        copy(base, tmp_path / "out")
+    assert repr(digest)[1:20] in str(refused.value)
+    after = {path for path in tmp_path.rglob("*") if base not in path.parents}
+    assert {path.relative_to(tmp_path).parts[0] for path in after - before} == {"out"}
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+
+
+def test_blobs_are_only_ever_written_by_a_digest(tmp_path: Path):
+    with pytest.raises(CanvasError, match="not a SHA-256 digest"):
+        Blobs(tmp_path / "out").path("sha256:../../x")
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_was_changed_is_refused(base: Path, tmp_path: Path, layer: int):
+    digest = manifest_of(base)[1]["layers"][layer]["digest"]
+    blob = Blobs(base).path(digest)
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.write_bytes(content)
+    with pytest.raises(CanvasError, match="does not match") as refused:
+        copy(base, tmp_path / "out")
+    assert digest in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [-1, True, "12", None])
+def test_a_size_that_is_none_is_refused(base: Path, tmp_path: Path, size: Any):
+    edit(base, lambda manifest, _: manifest["layers"][0].update(size=size))
+    with pytest.raises(CanvasError, match="is damaged"):
+        copy(base, tmp_path / "out")
+
+
+def test_a_blob_that_is_no_file_is_refused(base: Path, tmp_path: Path):
+    digest = manifest_of(base)[1]["layers"][0]["digest"]
+    Blobs(base).path(digest).unlink()
+    Blobs(base).path(digest).mkdir()
+    with pytest.raises(CanvasError, match="is damaged"):
+        copy(base, tmp_path / "out")
+
+
+def test_a_manifest_of_gigabytes_is_not_read(base: Path):
+    digest = manifest_of(base)[1]["config"]["digest"]
+    with Blobs(base).path(digest).open("wb") as file:
+        file.truncate(1 << 33)
+    with seconds(5), pytest.raises(CanvasError, match=r"8589934592 bytes.*at most"):
+        read_base(base)
+
+
+def archive(base: Path, out: Path, change: Any = lambda members: members) -> Path:
+    """Write an archive as `docker save` does, with its members changed."""
+    write_archive(base, "base:1", out)
+    with tarfile.open(out) as opened:
+        members = {
+            each.name: (each, (opened.extractfile(each) or io.BytesIO()).read()) for each in opened
+        }
+    with tarfile.open(out, "w") as changed:
+        for info, content in change(members).values():
+            info.size = 0 if info.issym() or info.islnk() else len(content)
+            changed.addfile(info, io.BytesIO(content))
+    return out
+
+
+def layers_of(members: dict[str, Any]) -> list[str]:
+    return json.loads(members["manifest.json"][1])[0]["Layers"]
+
+
+def link(name: str, target: str, kind: bytes) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info, b""
+
+
+def test_an_archive_is_read_as_it_was_written(base: Path, tmp_path: Path):
+    file = archive(base, tmp_path / "base.tar")
+    with_link = archive(base, tmp_path / "linked.tar", as_old_versions_link)
+    digests = [each["digest"] for each in manifest_of(base)[1]["layers"]]
+    for each in (file, with_link):
+        described = copy(each, tmp_path / f"out-{each.name}")
+        assert [entry["digest"] for entry in described] == digests
+
+
+def as_old_versions_link(members: dict[str, Any]) -> dict[str, Any]:
+    """Move a layer, and leave a link where it was."""
+    name = layers_of(members)[0]
+    info, content = members.pop(name)
+    info.name = "layers/kept.tar"
+    return {"kept": (info, content), name: link(name, "../../layers/kept.tar", tarfile.SYMTYPE)} | (
+        members
+    )
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("length", [1, 2])
+def test_an_archive_whose_links_run_in_a_circle_is_refused(
+    base: Path, tmp_path: Path, kind: bytes, length: int
+):
+    def circle(members: dict[str, Any]) -> dict[str, Any]:
+        name = layers_of(members)[0]
+        if length == 1:
+            target = name if kind == tarfile.LNKTYPE else Path(name).name
+            return {**members, name: link(name, target, kind)}
+        back = name if kind == tarfile.LNKTYPE else f"../{name}"
+        there = "other/x" if kind == tarfile.LNKTYPE else "../../other/x"
+        return {
+            **members,
+            name: link(name, there, kind),
+            "other/x": link("other/x", back, kind),
+        }
+
+    file = archive(base, tmp_path / "base.tar", circle)
+    with seconds(10), pytest.raises(CanvasError, match="circle"):
+        read_base(file)
+
+
+@pytest.mark.parametrize("target", ["../../../../etc/passwd", "/etc/passwd", ".."])
+def test_an_archive_whose_links_lead_out_is_refused(base: Path, tmp_path: Path, target: str):
+    def lead_out(members: dict[str, Any]) -> dict[str, Any]:
+        name = layers_of(members)[0]
+        return {**members, name: link(name, target, tarfile.SYMTYPE)}
+
+    file = archive(base, tmp_path / "base.tar", lead_out)
+    with pytest.raises(CanvasError, match="is damaged"):
+        read_base(file)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_of_an_archive_must_be_the_one_of_its_configuration(
+    base: Path, tmp_path: Path, packed: bool
+):
+    def swap(members: dict[str, Any]) -> dict[str, Any]:
+        name = layers_of(members)[0]
+        info, _ = members[name]
+        other = io.BytesIO()
+        with tarfile.open(fileobj=other, mode="w") as inner:
+            inner.addfile(tarfile.TarInfo("evil"))
+        content = other.getvalue()
+        return {**members, name: (info, gzip.compress(content) if packed else content)}
+
+    file = archive(base, tmp_path / "base.tar", swap)
+    with pytest.raises(CanvasError, match="does not match"):
+        copy(file, tmp_path / "out")
+
+
+def test_a_damaged_gzip_stream_is_named(base: Path, tmp_path: Path):
+    def damage(members: dict[str, Any]) -> dict[str, Any]:
+        info, content = members[name := layers_of(members)[1]]
+        return {**members, name: (info, content[:12] + b"\xff" * 8 + content[20:])}
+
+    with pytest.raises(CanvasError, match="is damaged"):
+        read_base(archive(base, tmp_path / "base.tar", damage))
+    digest = manifest_of(base)[1]["layers"][1]["digest"]
+    blob = Blobs(base).path(digest)
+    blob.write_bytes(blob.read_bytes()[:12] + b"\xff" * 8 + blob.read_bytes()[20:])
+    with pytest.raises(CanvasError, match=f"{digest}.* is damaged"):
+        verify_image(base)
+
+
+def test_an_archive_lists_a_layer_for_each_digest(base: Path, tmp_path: Path):
+    def drop(members: dict[str, Any]) -> dict[str, Any]:
+        info, content = members["manifest.json"]
+        listed = json.loads(content)
+        listed[0]["Layers"].pop()
+        return {**members, "manifest.json": (info, json.dumps(listed).encode())}
+
+    with pytest.raises(CanvasError, match="1 layers but 2 digests"):
+        read_base(archive(base, tmp_path / "base.tar", drop))
+
+
+def test_the_configuration_of_an_archive_is_the_one_it_is_named_after(base: Path, tmp_path: Path):
+    def change(members: dict[str, Any]) -> dict[str, Any]:
+        name = json.loads(members["manifest.json"][1])[0]["Config"]
+        info, content = members[name]
+        return {**members, name: (info, content.replace(b"A=1", b"A=2"))}
+
+    with pytest.raises(CanvasError, match="does not match"):
+        read_base(archive(base, tmp_path / "base.tar", change))
