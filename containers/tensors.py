@@ -49,9 +49,7 @@ RAW = Tensor("raw", "BOOL", (1,), "use `prompt` as it is, without the chat templ
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
 RESULT = (
-    Tensor(
-        "text", "BYTES", (1,), "the answer; in a `draft` or `block` event, that canvas or block"
-    ),
+    Tensor("text", "BYTES", (1,), "the answer; in other events, that canvas, or what they add"),
     Tensor("token_ids", "INT32", (-1,), "its tokens, including the one that ends the sequence"),
     Tensor("prompt_token_ids", "INT32", (-1,), "the prompt's tokens; empty before `final`"),
     Tensor("finish_reason", "BYTES", (1,), "`stop` or `length`; empty before `final`"),
@@ -59,10 +57,11 @@ RESULT = (
     Tensor("seed", "UINT64", (1,), "the seed that was used"),
 )
 PROGRESS = (
-    Tensor("event", "BYTES", (1,), "`draft`, `block` or `final`"),
+    Tensor("event", "BYTES", (1,), "`draft`, `settled`, `block` or `final`"),
     Tensor("block", "INT32", (1,), "index of the event's block, from 0"),
     Tensor("step", "INT32", (1,), "denoising steps done in that block"),
 )
+CANVAS = Tensor("canvas", "BYTES", (1,), "the canvas of a `draft`, as JSON; no other event has it")
 
 
 def inputs_of(model: str) -> tuple[Tensor, ...]:
@@ -73,7 +72,7 @@ def inputs_of(model: str) -> tuple[Tensor, ...]:
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:
     """Return the outputs of the answer model or the stream model."""
-    return (*PROGRESS, *RESULT) if model == STREAM_MODEL else RESULT
+    return (*PROGRESS, *RESULT, CANVAS) if model == STREAM_MODEL else RESULT
 
 
 # Triton's own front ends add these to a request's parameters; all others come from the caller.

@@ -18,8 +18,10 @@ from canvasrt.runtime.request import (
     FinishReason,
     Request,
     Result,
+    Settled,
     Timings,
 )
+from canvasrt.runtime.settled import SettledPrefix
 
 
 class ActiveRequest:
@@ -46,6 +48,7 @@ class ActiveRequest:
         self._step = 0
         self._hidden: Hidden = None
         self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
+        self._settled = SettledPrefix(request.params)
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step. The first step of a block creates its
@@ -53,6 +56,7 @@ class ActiveRequest:
         if self._step == 0:
             self._hidden = self._model.first_hidden(self._noise(0)[1])
             self._history.clear()
+            self._settled = SettledPrefix(self._params)
         self._step += 1
         uniforms, noise = self._noise(self._step)
         return DenoiseInput(
@@ -66,14 +70,27 @@ class ActiveRequest:
 
     def take(self, output: DenoiseOutput) -> list[Event]:
         """Apply the result of that step. Return its draft, and what it finished."""
-        block = len(self._steps)
+        block, step = len(self._steps), self._step
+        before = len(self._settled.tokens)
+        new = self._settled.take(output)
+        argmax = self._settled.over(output.argmax)
         events: list[Event] = [
-            Draft(self.id, block, self._step, output.argmax, output.accepted),
+            Draft(
+                self.id,
+                block,
+                step,
+                argmax,
+                output.accepted,
+                output.canvas,
+                len(self._settled.tokens),
+            ),
         ]
         self._hidden = output.next_hidden
-        last = self._step == self._params.max_denoising_steps
-        if self._stops(output) or last:
-            events += self._finish_block(output.argmax)
+        last = step == self._params.max_denoising_steps
+        if self._stops(output) or last or self._is_settled():
+            events += self._finish_block(argmax, before)
+        elif new:
+            events.append(Settled(self.id, block, step, new))
         return events
 
     def result(self, reason: FinishReason) -> Result:
@@ -105,7 +122,16 @@ class ActiveRequest:
         mean = np.mean(output.entropy, dtype=np.float32)
         return stable and bool(mean < np.float32(self._params.confidence_threshold))
 
-    def _finish_block(self, canvas: np.ndarray) -> list[Event]:
+    def _is_settled(self) -> bool:
+        """Whether nothing that counts can change any more: the settled tokens reach the budget, or
+        the end of the sequence or of the canvas."""
+        tokens = self._settled.tokens
+        room = self._params.max_new_tokens - len(self._tokens)
+        ended = any(token in self._params.eos_token_ids for token in tokens)
+        return ended or len(tokens) >= min(room, self._model.canvas_length)
+
+    def _finish_block(self, canvas: np.ndarray, settled: int) -> list[Event]:
+        """Return the events of a block whose first `settled` tokens were sent already."""
         index, steps = len(self._steps), self._step
         self._steps.append(steps)
         self._step = 0
@@ -113,7 +139,7 @@ class ActiveRequest:
             self._first_block = time.perf_counter() - self._added
         tokens, reason = self._cut(canvas)
         self._tokens += tokens
-        events: list[Event] = [Block(self.id, index, steps, tokens, reason)]
+        events: list[Event] = [Block(self.id, index, steps, tokens, reason, settled)]
         if reason:
             # Nothing follows the last block, so it is not encoded.
             self.finished = True

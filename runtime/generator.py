@@ -11,9 +11,9 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
-from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result
+from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 
-__all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result"]
+__all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result", "Settled"]
 
 
 class Generator:

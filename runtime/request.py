@@ -69,24 +69,44 @@ class Result:
 
 @dataclass(frozen=True)
 class Draft:
-    """The argmax canvas after one denoising step; `step` counts from 1."""
+    """The argmax canvas after one denoising step; `step` counts from 1.
+
+    Its first `settled` tokens are final. `canvas` is what the next step reads: candidates where
+    accepted, noise elsewhere.
+    """
 
     id: int
     block: int
     step: int
     tokens: np.ndarray  # int64 [canvas]
     accepted: np.ndarray = field(repr=False)  # bool [canvas]
+    canvas: np.ndarray | None = field(default=None, repr=False)  # int64 [canvas]
+    settled: int = 0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Tokens that became final before their block did; they follow the block's earlier ones."""
+
+    id: int
+    block: int
+    step: int
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
 class Block:
-    """A finished block: its final tokens, cut at the end of sequence or the budget."""
+    """A finished block: its final tokens, cut at the end of sequence or the budget.
+
+    The first `settled` of them were in Settled events already.
+    """
 
     id: int
     block: int
     steps: int
     tokens: list[int]
     finish: FinishReason | None  # None if another block follows
+    settled: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,4 +117,4 @@ class Finished:
     result: Result
 
 
-Event = Draft | Block | Finished
+Event = Draft | Settled | Block | Finished

@@ -107,6 +107,13 @@ class SamplingParams:
         "finish a block once it is stable and confident; true when absent",
         flag="--early-stop/--all-steps",
     )
+    settle_steps: int = _parameter(
+        0,
+        "INT32",
+        "steps that a beginning of the canvas must stay unchanged and confident to become final "
+        "before its block does; 0 waits for the block",
+        most=10_000,
+    )
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -177,6 +184,12 @@ def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
         raise CanvasError(
             f"t_max {high} is below t_min {low}",
             "the temperature falls from t_max to t_min: give t_max >= t_min",
+        )
+    if values.get("settle_steps") and values.get("early_stop") is False:
+        raise CanvasError(
+            f"settle_steps is {values['settle_steps']} and early_stop is false: a block ends "
+            "when all of it has settled",
+            "leave out one of them",
         )
 
 

@@ -38,15 +38,10 @@ class Call:
 
 
 def check_call(protocol: str, stream: bool, drafts: bool) -> None:
-    """Raise UsageError for an unknown protocol, or one that cannot stream or send drafts."""
+    """Raise UsageError for an unknown protocol, or one that cannot stream."""
     if protocol not in PROTOCOLS:
         raise UsageError(
             f"unknown protocol {protocol!r}", f"the protocols are {', '.join(PROTOCOLS)}"
-        )
-    if drafts and protocol == "openai":
-        raise UsageError(
-            "the OpenAI API cannot send drafts: text once sent must not change",
-            "give --protocol grpc, or --stream without --drafts",
         )
     if (stream or drafts) and protocol == "http":
         raise UsageError(
@@ -71,13 +66,17 @@ def ask(call: Call, protocol: str, url: str | None, timeout: float, as_json: boo
 
 def _ask_openai(call: Call, url: str | None, timeout: float, as_json: bool) -> None:
     client = OpenAIClient(url, timeout)
-    if not call.stream:
+    if not (call.stream or call.drafts):
         answer = client.ask(call.inputs())
         emit(answer, as_json, lambda shown: shown.print(answer["text"], markup=False))
         return
-    for piece in client.stream(call.inputs()):
+    for piece, draft in client.events(call.inputs(), call.drafts):
         if as_json:
-            print(json.dumps({"text": piece}, ensure_ascii=False), flush=True)
+            line = {"text": piece} if draft is None else {"draft": draft}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        elif draft is not None:
+            best = "".join(draft["best"][: draft["end"]])
+            print(f"[block {draft['block']}, step {draft['step']}] {best}", flush=True)
         else:
             print(piece, end="", flush=True)
     if not as_json:
@@ -89,7 +88,7 @@ def _print_event(event: StreamEvent, as_json: bool) -> None:
         print(json.dumps(event.to_json(), ensure_ascii=False), flush=True)
     elif event.event == "draft":
         print(f"[block {event.block}, step {event.step}] {event.text}", flush=True)
-    elif event.event == "block":
+    elif event.event in ("settled", "block"):
         print(event.text, end="", flush=True)
     else:
         print(flush=True)

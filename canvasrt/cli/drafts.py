@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from canvasrt.runtime.request import Block, Draft
+    from canvasrt.runtime.request import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import Tokenizer
 
 
@@ -18,7 +18,8 @@ class DraftView:
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self._eos = eos_token_ids
-        self._done = ""
+        self._done = ""  # the text of finished blocks
+        self._begun = ""  # and what has settled after them
         self._live = _live() if sys.stdout.isatty() else None
 
     def draft(self, event: Draft) -> None:
@@ -38,12 +39,18 @@ class DraftView:
         self._live.start()
         self._live.update(drawn, refresh=True)
 
+    def settled(self, event: Settled, piece: str) -> None:
+        """Count text as final; on a terminal, drafts show it already."""
+        self._begun += piece
+        if self._live is None:
+            print(f"block {event.block} settled at step {event.step}: {piece!r}", flush=True)
+
     def block(self, event: Block, piece: str) -> None:
         """Replace the draft with the finished block's text; after the last block, print the answer."""
         if self._live is None:
             print(f"block {event.block} final after {event.steps} steps: {piece!r}", flush=True)
             return
-        self._done += piece
+        self._done, self._begun = self._done + self._begun + piece, ""
         if event.finish:
             self._live.stop()
             print(self._done, flush=True)

@@ -15,13 +15,13 @@ from canvasrt.cli.sampling import with_sampling
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
-    from canvasrt.runtime.generator import Block, Event, Request, Result
+    from canvasrt.runtime.generator import Block, Event, Request, Result, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 Count = Annotated[
     int, typer.Option("--n", min=1, help="Number of answers, with consecutive seeds from --seed.")
 ]
-Stream = Annotated[bool, typer.Option("--stream", help="Print each block once it is finished.")]
+Stream = Annotated[bool, typer.Option("--stream", help="Print text as soon as it is final.")]
 Drafts = Annotated[
     bool,
     typer.Option("--drafts", help="Print the draft of each step too; on a terminal, in place."),
@@ -127,7 +127,7 @@ def _stream_json(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
     """Print one JSON object per event and line; the last has what `--json` alone prints."""
-    from canvasrt.runtime.generator import Block, Draft
+    from canvasrt.runtime.generator import Block, Draft, Settled
 
     def put(**line: Any) -> None:
         print(json.dumps(line, ensure_ascii=False), flush=True)
@@ -138,6 +138,15 @@ def _stream_json(
                 ids = event.tokens.tolist()
                 text = None if tokenizer is None else tokenizer.decode(ids)
                 put(event="draft", block=event.block, step=event.step, text=text, token_ids=ids)
+        elif isinstance(event, Settled):
+            text = None if tokenizer is None else tokenizer.decode(event.tokens)
+            put(
+                event="settled",
+                block=event.block,
+                step=event.step,
+                text=text,
+                token_ids=event.tokens,
+            )
         elif isinstance(event, Block):
             words = _without_end(event.tokens, event.finish)
             text = None if tokenizer is None else tokenizer.decode(words)
@@ -157,7 +166,7 @@ def _stream_text(
 ) -> None:
     """Print text once it is final; with drafts, also the canvas after each step."""
     from canvasrt.cli.drafts import DraftView
-    from canvasrt.runtime.generator import Block, Draft
+    from canvasrt.runtime.generator import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder
 
     decoder = None if tokenizer is None else StreamDecoder(tokenizer)
@@ -166,20 +175,24 @@ def _stream_text(
         for event in events:
             if isinstance(event, Draft) and view is not None:
                 view.draft(event)
-            elif isinstance(event, Block):
+            elif isinstance(event, Settled | Block):
                 piece = _piece(event, decoder)
-                if view is not None:
-                    view.block(event, piece)
+                finish = event.finish if isinstance(event, Block) else None
+                if view is None:
+                    print(piece, end="\n" if finish else "", flush=True)
+                elif isinstance(event, Settled):
+                    view.settled(event, piece)
                 else:
-                    print(piece, end="\n" if event.finish else "", flush=True)
+                    view.block(event, piece)
     finally:
         if view is not None:
             view.close()
 
 
-def _piece(event: Block, decoder: StreamDecoder | None) -> str:
-    """Return what a block adds to the answer so far."""
+def _piece(event: Settled | Block, decoder: StreamDecoder | None) -> str:
+    """Return what an event adds to the answer so far."""
+    finish, sent = (event.finish, event.settled) if isinstance(event, Block) else (None, 0)
+    tokens = event.tokens[sent:]
     if decoder is None:
-        return _shown(None, event.tokens) + ("" if event.finish else ",")
-    words = _without_end(event.tokens, event.finish)
-    return decoder.put(words, final=event.finish is not None)
+        return _shown(None, tokens) + ("" if finish else ",")
+    return decoder.put(_without_end(tokens, finish), final=finish is not None)

@@ -23,7 +23,7 @@ ProtocolName = Annotated[
 ]
 Stream = Annotated[
     bool,
-    typer.Option("--stream", help="Print each block once it is finished; needs grpc or openai."),
+    typer.Option("--stream", help="Print text as soon as it is final; needs grpc or openai."),
 ]
 Stop = Annotated[
     list[str] | None,

@@ -53,8 +53,20 @@ class OpenAIClient:
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[str]:
         """Yield the pieces of one answer's text as they come."""
+        for piece, _ in self.events(inputs):
+            if piece:
+                yield piece
+
+    def events(
+        self, inputs: Mapping[str, Any], drafts: bool = False
+    ) -> Iterator[tuple[str, dict[str, Any] | None]]:
+        """Yield pieces of one answer's text and, if asked for, the `draft` of every step between
+        them; a draft's piece is empty."""
         path, body = _request(inputs, self.model)
-        with self._reply("POST", path, {**body, "stream": True}) as reply:
+        body["stream"] = True
+        if drafts:
+            body["stream_options"] = {"drafts": True}
+        with self._reply("POST", path, body) as reply:
             for line in reply:
                 data = line.decode().strip().removeprefix("data: ")
                 if not data or data == "[DONE]":
@@ -62,10 +74,12 @@ class OpenAIClient:
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise self._refused(chunk["error"]["message"])
+                if (draft := chunk.get("canvasrt", {}).get("draft")) is not None:
+                    yield "", draft
                 for choice in chunk["choices"]:
                     text = choice.get("delta", {}).get("content") or choice.get("text")
                     if text:
-                        yield text
+                        yield text, None
 
     @property
     def model(self) -> str:

@@ -52,12 +52,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class StreamEvent(Answer):
-    """One event of a stream. `text` and `token_ids` are those of the draft, the block or, in the
-    last event, the whole answer."""
+    """One event of a stream. `text` and `token_ids` are those of the draft, what the event adds to
+    the answer or, in the last event, the whole answer. `canvas` is JSON, empty unless a draft."""
 
     event: str
     block: int
     step: int
+    canvas: str = ""
 
 
 class Client:
@@ -228,6 +229,8 @@ def read_reply(result: Any, model: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for tensor in outputs_of(model):
         array = result.as_numpy(tensor.name)
+        if array is None:  # only some events have it
+            continue
         if tensor.shape == (-1,):
             values[tensor.name] = [int(item) for item in array]
         elif tensor.datatype == "BYTES":

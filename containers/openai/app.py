@@ -21,6 +21,7 @@ from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
 from canvasrt.containers.openai.middleware import DISCONNECTED, ID, Middleware, internal_error
+from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest, read_body
 from canvasrt.containers.openai.state import FrontSettings, State
 from canvasrt.containers.openai.upstream import Upstream
@@ -103,6 +104,7 @@ def make_app(settings: FrontSettings, state: State) -> ASGIApp:
     _add_health(app, front)
     _add_management(app, front)
     _add_inference(app, front)
+    add_page(app)
     return Middleware(app, state, front.metrics, settings.options.max_body)
 
 

@@ -87,9 +87,14 @@ class _Run:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield a streamed answer as server-sent events. ApiError only before the first."""
         shape, open_choices = self._shape, set()
+        begun = False
         try:
             async with Answers(self._owner._upstream, self._inputs) as answers:
                 async for number, event in answers:
+                    begun = True
+                    if event.event == "draft":
+                        yield _event(shape.draft(number, event))
+                        continue
                     if number not in open_choices:
                         open_choices.add(number)
                         self._first_piece()
@@ -102,7 +107,7 @@ class _Run:
                         yield _event(shape.piece(number, event.text))
         except (ApiError, CanvasError) as error:
             failure = self._named(error)
-            if not open_choices:
+            if not begun:
                 raise failure from error
             yield _event(failure.to_json())
             return

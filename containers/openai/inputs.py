@@ -43,6 +43,7 @@ def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
 def _options(request: Sampling) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
     given["stop"] = request.stop
+    given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}
 

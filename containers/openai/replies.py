@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -69,6 +70,13 @@ class Shape:
     def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
         """Return the last chunk of a choice."""
         return self._chunk(index, {} if self.chat else "", finish_reason)
+
+    def draft(self, index: int, event: StreamEvent) -> dict[str, Any]:
+        """Return a chunk with the canvas of one step. Like the one with usage, it has no choices."""
+        canvas = {"index": index, "block": event.block, "step": event.step}
+        chunk = {**self._chunk_head(), "choices": []}
+        chunk["canvasrt"] = {**chunk["canvasrt"], "draft": canvas | json.loads(event.canvas)}
+        return chunk | ({"usage": None} if self.with_usage else {})
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the chunk after all choices."""

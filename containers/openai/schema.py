@@ -93,6 +93,7 @@ class StreamOptions(_Strict):
     """`stream_options`."""
 
     include_usage: bool = False
+    drafts: bool = False  # our own addition: also send the canvas of every step
     include_obfuscation: _only(False) = None  # type: ignore[valid-type]
 
 
@@ -137,6 +138,11 @@ class Sampling(_Own):
     logit_bias: _only({}) = None  # type: ignore[valid-type]
     service_tier: _only("auto", "default") = None  # type: ignore[valid-type]
     response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether to send the canvas of every step."""
+        return bool(self.stream_options and self.stream_options.drafts)
 
     @property
     def wants_usage(self) -> bool:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from canvasrt.containers.triton.stops import StopCutter
-from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result
+from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result, Settled
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 
 class ReplyBuilder:
-    """Builds the replies to one request, and keeps what later ones repeat: each has all outputs.
+    """Builds the replies to one request, and keeps what later ones repeat: each has all outputs,
+    apart from `canvas`, which only drafts have.
 
     Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
     `only_final` sends only the result. The text ends before the first of `stops`; `prompt` is the
@@ -38,8 +40,9 @@ class ReplyBuilder:
         self._drafts = drafts
         self._only_final = only_final
         self._steps: list[int] = []
-        self._done: list[int] = []  # the tokens of the finished blocks
+        self._done: list[int] = []  # the tokens that are final
         self._given = ""
+        self._spelt: dict[int, str] = {}
         self._prompt = list(prompt)
         self.ended = False
 
@@ -55,7 +58,7 @@ class ReplyBuilder:
         if isinstance(event, Draft):
             wanted = self._drafts and not self._only_final
             return [self._draft(event)] if wanted else []
-        replies = [self._block(event)]
+        replies = [self._settled(event) if isinstance(event, Settled) else self._block(event)]
         if self._cutter.found is not None:
             self.ended = True
             replies.append(self._stopped(event))
@@ -63,21 +66,42 @@ class ReplyBuilder:
 
     def _draft(self, event: Draft) -> dict[str, np.ndarray]:
         tokens = event.tokens.tolist()
-        return self._tensors("draft", event.block, event.step, self._text(tokens), tokens)
+        reply = self._tensors("draft", event.block, event.step, self._text(tokens), tokens)
+        canvas = tokens if event.canvas is None else event.canvas.tolist()
+        view = {
+            "best": [self._spell(token) for token in tokens],
+            "noisy": [self._spell(token) for token in canvas],
+            "accepted": event.accepted.astype(int).tolist(),
+            "settled": event.settled,
+            "end": len(self._words(tokens)),
+        }
+        return reply | {"canvas": _bytes(json.dumps(view, ensure_ascii=False))}
+
+    def _settled(self, event: Settled) -> dict[str, np.ndarray]:
+        text, tokens = self._final(event.tokens, last=False)
+        if self._cutter.found is not None:
+            self._steps.append(event.step)
+        return self._tensors("settled", event.block, event.step, text, tokens)
 
     def _block(self, event: Block) -> dict[str, np.ndarray]:
+        """Return the reply to a block, whose text is what its settled pieces left."""
         self._steps.append(event.steps)
-        final = event.finish is not None
-        words = self._words(event.tokens)
-        text = self._decoder.put(words, final=final) if self._decoder else ""
-        text = self._cutter.put(text, final=final)
+        rest = event.tokens[event.settled :]
+        text, tokens = self._final(rest, last=event.finish is not None)
+        return self._tensors("block", event.block, event.steps, text, tokens)
+
+    def _final(self, ids: Sequence[int], last: bool) -> tuple[str, list[int]]:
+        """Take tokens that are final; return the text and the tokens that the answer gains."""
+        words = self._words(ids)
+        text = self._decoder.put(words, final=last) if self._decoder else ""
+        text = self._cutter.put(text, final=last)
         self._given += text
-        tokens = list(event.tokens)
+        tokens = list(ids)
         if self._cutter.found is not None:
             needed = self._tokens_to_stop([*self._done, *words])
             tokens = tokens[: max(0, needed - len(self._done))]
         self._done += tokens
-        return self._tensors("block", event.block, event.steps, text, tokens)
+        return text, tokens
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
         """Return how many tokens are needed for the text to include the stop string that was found."""
@@ -92,10 +116,10 @@ class ReplyBuilder:
                 low = middle + 1
         return low
 
-    def _stopped(self, event: Block) -> dict[str, np.ndarray]:
+    def _stopped(self, event: Block | Settled) -> dict[str, np.ndarray]:
         """Return the last reply of an answer that a stop string ended."""
         return self._tensors(
-            "final", event.block, event.steps, self._given, self._done, self._prompt, "stop"
+            "final", event.block, self._steps[-1], self._given, self._done, self._prompt, "stop"
         )
 
     def _result(self, result: Result) -> dict[str, np.ndarray]:
@@ -115,6 +139,12 @@ class ReplyBuilder:
         """Return the tokens before the one that ends the sequence, which may have a spelling."""
         ends = (index for index, token in enumerate(tokens) if token in self._ends)
         return tokens[: next(ends, len(tokens))]
+
+    def _spell(self, token: int) -> str:
+        """Return a token's own text, which a byte of a longer character does not have."""
+        if token not in self._spelt:
+            self._spelt[token] = self._tokenizer.decode([token], False) if self._tokenizer else ""
+        return self._spelt[token]
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(self._words(tokens)) if self._tokenizer else ""

@@ -88,7 +88,6 @@ WRONG = {
     "infer x --seed -1": "--seed is -1",
     "infer x --steps 0": "--steps is 0",
     "infer x --protocol smtp": "unknown protocol 'smtp'",
-    "infer x --protocol openai --drafts": "the OpenAI API cannot send drafts",
     "infer x --stream": "does not stream over --protocol http",
     "infer x --drafts": "does not stream over --protocol http",
     "infer x --url https://a:1": "unsupported scheme https",

@@ -78,6 +78,35 @@ def test_without_include_usage_a_stream_ends_with_its_last_choice(openai: OpenAI
     assert last.usage is None
 
 
+def test_settled_text_is_sent_before_its_block(openai: OpenAI):
+    extra = {"settle_steps": 1, "confidence_threshold": 3.0, "max_denoising_steps": 12}
+    whole = chat(openai, extra_body=extra)
+    pieces = [
+        chunk.choices[0].delta.content
+        for chunk in chat(openai, stream=True, extra_body=extra)
+        if chunk.choices and chunk.choices[0].delta.content
+    ]
+    assert len(pieces) > 2  # more than one per block
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_drafts_are_sent_on_request(openai: OpenAI):
+    whole = chat(openai)
+    options = {"include_usage": True, "drafts": True}
+    chunks = list(chat(openai, n=2, stream=True, stream_options=options))
+    drafts = [chunk.canvasrt["draft"] for chunk in chunks if "draft" in chunk.canvasrt]
+    assert len(drafts) == chunks[-1].usage.denoising_steps
+    assert {draft["index"] for draft in drafts} == {0, 1}
+    first = [draft for draft in drafts if draft["index"] == 0]
+    assert [draft["step"] for draft in first if draft["block"] == 0] == list(range(1, 7))
+    assert all(len(draft["best"]) == len(draft["noisy"]) == 32 for draft in drafts)
+    assert all(draft["noisy"] != draft["best"] for draft in drafts if not all(draft["accepted"]))
+    last = next(draft for draft in first if draft["step"] == 6)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert whole.choices[0].message.content.startswith("".join(last["best"]).replace("<pad>", ""))
+    assert len(said) > len(whole.choices[0].message.content)
+
+
 def test_n_answers_take_seeds_that_count_up(openai: OpenAI):
     alone = [chat(openai, seed=7 + i).choices[0].message.content for i in range(3)]
     together = chat(openai, n=3)

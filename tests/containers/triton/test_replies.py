@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.replies import ReplyBuilder
-from canvasrt.runtime.generator import Block, Draft, Finished, Result
+from canvasrt.runtime.generator import Block, Draft, Finished, Result, Settled
 from canvasrt.runtime.request import Timings
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -44,9 +45,10 @@ def test_the_end_of_the_sequence_is_a_token_and_no_text(tokenizer: Tokenizer):
 def test_every_reply_holds_every_output_in_its_type(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(seed=2**64 - 1), drafts=False)
     (reply,) = replies.replies(Block(0, 0, 3, [40], None))
-    assert set(reply) == {tensor.name for tensor in outputs_of(STREAM_MODEL)}
+    outputs = [tensor for tensor in outputs_of(STREAM_MODEL) if tensor.name != "canvas"]
+    assert set(reply) == {tensor.name for tensor in outputs}
     types = {"BYTES": "object", "INT32": "int32", "UINT64": "uint64"}
-    for tensor in outputs_of(STREAM_MODEL):
+    for tensor in outputs:
         assert reply[tensor.name].dtype == types[tensor.datatype]
     assert reply["seed"].tolist() == [2**64 - 1]
 
@@ -68,3 +70,42 @@ def test_events_that_nobody_asked_for_are_left_out(tokenizer: Tokenizer):
     assert not last_only.replies(block)
     assert last_only.replies(finished([40], "length"))
     assert not last_only.replies(finished([], "cancelled"))
+
+
+def test_settled_pieces_and_the_rest_of_their_block_add_up(tokenizer: Tokenizer):
+    replies = ReplyBuilder(tokenizer, SamplingParams(settle_steps=1, eos_token_ids=(EOS,)), False)
+    ids = tokenizer.encode("4625", add_special_tokens=False)
+    events = [Settled(0, 0, 2, ids[:1]), Settled(0, 0, 3, ids[1:3])]
+    events.append(Block(0, 0, 4, [*ids, EOS], "stop", settled=3))
+    sent = [reply for event in events for reply in replies.replies(event)]
+    assert [reply["event"].tolist() for reply in sent] == [[b"settled"], [b"settled"], [b"block"]]
+    assert b"".join(reply["text"][0] for reply in sent) == b"4625"
+    assert [token for reply in sent for token in reply["token_ids"]] == [*ids, EOS]
+
+
+def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenizer: Tokenizer):
+    replies = ReplyBuilder(tokenizer, SamplingParams(settle_steps=1), False, stops=["62"])
+    ids = tokenizer.encode("4625", add_special_tokens=False)
+    first = replies.replies(Settled(0, 0, 2, ids[:2]))
+    assert not replies.ended
+    piece, final = replies.replies(Settled(0, 0, 5, ids[2:3]))
+    assert replies.ended
+    assert first[0]["text"].tolist() == [b"4"]  # 6 could begin the stop string
+    assert piece["text"].tolist() == [b""]
+    assert final["text"].tolist() == [b"4"]
+    assert final["token_ids"].tolist() == ids[:3]
+    assert final["steps"].tolist() == [5]
+    assert final["finish_reason"].tolist() == [b"stop"]
+
+
+def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
+    replies = ReplyBuilder(tokenizer, SamplingParams(eos_token_ids=(EOS,)), drafts=True)
+    best, noisy = tokenizer.encode("46", False), tokenizer.encode("9b", False)
+    draft = Draft(
+        0, 1, 3, np.array([*best, EOS]), np.array([1, 0, 0]) > 0, np.array([*noisy, 5]), 1
+    )
+    (reply,) = replies.replies(draft)
+    view = json.loads(reply["canvas"][0])
+    assert view["best"][:2] == ["4", "6"]
+    assert view["noisy"][:2] == ["9", "b"]
+    assert (view["accepted"], view["settled"], view["end"]) == ([1, 0, 0], 1, 2)

@@ -1,0 +1,242 @@
+"use strict";
+const $ = (id) => document.getElementById(id);
+const run = { frames: [], finals: [], shown: -1, follow: true, abort: null, timer: 0 };
+let model = "";
+
+// ---- the server
+
+function headers() {
+  const key = $("key").value.trim();
+  const all = { "Content-Type": "application/json" };
+  return key ? { ...all, Authorization: `Bearer ${key}` } : all;
+}
+
+async function connect() {
+  let text = "the server does not answer", on = false, again = 2000;
+  try {
+    const reply = await fetch("/v1/models", { headers: headers() });
+    const body = await reply.json();
+    if (reply.status === 401) {
+      text = "this server needs an API key";
+      $("settings").open = true;
+      again = 0;
+    } else if (!reply.ok) {
+      text = body.error.message;
+    } else {
+      model = body.data[0].id;
+      const ready = await fetch("/v1/health/ready");
+      on = ready.ok;
+      text = on ? model : (await ready.json()).error.message;
+      again = on ? 0 : 2000;
+    }
+  } catch { /* not there yet */ }
+  $("state").textContent = text;
+  $("light").classList.toggle("on", on);
+  if (again) setTimeout(connect, again);
+}
+
+function body() {
+  const messages = [{ role: "user", content: $("prompt").value }];
+  if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value });
+  const made = {
+    model, messages, stream: true, stream_options: { include_usage: true, drafts: true },
+  };
+  const fields = {
+    seed: "seed", max_denoising_steps: "steps", max_tokens: "tokens",
+    t_max: "t_max", t_min: "t_min", settle_steps: "settle",
+  };
+  for (const [name, id] of Object.entries(fields)) {
+    const text = $(id).value.trim();
+    if (!text) continue;
+    const number = Number(text);
+    if (Number.isNaN(number)) throw new Error(`${name} is not a number: ${text}`);
+    made[name] = number;
+  }
+  return made;
+}
+
+async function* events(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+async function ask() {
+  reset();
+  const begin = performance.now();
+  let tokens = 0, first = 0;
+  run.abort = new AbortController();
+  busy(true);
+  try {
+    const reply = await fetch("/v1/chat/completions", {
+      method: "POST", headers: headers(), body: JSON.stringify(body()), signal: run.abort.signal,
+    });
+    if (!reply.ok) throw new Error((await reply.json()).error.message);
+    for await (const chunk of events(reply)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      $("f-seed").textContent = chunk.canvasrt.seed;
+      if (chunk.canvasrt.draft) add(chunk.canvasrt.draft);
+      for (const choice of chunk.choices) {
+        const text = (choice.delta && choice.delta.content) || "";
+        if (text && !first) {
+          first = performance.now() - begin;
+          $("f-first").textContent = milliseconds(first);
+        }
+        $("answer").textContent += text;
+        if (choice.finish_reason) finish();
+      }
+      if (chunk.usage) {
+        tokens = chunk.usage.completion_tokens;
+        const steps = chunk.usage.denoising_steps;
+        $("f-steps").textContent = steps;
+        $("f-pass").textContent = (tokens / steps).toFixed(1);
+      }
+    }
+    $("f-total").textContent = milliseconds(performance.now() - begin);
+  } catch (error) {
+    if (error.name !== "AbortError") fail(error.message);
+  }
+  busy(false);
+}
+
+// ---- frames: one per step, and one per finished block
+
+function add(draft) {
+  $("work").hidden = false;
+  const last = run.frames.at(-1);
+  if (last && last.block !== draft.block) finish();
+  const before = last && last.block === draft.block && !last.final ? last.accepted : [];
+  const states = draft.accepted.map((accepted, i) => {
+    if (i < draft.settled) return "settled";
+    if (accepted) return "accepted";
+    return before[i] ? "renoised" : "noise";
+  });
+  push({ ...draft, states });
+}
+
+function finish() {
+  const last = run.frames.at(-1);
+  if (!last || last.final) return;
+  const states = last.best.map(() => "settled");
+  const done = { ...last, noisy: last.best, states, final: true };
+  run.finals[last.block] = done;
+  push(done);
+}
+
+function push(frame) {
+  run.frames.push(frame);
+  const bar = document.createElement("i");
+  const words = frame.states.slice(0, Math.max(1, frame.end));
+  const sure = words.filter((state) => state === "accepted" || state === "settled").length;
+  bar.style.height = `${Math.round((100 * sure) / words.length)}%`;
+  $("chart").append(bar);
+  $("slider").max = run.frames.length - 1;
+  if (!run.abort || run.follow) show(run.frames.length - 1);
+}
+
+// ---- drawing
+
+const MARKS = { "\n": "\u21b5\n", "\t": "\u2192\t" };
+
+function draw(parent, frame, view) {
+  frame[view].forEach((spelling, i) => {
+    const piece = document.createElement("b");
+    const special = /^<[^>]*>$/.test(spelling);
+    piece.className = frame.states[i];
+    if (special) piece.classList.add("mark");
+    if (i >= frame.end && frame.states[i] !== "noise") piece.classList.add("after");
+    piece.textContent = special ? spelling.replace(/[<>|]/g, "") : MARKS[spelling] || spelling || "\u00b7";
+    parent.append(piece);
+  });
+}
+
+function show(index) {
+  const frame = run.frames[index];
+  if (!frame) return;
+  run.shown = index;
+  const view = document.querySelector("[name=view]:checked").value;
+  const drawn = document.createDocumentFragment();
+  for (const done of run.finals.slice(0, frame.block)) draw(drawn, done, "best");
+  draw(drawn, frame, view);
+  $("canvas").replaceChildren(drawn);
+  $("slider").value = index;
+  const bars = $("chart").children;
+  for (let i = 0; i < bars.length; i++) bars[i].classList.toggle("past", i <= index);
+  const step = frame.final ? `done in ${frame.step}` : `step ${frame.step}`;
+  $("where").innerHTML = `<span class="long">block ${frame.block + 1}, </span>${step}`;
+}
+
+function play() {
+  clearInterval(run.timer);
+  let index = run.shown >= run.frames.length - 1 ? 0 : run.shown;
+  show(index);
+  const wait = Math.max(60, Math.min(400, 6000 / run.frames.length));
+  run.timer = setInterval(() => {
+    index += 1;
+    if (index >= run.frames.length) clearInterval(run.timer);
+    else show(index);
+  }, wait);
+}
+
+function milliseconds(value) {
+  return value < 1000 ? `${value.toFixed(value < 100 ? 1 : 0)} ms` : `${(value / 1000).toFixed(2)} s`;
+}
+
+// ---- the form
+
+function reset() {
+  clearInterval(run.timer);
+  Object.assign(run, { frames: [], finals: [], shown: -1, follow: true });
+  for (const id of ["chart", "canvas"]) $(id).replaceChildren();
+  for (const id of ["answer", "where"]) $(id).textContent = "";
+  for (const id of ["steps", "pass", "first", "total", "seed"]) $(`f-${id}`).textContent = "\u2013";
+  $("slider").max = 0;
+  $("error").hidden = true;
+}
+
+function busy(on) {
+  if (!on) run.abort = null;
+  $("go").textContent = on ? "Stop" : "Denoise";
+  $("go").classList.toggle("stop", on);
+}
+
+function fail(message) {
+  $("error").textContent = message;
+  $("error").hidden = false;
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (run.abort) run.abort.abort();
+  else ask();
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("ask").requestSubmit();
+});
+$("slider").addEventListener("input", () => {
+  clearInterval(run.timer);
+  const index = Number($("slider").value);
+  run.follow = index === run.frames.length - 1;
+  show(index);
+});
+$("play").addEventListener("click", play);
+for (const each of document.querySelectorAll("[name=view]")) {
+  each.addEventListener("change", () => show(run.shown));
+}
+$("key").value = sessionStorage.getItem("canvasrt-key") || "";
+$("key").addEventListener("change", () => {
+  sessionStorage.setItem("canvasrt-key", $("key").value);
+  connect();
+});
+connect();

@@ -1,0 +1,166 @@
+"""The page at `/`, in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.containers.serve.server import Server
+from tests.helpers.serving import needs_triton
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    needs_triton,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium"),
+]
+DESKTOP, PHONE = (1200, 860), (360, 740)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Any]:
+    """Open the page; at the end, no script has failed and nothing foreign was asked for."""
+    contexts, problems, addresses = [], [], []
+
+    def visit(front: FrontEnd, size: tuple[int, int] = DESKTOP, scheme: str = "light") -> Any:
+        width, height = size
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=scheme
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: addresses.append(request.url))
+        page.goto(address(front))
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert problems == []
+    assert all(re.match(r"http://127\.0\.0\.1:\d+/|data:", each) for each in addresses)
+
+
+def address(front: FrontEnd) -> str:
+    return front.url.removesuffix("/v1") + "/"
+
+
+def ask(page: Any, prompt: str, **fields: str) -> None:
+    """Send a prompt and wait for the whole answer."""
+    sync_api.expect(page.locator("#light")).to_have_class("on", timeout=60_000)
+    page.fill("#prompt", prompt)
+    page.locator("#settings").evaluate("each => { each.open = true }")
+    for name, value in fields.items():
+        page.fill(f"#{name}", value)
+    page.click("#go")
+    sync_api.expect(page.locator("#f-total")).not_to_have_text("–", timeout=60_000)
+
+
+def states(page: Any) -> list[str]:
+    """Return the state of every position that is shown."""
+    found = page.locator("#canvas b").evaluate_all("all => all.map(b => b.className)")
+    return [each.split()[0] for each in found]
+
+
+def go_to(page: Any, step: int) -> None:
+    page.locator("#slider").evaluate(
+        "(each, step) => { each.value = step; each.dispatchEvent(new Event('input')) }", step
+    )
+
+
+def test_an_answer_is_shown_step_by_step(front: FrontEnd, openai: Any, visit: Any) -> None:
+    page = visit(front)
+    ask(page, "12+34=", seed="7", steps="6", tokens="40", settle="0")
+    expected = openai.chat.completions.create(
+        model="canvasrt",
+        messages=[{"role": "user", "content": "12+34="}],
+        seed=7,
+        max_tokens=40,
+        extra_body={"max_denoising_steps": 6},
+    )
+    steps = expected.usage.denoising_steps
+    assert page.locator("#answer").text_content() == expected.choices[0].message.content
+    assert page.inner_text("#f-steps") == str(steps)
+    assert page.inner_text("#f-pass") == f"{40 / steps:.1f}"
+    assert page.inner_text("#f-seed") == "7"
+    assert page.inner_text("#f-first").endswith("ms")
+    frames = int(page.get_attribute("#slider", "max")) + 1
+    assert frames == steps + 2  # each of the two blocks ends with a frame of its own
+    assert states(page) == ["settled"] * 64
+
+
+def test_the_slider_goes_back_through_the_steps(front: FrontEnd, visit: Any) -> None:
+    page = visit(front)
+    ask(page, "12+34=", seed="7", steps="6", tokens="40", settle="0")
+    go_to(page, 0)
+    assert page.inner_text("#where") == "block 1, step 1"
+    first = states(page)
+    assert len(first) == 32
+    assert {"noise", "accepted"} == set(first)
+    seen = set()
+    for step in range(6):
+        go_to(page, step)
+        seen |= set(states(page))
+    assert seen == {"noise", "accepted", "renoised"}
+    go_to(page, 6)
+    assert page.inner_text("#where") == "block 1, done in 6"
+    assert set(states(page)) == {"settled"}
+    noisy = page.locator("#canvas").text_content()
+    go_to(page, 1)
+    page.check("[name=view][value=best]", force=True)
+    assert page.locator("#canvas").text_content() != noisy
+
+
+def test_a_wrong_setting_is_explained(front: FrontEnd, visit: Any) -> None:
+    page = visit(front)
+    sync_api.expect(page.locator("#light")).to_have_class("on")
+    page.locator("#settings").evaluate("each => { each.open = true }")
+    page.fill("#prompt", "12+34=")
+    page.fill("#steps", "0")
+    page.click("#go")
+    sync_api.expect(page.locator("#error")).to_contain_text("max_denoising_steps")
+
+
+def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
+    options = replace(FrontOptions(port=0), keys=("open-sesame",))
+    with FrontEnd.over(server, options) as guarded:
+        page = visit(guarded)
+        sync_api.expect(page.locator("#state")).to_have_text("this server needs an API key")
+        page.fill("#key", "open-sesame")
+        page.press("#key", "Tab")
+        ask(page, "12+34=", steps="4")
+        assert page.inner_text("#f-steps") != "–"
+
+
+def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
+    page = visit(front, PHONE)
+    ask(page, "12+34=", steps="4")
+    widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+    assert widths == [360, 360]
+    assert page.locator("#go").bounding_box()["width"] > 300
+
+
+def test_it_is_dark_in_the_dark(front: FrontEnd, visit: Any) -> None:
+    def brightness(page: Any, part: str) -> float:
+        color = page.evaluate(f"getComputedStyle(document.body).{part}")
+        return sum(map(int, re.findall(r"\d+", color)[:3])) / 3
+
+    light, dark = visit(front), visit(front, scheme="dark")
+    assert brightness(light, "backgroundColor") > 200 > 100 > brightness(light, "color")
+    assert brightness(dark, "backgroundColor") < 50 < 200 < brightness(dark, "color")
