@@ -35,7 +35,13 @@ def main() -> None:
         browser.close()
     durations = [STEP] * (len(frames) - 1) + [END]
     frames[0].save(
-        out, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=80, method=6
+        out,
+        save_all=True,
+        append_images=frames[1:],
+        duration=durations,
+        loop=0,
+        quality=80,
+        method=6,
     )
 
 
