@@ -212,6 +212,7 @@ def plan(
             f"no calibration file at {calibration}", "give a JSONL file of prompts, or leave it out"
         )
     _check_adapters(source, options.adapters)
+    precision.formats(source.model)  # refuses a recipe with a pattern that matches nothing
     return Plan(
         source,
         target,
@@ -226,7 +227,7 @@ def plan(
 
 
 def _check_adapters(source: Source, adapters: Adapters) -> None:
-    """Raise CanvasError for folders without an adapter, and for a source that cannot take one."""
+    """Refuse folders without an adapter, and a source that cannot take one."""
     for path, _ in adapters:
         for name in ADAPTER_FILES:
             if not (path / name).is_file():
@@ -234,7 +235,7 @@ def _check_adapters(source: Source, adapters: Adapters) -> None:
                     f"{path} is not an adapter: it has no {name}", "name a folder that PEFT saved"
                 )
     if adapters and source.graphs is not None:
-        raise CanvasError(
+        raise UsageError(
             f"{source.path} holds graphs, but --adapter merges into a checkpoint",
             "build from the checkpoint that the adapter was trained on",
         )
@@ -267,7 +268,7 @@ def _layers(source: Source, asked: int | None) -> int:
         return asked or LAYERS_PER_SEGMENT
     cut = source.graphs.manifest.options.get("layers_per_segment", LAYERS_PER_SEGMENT)
     if asked not in (None, cut):
-        raise CanvasError(
+        raise UsageError(
             f"{source.path} holds graphs of {cut} layers each, but --layers-per-segment is {asked}",
             "build from the checkpoint, or leave the option out",
         )

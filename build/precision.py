@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import UsageError
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import Target, check_precision
@@ -98,7 +98,7 @@ def _check(target: Target, wanted: Precision, several: bool) -> None:
         )
     check_precision(target, wanted.name)
     if wanted.recipe is not None and not wanted.recipe.suits(target):
-        raise CanvasError(
+        raise UsageError(
             f"the recipe {wanted.recipe.name} is not meant for {target.name}",
             f"it names {', '.join(wanted.recipe.targets)}; --precision {target.precisions[0]} is",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
@@ -83,7 +84,7 @@ def plan_all(
 ) -> list[Plan]:
     """Return one plan per target: a single one writes `out`, several write `out/<target>`.
 
-    With `check`, a target that cannot be built here is refused before the source is hashed.
+    With `check`, a target that cannot be built here is refused. The source is hashed last.
     """
     found = find_source(source)
     precisions = choose(targets, options.precision, found.precision)
@@ -95,12 +96,13 @@ def plan_all(
         )
     for target in targets if check else ():
         check_buildable(target)
-    hashed = hash_source(found, progress)
     folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
-    return [
-        plan(hashed, target, folder, options, precision)
+    plans = [
+        plan(found, target, folder, options, precision)
         for target, folder, precision in zip(targets, folders, precisions, strict=True)
     ]
+    hashed = hash_source(found, progress)
+    return [replace(each, source=hashed) for each in plans]
 
 
 def graphs_of(plan: Plan, progress: Progress) -> Bundle:

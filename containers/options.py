@@ -91,9 +91,14 @@ class ModelOptions:
                 found[each.name] = json.loads(text)
             except ValueError:
                 found[each.name] = text
-            if not isinstance(found[each.name], types[each.name]):
+            wanted = "true or false" if types[each.name] is bool else "a whole number"
+            is_bool = isinstance(found[each.name], bool)
+            # To Python, true is a whole number too.
+            if is_bool != (types[each.name] is bool) or not isinstance(
+                found[each.name], types[each.name]
+            ):
                 raise CanvasError(
-                    f"{_variable(each.name)} is {text!r}", "set it to a whole number, or unset it"
+                    f"{_variable(each.name)} is {text!r}", f"set it to {wanted}, or unset it"
                 )
         return cls(**found)
 

@@ -23,6 +23,7 @@ from canvasrt.export.segments import Segment
 from canvasrt.export.weights import Weight, weights
 from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
+from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.recipe import (
     Choice,
     Exclusion,
@@ -30,7 +31,6 @@ from canvasrt.recipes.recipe import (
     Rule,
     load_recipe,
     quantizable,
-    recipe_names,
 )
 from canvasrt.staging import scratch
 
@@ -195,7 +195,7 @@ def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -
         name: Choice(form.format, "per_channel" if _by_channel(form) else "per_tensor")
         for name, form in forms.items()
     }
-    same = [recipe for recipe in map(load_recipe, recipe_names()) if _agree(recipe, forms, config)]
+    same = [recipe for recipe in map(load_recipe, SHIPPED) if _agree(recipe, forms, config)]
     base = same[0] if same else load_recipe(how.precision)
     rest = [name for name in quantizable(config) if name not in forms]
     return Recipe(

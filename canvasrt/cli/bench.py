@@ -76,7 +76,7 @@ def bench(
     """Measure a bundle: time per pass, steps per block, tokens per second, first-token latency.
 
     Requests ignore the end of the sequence, so that every round does the same work.
-    Example: canvasrt bench build/demo --against transformers --checkpoint demo
+    Example: canvasrt bench engines --against transformers --checkpoint demo
     """
     _check(against, checkpoint, early_stop)
     from canvasrt.console import emit, progress

@@ -121,7 +121,9 @@ EnvFile = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", help="How long it may take to become ready."),
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0, help="How long it may take to become ready."
+    ),
 ]
 Show = Annotated[bool, typer.Option("--print", help="Print the commands instead of running them.")]
 

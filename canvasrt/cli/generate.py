@@ -47,10 +47,13 @@ def generate(
 ) -> None:
     """Generate text from a bundle, in this process.
 
-    Example: canvasrt generate build/demo "Add 17 and 25" --stream
+    Example: canvasrt generate engines "12+34=" --stream
     """
     if n > 1 and (stream or drafts):
-        raise UsageError(f"--n {n} does not allow --stream", "leave out --n to stream one answer")
+        raise UsageError(
+            f"--n {n} does not allow {'--stream' if stream else '--drafts'}",
+            "leave out --n to stream one answer",
+        )
     given = read_prompt(prompt, prompt_ids, system, raw)
 
     from canvasrt.runtime.generator import Generator, Request

@@ -35,7 +35,8 @@ Stop = Annotated[
     ),
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="How long the whole answer may take.")
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=0, help="How long the whole answer may take."),
 ]
 
 
@@ -57,7 +58,7 @@ def infer(
 ) -> None:
     """Send a prompt to a running server.
 
-    Example: canvasrt infer "Add 17 and 25" --protocol grpc --stream
+    Example: canvasrt infer "12+34=" --protocol grpc --stream
     """
     from canvasrt.cli.ask import Call, ask, check_call
 

@@ -1,11 +1,13 @@
 """Arguments and options that several commands share."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
+from canvasrt.recipes import SHIPPED
 
 Checkpoint = Annotated[
     str,
@@ -68,8 +70,8 @@ Precision = Annotated[
         "-p",
         metavar="NAME|FILE",
         show_default="the source's, or the target's first",
-        help="Precision of the weights: fp32, bf16, a quantization recipe (fp8, nvfp4, nvfp4-mixed,"
-        " nvfp4-experts), or a YAML file with your own.",
+        help=f"Precision of the weights: fp32, bf16, a quantization recipe ({', '.join(SHIPPED)}),"
+        " or a YAML file with your own.",
     ),
 ]
 GraphPrecision = Annotated[
@@ -166,10 +168,17 @@ def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
         if not equals or Path(value).is_dir():
             folder, weight = value, "1"
         try:
-            found.append((Path(folder), float(weight)))
+            found.append((Path(folder), _finite(weight)))
         except ValueError:
             raise UsageError(
-                f"--adapter {value}: {weight!r} is not a number",
+                f"--adapter {value}: {weight!r} is not a finite number",
                 "give DIR=WEIGHT, such as --adapter my-adapter=0.5",
             ) from None
     return found
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number

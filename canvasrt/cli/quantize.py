@@ -9,6 +9,7 @@ import typer
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
+from canvasrt.recipes import SHIPPED
 
 if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
@@ -28,7 +29,7 @@ Recipe = Annotated[
         "-p",
         metavar="NAME|FILE",
         show_default=False,
-        help="A recipe: fp8, nvfp4, nvfp4-mixed, nvfp4-experts, or a YAML file with your own.",
+        help=f"A recipe: {', '.join(SHIPPED)}, or a YAML file with your own.",
     ),
 ]
 
@@ -40,7 +41,7 @@ def quantize(
     calibration: options.Calibration = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Quantize graphs to FP8 or NVFP4, calibrated on generations from prompts."""
+    """Quantize graphs by a recipe, calibrated on generations from prompts if it rounds activations."""
     from canvasrt.extras import require
     from canvasrt.recipes.recipe import load_recipe
 
@@ -78,10 +79,12 @@ def _show(bundle: Bundle, recipe: str, as_json: bool) -> None:
         "idle_experts": idle,
     }
 
+    passes = f"{found['prompts']} prompts in {data['denoising_passes']} denoising passes"
+    calibrated = f"; calibrated on {passes}" if found["prompts"] else ""
+
     def render(console: Any) -> None:
         console.print(
-            f"{bundle.path}: {len(formats)} weights quantized by {recipe}, {size(manifest.total_bytes)};"
-            f" calibrated on {found['prompts']} prompts in {data['denoising_passes']} denoising passes"
+            f"{bundle.path}: {len(formats)} weights quantized by {recipe}, {size(manifest.total_bytes)}{calibrated}"
         )
         if idle:
             count = sum(map(len, idle.values()))

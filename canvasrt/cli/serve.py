@@ -173,6 +173,7 @@ ReadyTimeout = Annotated[
     typer.Option(
         "--ready-timeout",
         metavar="SECONDS",
+        min=0,
         show_default="600",
         help="How long loading the engines may take.",
     ),

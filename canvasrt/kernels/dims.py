@@ -1,4 +1,4 @@
-"""Sizes that depend on a call: sums of products of named dimensions, such as `past_full+length` or `8*capacity+1`.
+"""Sizes that depend on a call: sums of products of named dimensions, such as `8*octets_full+length` or `8*capacity+1`.
 
 `batch*length/128` is the number of blocks of 128 that hold the product, rounded up.
 """

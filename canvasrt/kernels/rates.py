@@ -1,7 +1,4 @@
-"""What GPUs can do: bandwidth and dense rates of matrix products, quoted from memory of their makers' tables.
-
-`docs/performance.md` says which of them were checked.
-"""
+"""What GPUs can do: bandwidth and dense rates of matrix products, quoted from memory of their makers' tables."""
 
 from __future__ import annotations
 

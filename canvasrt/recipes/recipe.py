@@ -15,6 +15,7 @@ from typing import Any, Literal
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.formats import FORMATS, most_demanding
+from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.fields import Fields, read_yaml
 from canvasrt.targets import TARGETS, Target, find_target
 
@@ -198,23 +199,18 @@ class Recipe:
         return CanvasError(f"{self.source or self.name}: {message}", hint)
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with canvasrt."""
-    return [file.stem for file in _shipped().values()]
-
-
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load one of canvasrt's recipes by name, or the user's own by path.
 
     UsageError for an unknown name; CanvasError for a file that cannot be read or does not fit the
     schema.
     """
-    shipped = _shipped().get(str(name_or_path))
+    shipped = SHIPPED.get(str(name_or_path))
     file = shipped or Path(name_or_path).expanduser()
     if shipped is None and not file.is_file():
         raise UsageError(
             f"there is no recipe {str(name_or_path)!r}",
-            f"recipes: {', '.join(recipe_names())}; or give the path of a YAML file",
+            f"recipes: {', '.join(SHIPPED)}; or give the path of a YAML file",
         )
     source = str(name_or_path) if shipped is None else f"recipe {name_or_path}"
     return Recipe.from_json(read_yaml(file, _README), source)
@@ -272,11 +268,6 @@ def _examples(config: ModelConfig) -> list[str]:
         for name in (*quantizable(config), "table", "vision")
         if name.startswith(first) or not name.startswith("layers.")
     ]
-
-
-def _shipped() -> dict[str, Path]:
-    files = Path(__file__).parent.glob("*.yaml")
-    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def _recipe(document: Fields) -> Recipe:

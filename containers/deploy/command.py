@@ -54,6 +54,8 @@ class Options:
         for option, value, pattern, wanted in checks:
             if value is not None and not re.fullmatch(pattern, value):
                 raise UsageError(f"{option} is {value!r}", f"give {wanted}")
+        if self.cpus is not None and not self.cpus > 0:
+            raise UsageError(f"--cpus is {self.cpus:g}", "give a number above 0")
         for variable in self.variables:
             if not variable.partition("=")[0]:
                 raise UsageError(f"--env {variable!r} has no name", "give --env NAME=VALUE")

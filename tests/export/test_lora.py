@@ -222,5 +222,5 @@ def test_the_option(tmp_path: Path) -> None:
     odd = tmp_path / "a=1"
     odd.mkdir()
     assert parse(["x", "y=0.25", str(odd)]) == [(Path("x"), 1), (Path("y"), 0.25), (odd, 1)]
-    with pytest.raises(UsageError, match="'half' is not a number"):
+    with pytest.raises(UsageError, match="'half' is not a finite number"):
         parse(["x=half"])

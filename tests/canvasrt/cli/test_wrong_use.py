@@ -3,11 +3,20 @@ else."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import io
 import shlex
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from canvasrt.cli.app import command_names, run
+from canvasrt.errors import UsageError
+
+ROOT = Path(__file__).parents[3]
 
 # A command line → what its error says. None of them reads a bundle or calls a server.
 WRONG = {
@@ -23,7 +32,7 @@ WRONG = {
     # making
     "export": "CHECKPOINT",
     "export demo -o out -p int4": "cannot export graphs in 'int4'",
-    "export demo -o out --adapter a=x": "'x' is not a number",
+    "export demo -o out --adapter a=x": "'x' is not a finite number",
     "export demo -o out --layers-per-segment 0": "--layers-per-segment",
     "quantize graphs -o out": "--precision",
     "quantize graphs -p int1 -o out": "int1",
@@ -34,8 +43,11 @@ WRONG = {
     "build demo -t cpu -o out --max-context many": "--max-context",
     "build demo -t gpu -o out": "unknown target 'gpu'",
     "build demo -t cpu,warp -o out": "unknown target 'warp'",
+    "build demo -t cpu -o out --adapter a=nan": "'nan' is not a finite number",
+    "build demo -t cpu -o out --max-context 5": "--max-context 5 leaves no room",
+    "build demo -t cpu -o out --max-context 99999999": "--max-context 99999999 is more than",
     "build demo -t rtx-5090 -p int1 -o out": "unknown precision 'int1'",
-    "build demo -t cpu -o out --adapter a=x": "'x' is not a number",
+    "build demo -t cpu -o out --adapter a=x": "'x' is not a finite number",
     "package": "BUNDLE",
     "package e -o out --format zip": "unknown format 'zip'",
     "package e -o out --format oci": "--format oci needs --base",
@@ -62,7 +74,7 @@ WRONG = {
     "generate b --prompt-ids 99999999999": "not a list of token ids",
     "generate b x --n 0": "--n",
     "generate b x --n 2 --stream": "--n 2 does not allow --stream",
-    "generate b x --n 2 --drafts": "--n 2 does not allow --stream",
+    "generate b x --n 2 --drafts": "--n 2 does not allow --drafts",
     "generate b x --threads 0": "--threads",
     "generate b x --max-new-tokens 0": "--max-new-tokens is 0",
     "generate b x --max-new-tokens -1": "--max-new-tokens is -1",
@@ -96,7 +108,9 @@ WRONG = {
     "infer x --protocol grpc --url http://": "has no host",
     "infer x --protocol openai --url ftp://a": "unsupported scheme ftp",
     "infer x --protocol openai --url a:port": "--url a:port is not an address",
+    "infer x --timeout -5": "--timeout",
     # serving
+    "serve b --ready-timeout -5": "--ready-timeout",
     "serve --dry-run": "there is nothing to serve",
     "serve b --port 70000": "--port",
     "serve b --health-port -1": "--health-port",
@@ -124,28 +138,160 @@ WRONG = {
     "deploy p --gpus some": "--gpus is 'some'",
     "deploy p --shm-size much": "--shm-size is 'much'",
     "deploy p --memory much": "--memory is 'much'",
+    "deploy p --cpus -1": "--cpus is -1",
+    "deploy p --timeout -1": "--timeout",
     "deploy p --env =1": "--env '=1' has no name",
 }
 
 
-@pytest.mark.parametrize("line", WRONG, ids=str)
-def test_wrong_use_exits_with_2(
-    line: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = tmp_path_factory.mktemp("empty")
-    monkeypatch.chdir(folder)
+# The same with the variables or the files that it takes.
+VARIABLES = {
+    "serve b --dry-run": {
+        "NIM_PASSTHROUGH_ARGS": ("--nothing", "NIM_PASSTHROUGH_ARGS is '--nothing'"),
+        "NIM_NOTHING": ("1", "NIM_NOTHING is not supported"),
+        "NIM_SERVER_PORT": ("x", "NIM_SERVER_PORT is 'x'"),
+        "CANVASRT_API_KEYS": (",", "CANVASRT_API_KEYS is set but contains no key"),
+    },
+}
+RECIPE = """\
+schema: 1
+name: mine
+description: For one GPU.
+targets: [rtx-5090]
+quantize:
+  - {weights: ["layers.*.mlp.gate_up"], format: int4}
+"""
+FILES = {
+    "build demo -t rtx-4090 -p mine.yaml -o out": (
+        *("mine.yaml", RECIPE),
+        "the recipe mine is not meant for rtx-4090",
+    ),
+    "build demo -t cpu -p int4 --calibration mine.jsonl -o out": (
+        *("mine.jsonl", '{"prompt": "1+2="}'),
+        "--calibration is for recipes whose scales depend on prompts",
+    ),
+    "verify image --reference demo": (
+        *("image/index.json", "{}"),
+        "--reference does not support images",
+    ),
+}
+# What only Python code, or a bundle, can do wrong: the start of the message → the test that has it.
+ELSEWHERE = {
+    "there is no bundle to package": "tests/containers/package/test_package.py",
+    "Triton does not stream over": "tests/containers/client/test_client.py",
+    "no rates are known for the GPU": "tests/canvasrt/kernels/test_predict.py",
+    "no profile of": "tests/canvasrt/kernels/test_predict.py",
+    "unknown device": "tests/runtime/backends/test_onnxruntime_cuda.py",
+    "holds graphs, but --adapter": "tests/build/test_checks.py",
+    "holds graphs of": "tests/build/test_checks.py",
+    # Typer refuses these values itself.
+    "--max-batch": "tests/build/test_checks.py",
+    "--layers-per-segment": "tests/build/test_checks.py",
+    "give a port from 1 to 65535": "tests/containers/serve/test_serve.py",
+}
+
+
+def refused(line: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a command line; assert that it is refused, and how."""
+    before = sorted(Path().rglob("*"))
     assert run(shlex.split(line)) == 2
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
     assert [each.partition(":")[0] for each in lines] == ["error", "hint"], captured.err
-    assert WRONG[line] in lines[0]
+    assert says in lines[0]
     assert len(lines[1]) > len("hint: ")
     assert captured.out == ""
-    assert list(folder.iterdir()) == []
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("line", WRONG, ids=str)
+def test_wrong_use_exits_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(line, WRONG[line], capsys)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("line", "name"), [(line, name) for line, names in VARIABLES.items() for name in names]
+)
+def test_a_wrong_variable_exits_with_2(
+    line: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, says = VARIABLES[line][name]
+    monkeypatch.setenv(name, value)
+    refused(line, says, capsys)
+
+
+@pytest.mark.parametrize("line", FILES, ids=str)
+def test_a_file_used_wrongly_exits_with_2(
+    line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, text, says = FILES[line]
+    write(folder / name, text)
+    refused(line, says, capsys)
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def test_the_table_has_every_command() -> None:
     assert {line.split()[0] for line in WRONG} >= set(command_names())
+
+
+def raised() -> dict[tuple[str, int], str]:
+    """Return the source of every `UsageError(…)` by file and first line."""
+    found = {}
+    for top in ("canvasrt", "export", "build", "runtime", "containers"):
+        for file in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "UsageError":
+                    place = (str(file.relative_to(ROOT)), node.lineno)
+                    found[place] = " ".join(ast.unparse(node).split())
+    return found
+
+
+def test_every_usage_error_has_a_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one needs a row above."""
+    reached: set[tuple[str, str, int]] = set()
+    before = UsageError.__init__
+
+    def remember(self: UsageError, *args: Any, **names: Any) -> None:
+        frame = sys._getframe(1)
+        reached.add((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
+        before(self, *args, **names)
+
+    monkeypatch.setattr(UsageError, "__init__", remember)
+    for name, text, _ in FILES.values():
+        write(folder / name, text)
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        for line in (*WRONG, *FILES):
+            run(shlex.split(line))
+        for line, variables in VARIABLES.items():
+            for name, (value, _) in variables.items():
+                monkeypatch.setenv(name, value)
+                run(shlex.split(line))
+                monkeypatch.delenv(name)
+    lines = {
+        (str(Path(file).relative_to(ROOT)), line)
+        for file, _, line in reached
+        if file.startswith(str(ROOT))
+    }
+    sources = raised()
+    assert len(sources) > 50
+    for start, test in ELSEWHERE.items():
+        assert start in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not say {start!r}"
+        assert any(start in source for source in sources.values()), f"nothing raises {start!r}"
+    missing = {
+        place: source
+        for place, source in sources.items()
+        if place not in lines and not any(start in source for start in ELSEWHERE)
+    }
+    assert missing == {}

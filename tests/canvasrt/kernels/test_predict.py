@@ -144,3 +144,9 @@ def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -
         assert words in text
     saved = json.loads((tmp_path / "page" / "kernels.json").read_text())
     assert saved["passes"]["denoise"]["kernels"] == len(predictor.denoise(GPU, 1, 1024).rows)
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    with pytest.raises(UsageError, match="no rates are known for the GPU 'warp'") as refused:
+        find_gpu("warp")
+    assert "rtx-5090" in refused.value.hint

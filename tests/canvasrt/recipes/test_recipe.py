@@ -15,7 +15,8 @@ import canvasrt.recipes
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.locate import resolve
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.recipes.recipe import Recipe, load_recipe, recipe_names
+from canvasrt.recipes import SHIPPED
+from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import TARGETS, find_target
 
 FOLDER = Path(canvasrt.recipes.__path__[0])
@@ -33,12 +34,12 @@ def config() -> ModelConfig:
 
 
 def test_the_recipes_that_ship() -> None:
-    assert recipe_names() == ["fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"]
-    for name in recipe_names():
+    assert list(SHIPPED) == ["fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"]
+    for name in list(SHIPPED):
         assert load_recipe(name).name == name
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list(SHIPPED))
 def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConfig) -> None:
     recipe = load_recipe(name)
     chosen = recipe.formats(config)
@@ -57,7 +58,7 @@ def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConf
 
 
 def test_precisions_and_targets() -> None:
-    for name in recipe_names():
+    for name in list(SHIPPED):
         recipe = load_recipe(name)
         able = [target.name for target in TARGETS if recipe.precision in target.precisions]
         assert [each for each in able if recipe.suits(find_target(each))] == able
@@ -66,7 +67,7 @@ def test_precisions_and_targets() -> None:
     assert not load_recipe("nvfp4").suits(find_target("rtx-4090"))
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", list(SHIPPED))
 def test_json_and_back(name: str) -> None:
     recipe = load_recipe(name)
     assert Recipe.from_json(recipe.to_json()) == recipe

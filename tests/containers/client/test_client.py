@@ -11,7 +11,7 @@ import pytest
 import canvasrt.containers.client.triton as client_module
 from canvasrt.containers.client.triton import Client
 from canvasrt.containers.serve.server import Server
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from tests.helpers.serving import ENDLESS, needs_triton
 
 pytest.importorskip("tritonclient", reason="tritonclient is not installed")
@@ -94,3 +94,9 @@ def test_clients_of_one_server_do_not_share_state(server: Server):
     for thread in threads:
         thread.join(60)
     assert not failures
+
+
+def test_triton_streams_over_grpc_alone():
+    with Client("127.0.0.1:1", "http") as client:
+        with pytest.raises(UsageError, match="Triton does not stream over http"):
+            next(client.stream({"prompt": "x"}))

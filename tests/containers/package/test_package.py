@@ -15,7 +15,7 @@ from canvasrt.containers.package.package import package
 from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.tensors import inputs_of, outputs_of
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 
 
 def test_a_package_holds_all_that_docker_build_needs(packaged: Bundle, engines: Bundle):
@@ -106,3 +106,8 @@ def test_a_model_configuration_declares_every_tensor(model: str):
     for tensor in (*inputs_of(model), *outputs_of(model)):
         assert f'name: "{tensor.name}" data_type: {tensor.config_type}' in config
     assert ("decoupled: true" in config) == (model == "canvasrt_stream")
+
+
+def test_nothing_cannot_be_packaged(tmp_path: Path):
+    with pytest.raises(UsageError, match="there is no bundle to package"):
+        package([], tmp_path / "out")

@@ -19,8 +19,9 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.client.triton import Answer, Client
+from canvasrt.containers.ports import listen
 from canvasrt.containers.serve.server import Server
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, serving
 
@@ -261,3 +262,9 @@ def test_callers_cannot_change_the_server_over_grpc(server: Server):
         ):
             with pytest.raises(InferenceServerException, match="restricted"):
                 call()
+
+
+def test_a_port_that_cannot_be_is_refused():
+    with pytest.raises(UsageError, match="--port is 65536") as refused:
+        listen("127.0.0.1", 65536, "--port")
+    assert "give a port from 1 to 65535" in refused.value.hint
