@@ -16,7 +16,7 @@ from canvasrt.defaults import (
     SOFT_TOKENS,
     octets,
 )
-from canvasrt.formats import FORMATS
+from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.recipes.recipe import quantizable
 
 # Bytes per weight that is not quantized.
@@ -109,9 +109,13 @@ def segment_bytes(
         if format is None:
             each = _PLAIN_BYTES[base]
         else:
-            each = (format.cpu_bytes if on_cpu else format.weight_bytes)(widths[name])
+            each = _quantized_bytes(format, widths[name], on_cpu)
         sizes[segment] = sizes.get(segment, 0) + count * each
     return {segment: round(size) for segment, size in sizes.items()}
+
+
+def _quantized_bytes(format: NumberFormat, width: int, on_cpu: bool) -> float:
+    return format.cpu_bytes(width) if on_cpu else format.weight_bytes(width) * format.engine_copies
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:

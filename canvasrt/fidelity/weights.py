@@ -15,6 +15,7 @@ from canvasrt.fidelity.capture import Pass
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
+from canvasrt.graphs.table import SCALE, TABLE, VALUES
 from canvasrt.progress import Progress
 
 if TYPE_CHECKING:
@@ -89,8 +90,27 @@ def weight_errors(
                     error.add(ours, theirs)
                 found.matrices.append(WeightError(full, layer, formats.get(full), error.value))
             found.experts += _experts(graph, local, layer, checkpoint, passes)
+    found.matrices += _table(bundle, checkpoint)
     progress("comparing weights", count, count)
     return found
+
+
+def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
+    """The embedding table, if it is quantized, a part in memory at a time."""
+    from canvasrt.export.weights import head_sources
+
+    (head,) = (entry for entry in bundle.manifest.segments if entry["name"] == "head")
+    format = (head.get("quantized") or {}).get(TABLE)
+    if format is None:
+        return []
+    graph, error, first = _Weights(bundle.file(head["file"])), RelativeError(), 0
+    codes, scale = graph.array(VALUES), np.array(graph.array(SCALE), np.float32)
+    for part in checkpoint.chunks(*head_sources()[TABLE]):
+        rows = slice(first, first + len(part))
+        values = np.array(codes[rows]).view(np.uint8)
+        error.add(lowbits.dequantize(format, values, scale[rows], None), part.float().numpy())
+        first += len(part)
+    return [WeightError(TABLE, None, format, error.value)]
 
 
 class _Weights:
@@ -104,7 +124,7 @@ class _Weights:
 
     def is_matrix(self, name: str) -> bool:
         """Whether a weight is a matrix, and not a norm's."""
-        return name + CODES in self._all or self._array(name).ndim > 1
+        return name + CODES in self._all or self.array(name).ndim > 1
 
     def read(self, name: str) -> Iterator[np.ndarray]:
         """A matrix, or each expert's in turn, also of a stack that a CPU build took apart; float32."""
@@ -126,12 +146,12 @@ class _Weights:
     def _matrix(self, name: str, expert: str = "") -> np.ndarray:
         """One initializer, or what the codes and scales of an INT4 weight stand for."""
         if name + CODES + expert not in self._all:
-            return np.array(self._array(name + expert), np.float32)
-        codes, scales = (self._array(name + part + expert) for part in (CODES, SCALES))
+            return np.array(self.array(name + expert), np.float32)
+        codes, scales = (self.array(name + part + expert) for part in (CODES, SCALES))
         packed = codes.reshape(*scales.shape[:-1], -1) ^ lowbits.INT4_OFFSET
         return lowbits.dequantize_int4(packed, scales)
 
-    def _array(self, name: str) -> np.ndarray:
+    def array(self, name: str) -> np.ndarray:
         import onnx_ir as ir
 
         from canvasrt.graphs import external
