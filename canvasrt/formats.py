@@ -30,6 +30,7 @@ class NumberFormat:
         scale_bits: of a block's scale.
         of_table: whether it is for the embedding table, and not for the weights of products.
         engine_copies: how often an engine holds the weight: TensorRT keeps a layout for each way that it is multiplied.
+        builder_factor: bytes that a TensorRT builder takes for each byte of such weights, the mapped file included.
         feeds_all_tokens: whether the first product of a lone canvas takes all of its tokens for every expert. The product
             waits for its weights either way, and tokens are quantized once, not once per slot.
         rounds_inputs: whether what the weight multiplies is quantized too, with a scale that calibration finds.
@@ -48,6 +49,7 @@ class NumberFormat:
     scale_bits: int = 0
     of_table: bool = False
     engine_copies: int = 1
+    builder_factor: float = 2.6
     feeds_all_tokens: bool = False
     rounds_inputs: bool = True
     packed_on_cpu: bool = False
@@ -123,6 +125,7 @@ _TABLE = (
         blocks=(64, 32, 16),
         least_blocks=2,  # TensorRT widens a weight whose rows have one scale before the product
         scale_bits=16,
+        builder_factor=4.3,  # the builder turns it, and keeps both
         rounds_inputs=False,
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
