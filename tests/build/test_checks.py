@@ -109,7 +109,7 @@ def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
         check_memory(released("rtx-5090", "fp8", 262_144))
     assert "--max-context" in raised.value.hint
     with pytest.raises(CanvasError) as raised:
-        check_memory(released("rtx-pro-6000", "bf16", 262_144, 4))
+        check_memory(released("rtx-pro-6000", "bf16", 262_144, 8))
     assert "--max-batch" in raised.value.hint
     assert "--max-context 131072" in raised.value.hint
     assert "--precision nvfp4" in raised.value.hint

@@ -30,10 +30,6 @@ NAMED_IN = {
     "bench/floor.py",
     "bench/predict.py",
     "bench/build_full.py",
-    "bench/predict.py",
-    # What GPUs multiply in, and how fast.
-    "canvasrt/kernels/rates.py",
-    "canvasrt/kernels/cost.py",
 }
 
 
