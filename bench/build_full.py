@@ -2,6 +2,7 @@
 
     python bench/build_full.py --layers 30 -o DIR     # the released shape, in NVFP4, for rtx-5090
     python bench/build_full.py --shape narrow -o DIR  # the same in a minute
+    python bench/build_full.py --format int4 --target rtx-4090,cpu --layers-per-segment 3 -o DIR
 
 It writes a random checkpoint, exports it and builds its engines, each as `canvasrt` does, with
 nothing cached. Results go to `DIR/build.json` and `DIR/build.md`. Memory is sampled over all
@@ -27,6 +28,7 @@ from typing import Any
 
 from canvasrt import extras
 from canvasrt.bundle import load_bundle
+from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.machine import memory_bytes
 from canvasrt.pipeline import build
 
@@ -172,25 +174,34 @@ def run_build(graphs: Path, target: str, out: Path) -> tuple[Row, list[Row]]:
     start = time.monotonic()
     with Sampler() as sampler:
         bundle = build(graphs, target, out, progress=progress)
-    whole = Row("build", time.monotonic() - start, sampler.whole, _size(out))
+    whole = Row(f"build for {target}", time.monotonic() - start, sampler.whole, _size(out))
     rows = [
         Row(
-            entry["name"],
+            f"{entry['name']} for {target}",
             took[entry["name"]],
             sampler.segments.get(entry["name"], Peak()),
             bundle.manifest.files[entry["file"]]["bytes"],
         )
         for entry in bundle.manifest.segments
+        if entry["name"] in took  # a CPU's are not built one by one
     ]
     return whole, rows
 
 
-def measure(shape: str, layers: int | None, format: str, target: str, work: Path) -> Report:
-    """Create the checkpoint in `work`, export it and build it there."""
+def measure(
+    shape: str,
+    layers: int | None,
+    format: str,
+    targets: str,
+    layers_per_segment: int,
+    work: Path,
+    keep: bool,
+) -> Report:
+    """Create the checkpoint in `work`, export it and build it there for one target after the other."""
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
-    checkpoint, graphs, engines = work / "checkpoint", work / "graphs", work / "engines"
+    checkpoint, graphs = work / "checkpoint", work / "graphs"
     asked = ["--layers", str(layers)] if layers else []
-    options: dict[str, Any] = {"shape": shape, "format": format, "target": target}
+    options: dict[str, Any] = {"shape": shape, "format": format, "target": targets}
     machine = {
         "processors": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory_bytes() / 1e9, 1),
@@ -200,13 +211,20 @@ def measure(shape: str, layers: int | None, format: str, target: str, work: Path
     command = ["canvasrt.export.synthetic", "--shape", shape, "--format", format, *asked]
     report.stages.append(run([*command, "-o", str(checkpoint)], "checkpoint", checkpoint))
     plain = ["--precision", "bf16"] if format == "bf16" else []
-    command = ["canvasrt", "export", str(checkpoint), *plain, "-o", str(graphs)]
+    cut = ["--layers-per-segment", str(layers_per_segment)]
+    command = ["canvasrt", "export", str(checkpoint), *plain, *cut, "-o", str(graphs)]
     report.stages.append(run(command, "export", graphs))
     options["layers"] = len(load_bundle(graphs, check=False).manifest.model.layers)
     # The graphs contain everything in the checkpoint; free the disk for engines.
     shutil.rmtree(checkpoint)
-    built, report.segments = run_build(graphs, target, engines)
-    report.stages.append(built)
+    for target in targets.split(","):
+        engines = work / f"engines-{target}"
+        built, segments = run_build(graphs, target, engines)
+        report.stages.append(built)
+        report.segments += segments
+        if not keep:
+            shutil.rmtree(engines)
+            shutil.rmtree(work / "cache")
     machine["largest_child_gb"] = round(
         resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9, 2
     )
@@ -224,13 +242,22 @@ def main() -> None:
     parser.add_argument("--shape", default="released", help="default: released")
     parser.add_argument("--layers", type=int, help="default: the shape's own number")
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "int4", "bf16"))
-    parser.add_argument("--target", default="rtx-5090")
+    parser.add_argument("--target", default="rtx-5090", help="one, or several with commas")
+    parser.add_argument("--layers-per-segment", type=int, default=LAYERS_PER_SEGMENT)
     parser.add_argument("--keep", action="store_true", help="keep graphs and engines")
     args = parser.parse_args()
     work = args.output / "work"
     work.mkdir(parents=True)
     try:
-        report = measure(args.shape, args.layers, args.format, args.target, work)
+        report = measure(
+            args.shape,
+            args.layers,
+            args.format,
+            args.target,
+            args.layers_per_segment,
+            work,
+            args.keep,
+        )
     finally:
         if not args.keep:
             shutil.rmtree(work)

@@ -56,13 +56,14 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 
 
 def _rewrite(file: Path) -> bool:
-    """Give experts and INT4 products the form that suits a CPU; weights stay in the file that was taken over."""
+    """Give experts, INT4 products and an INT8 table the form that suits a CPU; weights stay in the file that was taken over."""
     onnx = require("onnx", "export")
     from canvasrt.graphs.experts import split_experts
     from canvasrt.graphs.nbits import use_nbits
+    from canvasrt.graphs.table import split_table
 
     model = onnx.load(file, load_external_data=False)
-    changed = [split_experts(model), use_nbits(model)]
+    changed = [split_experts(model), use_nbits(model), split_table(model)]
     if not any(changed):
         return False
     # The file may be a link to the graph bundle's, so it is replaced and never written through.

@@ -16,8 +16,8 @@ from canvasrt.defaults import (
     SOFT_TOKENS,
     octets,
 )
-from canvasrt.formats import FORMATS
-from canvasrt.recipes.recipe import quantizable
+from canvasrt.formats import FORMATS, NumberFormat
+from canvasrt.recipes.recipe import load_recipe, quantizable
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
@@ -95,8 +95,7 @@ def segment_bytes(
     """Bytes of the weights of each segment, on a CPU in the form that it reads."""
     base = "fp32" if on_cpu or precision == "fp32" else "bf16"
     if formats is None:
-        quantized = precision if precision in FORMATS else base
-        formats = dict.fromkeys(_quantizable(model), quantized)
+        formats = _default_formats(model, precision)
     widths = quantizable(model)
     sizes: dict[str, float] = {}
     for name, count in parameters(model).items():
@@ -109,9 +108,13 @@ def segment_bytes(
         if format is None:
             each = _PLAIN_BYTES[base]
         else:
-            each = (format.cpu_bytes if on_cpu else format.weight_bytes)(widths[name])
+            each = _quantized_bytes(format, widths[name], on_cpu)
         sizes[segment] = sizes.get(segment, 0) + count * each
     return {segment: round(size) for segment, size in sizes.items()}
+
+
+def _quantized_bytes(format: NumberFormat, width: int, on_cpu: bool) -> float:
+    return format.cpu_bytes(width) if on_cpu else format.weight_bytes(width) * format.engine_copies
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
@@ -152,11 +155,12 @@ def vision_parameters(model: ModelConfig) -> int:
     return layers * (attention + 3 * hidden * config.get("intermediate_size", 0))
 
 
-def _quantizable(model: ModelConfig) -> list[str]:
-    """Return what is quantized if no recipe says: the layers' matrices, except the routers."""
-    return [
-        name for name in parameters(model) if name.startswith("layers.") and "router" not in name
-    ]
+def _default_formats(model: ModelConfig, precision: str) -> dict[str, str]:
+    """Return the format of each quantized weight if nothing else says so: that of the precision's recipe."""
+    if precision not in FORMATS:
+        return {}
+    chosen = load_recipe(precision).formats(model)
+    return {name: choice.format for name, choice in chosen.items()}
 
 
 def _qkv_rows(model: ModelConfig, layer: Layer) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from canvasrt.build import memory
 from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
 from canvasrt.errors import CanvasError
+from canvasrt.formats import FORMATS
 from canvasrt.machine import available_bytes
 
-# A builder's memory without weights, and bytes per byte of a segment's weights. Measured with
-# TensorRT-RTX; docs/benchmarks.md has the runs.
+# A builder's memory without weights, and bytes per byte of a segment's weights if no format says
+# more. Measured with TensorRT-RTX; docs/benchmarks.md has the runs.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 # The share of free memory for parallel builders. The rest holds the files that they read and write.
@@ -55,15 +56,17 @@ def host_needs(
         graphs += _total(source, exported, layers_per_segment, source.formats)
     if precision.is_quantized and not source.is_quantized:
         graphs += _total(source, precision.name, layers_per_segment, formats)
-    needs = {} if on_cpu else {name: builder_memory(name, size) for name, size in built.items()}
+    kinds = {precision.name, *(formats or {}).values()}
+    needs = {n: builder_memory(n, size, kinds) for n, size in built.items() if not on_cpu}
     # A CPU's engines are links to its graphs, unless their weights are widened.
     engines = 0 if on_cpu and not precision.is_quantized else sum(built.values())
     return Needs(needs, graphs, engines)
 
 
-def builder_memory(segment: str, weights: int) -> int:
-    """Return the memory to build a segment, from the bytes of its weights."""
-    factor = HEAD_FACTOR if segment == "head" else BUILDER_FACTOR
+def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:
+    """Return the memory to build a segment, from the bytes of its weights and their formats."""
+    known = [FORMATS[name].builder_factor for name in formats if name in FORMATS]
+    factor = HEAD_FACTOR if segment == "head" else max(known, default=BUILDER_FACTOR)
     return BUILDER_BASE + round(weights * factor)
 
 

@@ -104,12 +104,14 @@ def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profi
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """Whether the first product of a lone canvas takes all of its tokens for every expert.
 
-    With both operands in four bits that costs no time: the product waits for its weights either way, and tokens are
-    quantized once, not once per slot. In wider formats it would wait for the arithmetic.
+    That pays where the arithmetic of a format is fast enough: the product waits for its weights either way,
+    and tokens are quantized once, not once per slot. Slower formats would wait for the arithmetic.
     """
     formats = segment.get("quantized") or {}
-    used = [FORMATS[form] for name, form in formats.items() if name.endswith("experts.gate_up")]
-    return any(each.bits == 4 and each.rounds_inputs for each in used)
+    return any(
+        name.endswith("experts.gate_up") and FORMATS[form].feeds_all_tokens
+        for name, form in formats.items()
+    )
 
 
 def _rows(max_batch: int) -> dict[str, Range]:

@@ -115,7 +115,8 @@ def _engines(
                 link_or_copy(kernels, out / each.kernels)
             made[each.name] = found[1]
             continue
-        need = builder_memory(each.name, _weights(graphs, each.entry))
+        formats = (each.entry.get("quantized") or {}).values()
+        need = builder_memory(each.name, _weights(graphs, each.entry), formats)
         check_memory_here(each.name, need)
         tasks.append(Task(each.name, need, _builder(plan, graphs, each, out, cache, children)))
     made |= run_all(

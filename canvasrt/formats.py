@@ -28,6 +28,11 @@ class NumberFormat:
             scale per matrix or per output.
         least_blocks: how many blocks a row has at least: shorter ones are taken for that.
         scale_bits: of a block's scale.
+        of_table: whether it is for the embedding table, and not for the weights of products.
+        engine_copies: how often an engine holds the weight: TensorRT keeps a layout for each way that it is multiplied.
+        builder_factor: bytes that a TensorRT builder takes for each byte of such weights, the mapped file included.
+        feeds_all_tokens: whether the first product of a lone canvas takes all of its tokens for every expert. The product
+            waits for its weights either way, and tokens are quantized once, not once per slot.
         rounds_inputs: whether what the weight multiplies is quantized too, with a scale that calibration finds.
         packed_on_cpu: whether a CPU multiplies it as it is; other formats are widened to float32 there.
         caches: whether keys and values can be cached in it.
@@ -42,6 +47,10 @@ class NumberFormat:
     blocks: tuple[int, ...] = ()
     least_blocks: int = 1
     scale_bits: int = 0
+    of_table: bool = False
+    engine_copies: int = 1
+    builder_factor: float = 2.6
+    feeds_all_tokens: bool = False
     rounds_inputs: bool = True
     packed_on_cpu: bool = False
     caches: bool = False
@@ -64,10 +73,9 @@ class NumberFormat:
 
     def cpu_bytes(self, width: int) -> float:
         """Return the same on a CPU: codes and float32 scales, or float32 numbers."""
-        block = self.block(width)
-        if not self.packed_on_cpu or block is None:
+        if not self.packed_on_cpu:
             return 4.0
-        return self.bits / 8 + 4 / block
+        return self.bits / 8 + 4 / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
         """Return the scale that reaches `amax`. If calibration saw only zeros, any scale works: 1."""
@@ -91,6 +99,7 @@ _TABLE = (
         weight_error=0.13,
         blocks=(16,),
         scale_bits=8,
+        feeds_all_tokens=True,
         modelopt="NVFP4",
     ),
     # E4M3.
@@ -116,9 +125,22 @@ _TABLE = (
         blocks=(64, 32, 16),
         least_blocks=2,  # TensorRT widens a weight whose rows have one scale before the product
         scale_bits=16,
+        builder_factor=4.3,  # the builder turns it, and keeps both
         rounds_inputs=False,
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
+    ),
+    # −127 … 127 with a bfloat16 scale per token: read by the final projection, by the soft embedding and by the host.
+    NumberFormat(
+        name="int8",
+        bits=8,
+        largest=127.0,
+        capability=(8, 0),
+        weight_error=0.03,
+        of_table=True,
+        engine_copies=2,
+        rounds_inputs=False,
+        packed_on_cpu=True,
     ),
 )
 FORMATS = {each.name: each for each in _TABLE}
@@ -127,8 +149,10 @@ PLAIN = ("fp32", "bf16")
 
 
 def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the formats that a GPU of this compute capability multiplies."""
-    return tuple(each.name for each in _TABLE if capability >= each.capability)
+    """Return the formats of products that a GPU of this compute capability multiplies."""
+    return tuple(
+        each.name for each in _TABLE if capability >= each.capability and not each.of_table
+    )
 
 
 def most_demanding(names: set[str]) -> str:

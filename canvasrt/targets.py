@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from canvasrt.errors import UsageError
-from canvasrt.formats import FORMATS, formats_of
+from canvasrt.formats import formats_of
 
 Builder = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
 GB = 10**9
@@ -33,7 +33,7 @@ class Target:
     @property
     def precisions(self) -> tuple[str, ...]:
         """What engines can compute in, the default first. A CPU runs every format, lowered."""
-        able = tuple(FORMATS) if self.capability is None else formats_of(self.capability)
+        able = formats_of(self.capability or _ANY)
         others = (*able, "bf16") if self.capability else able
         return (self.precision, *(each for each in others if each != self.precision))
 
@@ -56,6 +56,8 @@ class Target:
         return data
 
 
+# A CPU has every format.
+_ANY = (99, 0)
 _RTX: Builder = "tensorrt-rtx"
 _TRT: Builder = "tensorrt"
 TARGETS: tuple[Target, ...] = (

@@ -22,6 +22,7 @@ from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
 from canvasrt.export.segments import EMBEDDING_FILE, Segment, segments
 from canvasrt.export.weights import weights
+from canvasrt.graphs.table import embedding_entry
 from canvasrt.staging import staging
 
 # Called with (bytes of weights written so far, total bytes).
@@ -118,11 +119,7 @@ def export_folder(
             model=config,
             sampler=sampler,
             segments=[_entry(part, quantized) for part in parts],
-            embedding={
-                "file": EMBEDDING_FILE,
-                "dtype": str(DTYPES[base]).removeprefix("torch."),
-                "shape": [config.vocab_size, config.hidden_size],
-            },
+            embedding=embedding_entry(tmp / next(p.file for p in parts if p.name == "head")),
             tokenizer=_copy_tokenizer(folder, tmp),
             packages=PACKAGES,
         )

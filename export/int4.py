@@ -15,6 +15,7 @@ from torch import Tensor
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.export.weights import PACKED, Weight, packed_name
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
@@ -62,6 +63,34 @@ class Int4Codes:
         scales = _scales(self.weight, part)
         # Fewer scales than blocks: a scale per output, which each of its blocks gets.
         return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
+
+
+@dataclass(frozen=True)
+class TableCodes:
+    """The embedding table, which the checkpoint has plain, and the graphs as the recipe of the other weights has it."""
+
+    weight: Weight
+    form: Form
+
+    def pack(self, input_scale: float | None = None) -> Packed:
+        """Quantize the table, a part in float32 at a time."""
+        parts = (part.numpy() for part in self.weight.read(torch.float32))
+        return quantize(parts, self.form.format, None, name=self.weight.name)
+
+    def wide(self) -> Iterator[Tensor]:
+        """The table in float32, a part at a time."""
+        return self.weight.read(torch.float32)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoint has all of its scales: it needs none."""
+        return True
+
+
+def table_codes(weight: Weight, format: str) -> TableCodes:
+    """The table as `format` has it; its own checks are made here."""
+    weight.check()
+    return TableCodes(weight, form_of(weight.shape, format))
 
 
 def read_int4(weight: Weight) -> Int4Codes | None:

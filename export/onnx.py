@@ -95,21 +95,20 @@ def write(
     Args:
         weights: in file order, each read when it is its turn.
         dtype: what a `Weight` is converted to; a `Stored` one is written as it is.
-        own_files: weight name → its own file name, for a weight that others read too. All other
-            weights share `file` with the suffix `.bin`.
+        own_files: weight name → its own file name, for a weight that others read too, and for what
+            it is quantized to. All other weights share `file` with the suffix `.bin`.
         advance: called with the bytes of each part written.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")
     with contextlib.ExitStack() as stack:
-        out = stack.enter_context(shared.open("wb"))
+        files = {shared.name: stack.enter_context(shared.open("wb"))}
         for weight in weights:
             item = weight if isinstance(weight, Stored) else _stored(weight, dtype)
-            if name := own_files.get(item.name):
-                with (file.parent / name).open("wb") as own:
-                    external.append(model, item, own, advance)
-            else:
-                external.append(model, item, out, advance)
+            name = own_files.get(item.name.partition(".")[0], shared.name)
+            if name not in files:
+                files[name] = stack.enter_context((file.parent / name).open("wb"))
+            external.append(model, item, files[name], advance)
     ir.save(model, file)
 
 

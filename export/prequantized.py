@@ -16,7 +16,7 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import Codes, read_codes
-from canvasrt.export.int4 import Int4Codes, read_int4
+from canvasrt.export.int4 import Int4Codes, TableCodes, read_int4, table_codes
 from canvasrt.export.quantize.forms import quantize_graph, stored
 from canvasrt.export.quantize.packed import Form
 from canvasrt.export.segments import Segment
@@ -25,6 +25,7 @@ from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.recipe import (
+    TABLE,
     Choice,
     Exclusion,
     Recipe,
@@ -58,17 +59,21 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        self._held: dict[str, Codes | Int4Codes] = {}
+        self._held: dict[str, Codes | Int4Codes | TableCodes] = {}
+        rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
         for part in parts:
             for weight in weights(part.module, part.sources, source):
+                name = global_name(part, weight.name)
                 found = read_int4(weight) or read_codes(weight)
                 if found is not None:
-                    self._held[global_name(part, weight.name)] = found
+                    self._held[name] = found
+                elif rounded is not None and name == TABLE:
+                    self._held[name] = table_codes(weight, rounded.format)
         able = quantizable(config)
         self._packed = [name for name in self._held if packs and name in able]
         self._inputs: dict[str, float] = {}
         self._prompts = ""
-        if not self._held or (packs and not self._packed):
+        if not set(self._held) - {TABLE} or (packs and not set(self._packed) - {TABLE}):
             raise CanvasError(
                 f"{source.path} says that it is quantized ({how.algorithm}), but has no quantized weight",
                 "fetch the checkpoint again, or remove the quantization from its configuration",
@@ -166,7 +171,7 @@ class Prequantized:
             else:
                 yield self._widened(weight, held)
 
-    def _widened(self, weight: Weight, held: Codes | Int4Codes) -> Stored:
+    def _widened(self, weight: Weight, held: Codes | Int4Codes | TableCodes) -> Stored:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 

@@ -19,6 +19,7 @@ import torch
 
 import canvasrt
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.released import TEXT, layer_types
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.segments import Segment, segments
 from canvasrt.export.shards import Piece, write_shards
@@ -36,36 +37,10 @@ _GENERATION = {
     "bos_token_id": 2,
 }
 
-# The text backbone of google/diffusiongemma-26B-A4B-it.
-_RELEASED: dict[str, Any] = {
-    "vocab_size": 262_144,
-    "hidden_size": 2816,
-    "intermediate_size": 2112,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": 2,
-    "sliding_window": 1024,
-    "num_experts": 128,
-    "top_k_experts": 8,
-    "moe_intermediate_size": 704,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-6,
-    "final_logit_softcapping": 30.0,
-    "use_bidirectional_attention": "vision",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "pad_token_id": 0,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "tie_word_embeddings": True,
-}
-
 SHAPES: dict[str, dict[str, Any]] = {
-    "released": _RELEASED,
+    "released": TEXT,
     # The released head sizes, experts, vocabulary and proportions, in 0.2 GB.
-    "narrow": _RELEASED
+    "narrow": TEXT
     | {
         "hidden_size": 256,
         "intermediate_size": 192,
@@ -76,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     # About 300M parameters: the released proportions for a machine without a GPU.
-    "300m": _RELEASED
+    "300m": TEXT
     | {
         "vocab_size": 32_768,
         "hidden_size": 1024,
@@ -129,11 +104,7 @@ def write(
     text = dict(SHAPES[shape])
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
     count = text["num_hidden_layers"]
-    # The reference forces the last layer to full attention.
-    text["layer_types"] = [
-        "full_attention" if (i + 1) % 6 == 0 or i + 1 == count else "sliding_attention"
-        for i in range(count)
-    ]
+    text["layer_types"] = layer_types(count)
     config = {
         "architectures": ["DiffusionGemmaForBlockDiffusion"],
         "model_type": "diffusion_gemma",

@@ -176,12 +176,12 @@ def weights(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> list
     named = dict(module.named_parameters())
     assert named.keys() == sources.keys(), named.keys() ^ sources.keys()
     return [
-        Weight(name, shape, _parts(sources[name], shape, checkpoint), checkpoint)
+        Weight(name, shape, parts_of(sources[name], shape, checkpoint), checkpoint)
         for name, shape in ((name, tuple(each.shape)) for name, each in named.items())
     ]
 
 
-def _parts(
+def parts_of(
     sources: tuple[str, ...], shape: tuple[int, ...], checkpoint: Checkpoint
 ) -> tuple[str, ...]:
     """Return the sources. If the checkpoint stores each expert separately, return their weights instead."""

@@ -18,7 +18,7 @@ from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
-from canvasrt.runtime.tables import map_table
+from canvasrt.runtime.tables import Table, map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
 Batch = TypeVar("Batch")
@@ -51,7 +51,7 @@ class HostModel(Model):
         sampler: SamplerDefaults,
         bodies: Sequence[Body],
         head: Segment,
-        table: np.ndarray,
+        table: Table,
         max_context: int,
         rows_apart: bool,
         max_workers: int = 1,

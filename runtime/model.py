@@ -21,6 +21,7 @@ from canvasrt.runtime.passes import (
     Hidden,
     Row,
 )
+from canvasrt.runtime.tables import Table
 
 __all__ = ["Counters", "DenoiseInput", "DenoiseOutput", "EncodeInput", "Hidden", "Model", "Row"]
 
@@ -40,7 +41,7 @@ class Model(ABC):
         self,
         config: ModelConfig,
         sampler: SamplerDefaults,
-        table: np.ndarray,
+        table: Table,
         max_context: int,
         rows_apart: bool,
         bundle: Bundle | None = None,

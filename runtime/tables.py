@@ -3,6 +3,9 @@ pass."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 
 from canvasrt.bundle import Bundle, Manifest
@@ -30,13 +33,45 @@ def max_context(manifest: Manifest) -> int:
     return int(manifest.options.get("max_context") or limit)
 
 
-def map_table(bundle: Bundle) -> np.ndarray:
+class Table(Protocol):
+    """Embeddings by token, as an array has them: `table[tokens]`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What embeddings are rounded to."""
+
+    def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
+        """The rows `[..., hidden_size]` of int64 `tokens` `[...]`."""
+
+
+@dataclass(frozen=True)
+class QuantizedTable:
+    """INT8 codes `[vocab_size, hidden_size]`, and a scale per token."""
+
+    codes: np.ndarray
+    scale: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:
+        """That of the scales: the graphs compute in it."""
+        return self.scale.dtype
+
+    def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
+        """The rows in float32."""
+        return self.codes[tokens] * self.scale[tokens].astype(np.float32)[..., None]
+
+
+def map_table(bundle: Bundle) -> Table:
     """Map the embedding table `[vocab_size, hidden_size]` from its file; it is read on demand."""
     entry = bundle.manifest.embedding
     if not entry:
         raise CanvasError(f"{bundle.path} has no embedding table", "export the checkpoint again")
-    dtype = host_dtype(entry["dtype"])
-    return np.memmap(bundle.file(entry["file"]), dtype=dtype, mode="r", shape=tuple(entry["shape"]))
+    file, shape = bundle.file(entry["file"]), tuple(entry["shape"])
+    table = np.memmap(file, host_dtype(entry["dtype"]), "r", shape=shape)
+    if "scale" not in entry:
+        return table
+    dtype, offset = host_dtype(entry["scale"]["dtype"]), int(entry["scale"]["offset"])
+    return QuantizedTable(table, np.memmap(file, dtype, "r", offset, shape[:1]))
 
 
 def host_dtype(name: str) -> np.dtype:

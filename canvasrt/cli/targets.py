@@ -7,20 +7,24 @@ from canvasrt.console import emit, size, table
 
 
 def targets(as_json: options.AsJson = False) -> None:
-    """List the targets, and which of them can be built and run on this machine."""
+    """List the targets, what runs the released model, and what can be built and run on this machine."""
+    from canvasrt.build.fit import released_fit
     from canvasrt.machine import builds_here, runs_here
     from canvasrt.targets import TARGETS
 
-    found = [(target, builds_here(target), runs_here(target)) for target in TARGETS]
+    found = [
+        (target, released_fit(target), builds_here(target), runs_here(target)) for target in TARGETS
+    ]
     data = [
         {
             **target.to_json(),
+            "released_model": fit.to_json() if fit else None,
             "builds_here": not no_build,
             "builds_here_not": no_build or None,
             "runs_here": not no_run,
             "runs_here_not": no_run or None,
         }
-        for target, no_build, no_run in found
+        for target, fit, no_build, no_run in found
     ]
 
     def render(console: Any) -> None:
@@ -31,6 +35,7 @@ def targets(as_json: options.AsJson = False) -> None:
             "cap.",
             "builder",
             "precisions",
+            "26B at 8K",
             "built here",
             "runs here",
         )
@@ -42,13 +47,14 @@ def targets(as_json: options.AsJson = False) -> None:
                 target.capability_text,
                 target.builder,
                 ", ".join(target.precisions),
+                f"{fit.precision}, {size(fit.memory.total)}" if fit else "does not fit",
                 no_build or "yes",
                 no_run or "yes",
             )
-            for target, no_build, no_run in found
+            for target, fit, no_build, no_run in found
         ]
         console.print(table(columns, rows))
-        for target, _, _ in found:
+        for target, *_ in found:
             if target.note:
                 console.print(f"{target.name}: {target.note}")
 

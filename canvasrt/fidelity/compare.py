@@ -100,10 +100,14 @@ def phase_of(index: int, count: int) -> str:
 
 
 def compare_steps(
-    observed: ObservedModel, reference: ReferenceModel, prompts: Prompts, progress: Progress
+    observed: ObservedModel,
+    reference: ReferenceModel,
+    prompts: Prompts,
+    progress: Progress,
+    most: int = MAX_STEPS,
 ) -> Steps:
     """Denoise one block after every prompt, without early stop, on both sides at once."""
-    count = max(len(PHASES), min(MAX_STEPS, reference.sampler.max_denoising_steps))
+    count = max(len(PHASES), min(most, reference.sampler.max_denoising_steps))
     steps = Steps(len(prompts.tokens), prompts.kind, [StepSeries() for _ in range(count)])
     for seed, tokens in enumerate(prompts.tokens):
         progress("comparing denoising steps", seed, len(prompts.tokens))

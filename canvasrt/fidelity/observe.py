@@ -6,7 +6,8 @@ Works only for what ONNX Runtime runs; the inside of a TensorRT engine cannot be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,30 +27,80 @@ LOGITS = "logits"
 
 
 class ObservingBackend(OrtBackend):
-    """ONNX Runtime with the head's logits as an extra output, and access to every segment."""
+    """ONNX Runtime with the head's logits as an extra output, and access to every segment.
 
-    def __init__(self, work: int) -> None:
+    streamed: keep only the segment that runs in memory; the next one takes its place.
+    """
+
+    def __init__(self, work: int, streamed: bool = False) -> None:
         super().__init__(None, work)
         self.segments: dict[str, Any] = {}
+        self._streamed = streamed
+        self._current: OnDemand | None = None
 
     def open(self, name: str, file: Path) -> Any:
         opened: Any
+        model = _load(file)
         if name == "head":
-            opened = ObservedHead(self.open_graph(name, with_logits(_load(file)), file.parent))
+            opened = ObservedHead(self.open_graph(name, with_logits(model), file.parent))
+        elif self._streamed:
+            opened = self.open_graph(name, model, file.parent)
         else:
             opened = super().open(name, file)
         self.segments[name] = opened
         return opened
 
-    def open_graph(self, name: str, model: ModelProto, folder: Path) -> OrtSegment:
+    def open_graph(self, name: str, model: ModelProto, folder: Path) -> Any:
         """Open a graph that exists only in memory; its weights are files in `folder`."""
-        return self.open_bytes(name, model.SerializeToString(), folder)
+        graph = model.SerializeToString()
+        if not self._streamed:
+            return self.open_bytes(name, graph, folder)
+        stored = {each.name for each in model.graph.initializer}
+        inputs = frozenset(each.name for each in model.graph.input) - stored
+        outputs = tuple(each.name for each in model.graph.output)
+        return OnDemand(
+            name,
+            inputs,
+            outputs,
+            partial(self._take, partial(self.open_bytes, name, graph, folder)),
+        )
+
+    def _take(self, open_it: Callable[[], OrtSegment], segment: OnDemand) -> OrtSegment:
+        """Open a segment in place of the one that is open."""
+        if self._current is not None:
+            self._current.close()
+        self._current = segment
+        return open_it()
+
+
+class OnDemand:
+    """A segment that is opened when it runs, and stays open until another one runs."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: frozenset[str],
+        outputs: tuple[str, ...],
+        take: Callable[[OnDemand], OrtSegment],
+    ) -> None:
+        self.name, self.inputs, self.outputs = name, inputs, outputs
+        self._take = take
+        self._opened: OrtSegment | None = None
+
+    def close(self) -> None:
+        """Drop what is open."""
+        self._opened = None
+
+    def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
+        if self._opened is None:
+            self._opened = self._take(self)
+        return self._opened.run(feeds, wanted)
 
 
 class ObservedHead:
     """The head. It keeps the logits of its last run while `watch` is set."""
 
-    def __init__(self, segment: OrtSegment) -> None:
+    def __init__(self, segment: OrtSegment | OnDemand) -> None:
         self._segment = segment
         self.name, self.inputs = segment.name, segment.inputs
         self.outputs = tuple(name for name in segment.outputs if name != LOGITS)
@@ -66,13 +117,13 @@ class ObservedHead:
 class ObservedModel:
     """A bundle as users run it. If ONNX Runtime runs it, its logits and segments are visible too."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, streamed: bool = False) -> None:
         self.bundle = bundle
         self.backend: ObservingBackend | None = None
         self.head: ObservedHead | None = None
         if (bundle.manifest.target or {}).get("backend", "onnxruntime") == "onnxruntime":
             require("onnx", "export")
-            self.backend = ObservingBackend(pass_work(bundle.manifest.model))
+            self.backend = ObservingBackend(pass_work(bundle.manifest.model), streamed)
         self.model = open_model(bundle.path, check=False, backend=self.backend)
         if self.backend is not None:
             self.head = self.backend.segments["head"]
@@ -86,7 +137,7 @@ class ObservedModel:
         if self.head is not None:
             self.head.watch = False
 
-    def layers(self, segment: Mapping[str, Any]) -> OrtSegment:
+    def layers(self, segment: Mapping[str, Any]) -> OrtSegment | OnDemand:
         """Open a body segment that is cut at every layer: see `cut_layers`."""
         assert self.backend is not None
         file = self.bundle.file(segment["file"])

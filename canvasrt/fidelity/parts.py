@@ -68,10 +68,11 @@ def part_errors(
         errors = SegmentErrors(entry["name"], held)
         each = [LayerErrors(layer, config.layers[layer].kind) for layer in held]
         whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
+        # One after the other: a streamed segment is opened once for all passes.
         for seen in passes:
-            feeds = _feeds(seen, config, held)
-            _compare_segment(whole, feeds, seen, errors)
-            _compare_layers(cut, feeds, seen, each)
+            _compare_segment(whole, _feeds(seen, config, held), seen, errors)
+        for seen in passes:
+            _compare_layers(cut, _feeds(seen, config, held), seen, each)
         segments.append(errors)
         layers += each
     progress("running segments on the reference's inputs", len(bodies), len(bodies))

@@ -43,7 +43,8 @@ class ReferenceModel:
     The hidden states passed from step to step are the canvas itself here, int64 `[canvas]`.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, streamed: bool = False) -> None:
+        """Load a checkpoint, or with `streamed` each layer when it runs."""
         require("torch", REFERENCE_EXTRA)
         require("transformers", REFERENCE_EXTRA)
         import torch
@@ -59,9 +60,14 @@ class ReferenceModel:
         self.max_context = self.config.max_position_embeddings
         self.prefill_chunk = self.max_context  # a prompt is encoded in one piece
         self._torch, self._new_cache = torch, DynamicCache
-        self.module = DiffusionGemmaForBlockDiffusion.from_pretrained(
-            checkpoint, dtype=torch.float32
-        ).eval()
+        if streamed:
+            from canvasrt.fidelity.streamed import streamed_module
+
+            self.module = streamed_module(checkpoint)
+        else:
+            self.module = DiffusionGemmaForBlockDiffusion.from_pretrained(
+                checkpoint, dtype=torch.float32
+            ).eval()
 
     @property
     def canvas_length(self) -> int:

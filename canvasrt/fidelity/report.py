@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from canvasrt.build.memory import parameters
 from canvasrt.bundle import Bundle, made_by
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import Answers, Pace, ask_questions, compare_pace
-from canvasrt.fidelity.compare import Steps, compare_steps
+from canvasrt.fidelity.compare import MAX_STEPS, PHASES, Steps, compare_steps
 from canvasrt.fidelity.limits import check, limits_of
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.parts import DENOISE, part_errors
 from canvasrt.fidelity.prompts import Prompts, is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors
+from canvasrt.machine import available_bytes
 from canvasrt.progress import Progress, no_progress
 from canvasrt.runtime.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
 WORST = 5
+# Of a streamed model, which is read from the disk once per pass: a short prompt and a long one.
+STREAMED_PROMPTS = 2
 
 
 def measure(
@@ -34,8 +40,9 @@ def measure(
     """Return the report as JSON.
 
     If the checkpoint answers the demo's questions, `questions` are asked per task; 0 skips free
-    generation. Raises CanvasError when the bundle cannot run here, or when the checkpoint has
-    another shape.
+    generation. A model that does not fit in memory is streamed, one segment or layer at a time: a
+    few prompts and steps, and no free generation. Raises CanvasError when the bundle cannot run
+    here, or when the checkpoint has another shape.
     """
     show = progress or no_progress
     config, _ = ModelConfig.from_checkpoint(checkpoint)
@@ -45,14 +52,18 @@ def measure(
             "give the checkpoint that the bundle was made from",
         )
     show("loading both sides", 0, 0)
-    observed, reference = ObservedModel(bundle), ReferenceModel(checkpoint)
+    streamed = is_streamed(config, checkpoint)
+    observed, reference = ObservedModel(bundle, streamed), ReferenceModel(checkpoint, streamed)
     tokenizer = _tokenizer(bundle)
     room = observed.model.max_context - config.canvas_length
     prompts = prompts_for(checkpoint, tokenizer, config, room)
 
-    steps = compare_steps(observed, reference, prompts, show)
+    if streamed:
+        prompts = replace(prompts, tokens=prompts.tokens[:STREAMED_PROMPTS])
+    most = len(PHASES) if streamed else MAX_STEPS
+    steps = compare_steps(observed, reference, prompts, show, most)
     report: Json = {**_header(bundle), "steps": steps.to_json(), "pace": None, "answers": None}
-    if questions:
+    if questions and not streamed:
         demo = tokenizer if is_demo(checkpoint) else None
         report |= _generations(observed, reference, prompts, demo, questions, show)
     report |= _inside(observed, checkpoint, steps, show)
@@ -60,6 +71,16 @@ def measure(
     report["limits"] = [each.to_json() for each in checks]
     report["ok"] = all(each.ok for each in checks)
     return report
+
+
+def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
+    """Return whether both sides are read a part at a time.
+
+    They are if the model does not fit in this machine's memory in fp32, or if the checkpoint is
+    quantized.
+    """
+    whole = 4 * sum(parameters(config).values())
+    return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None
 
 
 def finite(value: Any) -> Any:

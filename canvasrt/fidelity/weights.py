@@ -15,6 +15,7 @@ from canvasrt.fidelity.capture import Pass
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
+from canvasrt.graphs.table import SCALE, TABLE, VALUES
 from canvasrt.progress import Progress
 
 if TYPE_CHECKING:
@@ -82,15 +83,38 @@ def weight_errors(
             for name, parts in body_sources(config, layer, 1).items():
                 short = name.removeprefix("layers.0.")
                 full = f"layers.{layer}.{short.removesuffix('.weight')}"
-                if short not in EXPERTS and not graph.is_matrix(f"layers.{local}.{short}"):
+                if short in EXPERTS or not graph.is_matrix(f"layers.{local}.{short}"):
                     continue
                 error = RelativeError()
                 for ours, theirs in _pairs(graph, f"layers.{local}.{short}", checkpoint, parts):
                     error.add(ours, theirs)
                 found.matrices.append(WeightError(full, layer, formats.get(full), error.value))
-            found.experts += _experts(graph, local, layer, checkpoint, passes)
+            errors, totals = _experts(graph, local, layer, checkpoint, passes)
+            found.experts += errors
+            for short, error in totals.items():
+                full = f"layers.{layer}.{short}"
+                found.matrices.append(WeightError(full, layer, formats.get(full), error.value))
+    found.matrices += _table(bundle, checkpoint)
     progress("comparing weights", count, count)
     return found
+
+
+def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
+    """The embedding table, if it is quantized, a part in memory at a time."""
+    from canvasrt.export.weights import head_sources
+
+    (head,) = (entry for entry in bundle.manifest.segments if entry["name"] == "head")
+    format = (head.get("quantized") or {}).get(TABLE)
+    if format is None:
+        return []
+    graph, error, first = _Weights(bundle.file(head["file"])), RelativeError(), 0
+    codes, scale = graph.array(VALUES), np.array(graph.array(SCALE), np.float32)
+    for part in checkpoint.chunks(*head_sources()[TABLE]):
+        rows = slice(first, first + len(part))
+        values = np.array(codes[rows]).view(np.uint8)
+        error.add(lowbits.dequantize(format, values, scale[rows], None), part.float().numpy())
+        first += len(part)
+    return [WeightError(TABLE, None, format, error.value)]
 
 
 class _Weights:
@@ -104,7 +128,19 @@ class _Weights:
 
     def is_matrix(self, name: str) -> bool:
         """Whether a weight is a matrix, and not a norm's."""
-        return name + CODES in self._all or self._array(name).ndim > 1
+        return name + CODES in self._all or self.array(name).ndim > 1
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """`[out, in]`, or `[E, out, in]` of stacked experts, also if a CPU build took them apart."""
+        count = self._count(name)
+        part = ".0" if count else ""
+        if name + CODES + part in self._all:
+            rows = self.array(name + SCALES + part).shape[:-1]
+            size = 2 * self.array(name + CODES + part).size
+            shape = (*rows, size // int(np.prod(rows)))
+        else:
+            shape = self.array(name + part).shape
+        return (count, *shape) if count else shape
 
     def read(self, name: str) -> Iterator[np.ndarray]:
         """A matrix, or each expert's in turn, also of a stack that a CPU build took apart; float32."""
@@ -126,12 +162,12 @@ class _Weights:
     def _matrix(self, name: str, expert: str = "") -> np.ndarray:
         """One initializer, or what the codes and scales of an INT4 weight stand for."""
         if name + CODES + expert not in self._all:
-            return np.array(self._array(name + expert), np.float32)
-        codes, scales = (self._array(name + part + expert) for part in (CODES, SCALES))
+            return np.array(self.array(name + expert), np.float32)
+        codes, scales = (self.array(name + part + expert) for part in (CODES, SCALES))
         packed = codes.reshape(*scales.shape[:-1], -1) ^ lowbits.INT4_OFFSET
         return lowbits.dequantize_int4(packed, scales)
 
-    def _array(self, name: str) -> np.ndarray:
+    def array(self, name: str) -> np.ndarray:
         import onnx_ir as ir
 
         from canvasrt.graphs import external
@@ -154,18 +190,22 @@ def _pairs(
     graph: _Weights, name: str, checkpoint: Checkpoint, parts: Sequence[str]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield pairs of a graph's weight and the checkpoint's counterpart; stacked experts one by one."""
-    tensors = [checkpoint.read(part) for part in parts]
-    if tensors[0].dim() == 3:
-        for ours, theirs in zip(graph.read(name), tensors[0], strict=True):
-            yield ours, theirs.float().numpy()
-        return
-    (ours,) = graph.read(name)
-    yield ours, np.concatenate([tensor.float().numpy() for tensor in tensors])
+    from canvasrt.fidelity.streamed import wide_rows
+
+    shape = graph.shape(name)
+    rest = np.empty((0, shape[-1]), np.float32)
+    pieces = wide_rows(checkpoint, parts, shape)
+    for ours in graph.read(name):
+        while len(rest) < shape[-2]:
+            rest = np.concatenate([rest, next(pieces).numpy().reshape(-1, shape[-1])])
+        yield ours, rest[: shape[-2]]
+        rest = rest[shape[-2] :]
 
 
 def _experts(
     graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[Pass]
-) -> list[ExpertError]:
+) -> tuple[list[ExpertError], dict[str, RelativeError]]:
+    """Compare the experts of a layer: each one, and all of them by matrix."""
     from canvasrt.export.weights import DECODER
 
     stored = f"{DECODER}.layers.{layer}.experts"
@@ -175,23 +215,21 @@ def _experts(
     ]
     tokens = np.concatenate([seen.routed[layer].tokens for seen in passes])
     chosen = np.concatenate([seen.routed[layer].experts for seen in passes])
-    errors = []
+    errors, totals = [], {short: RelativeError() for short in EXPERTS}
     for expert, (gate_up, down) in enumerate(zip(*both, strict=True)):
         given = tokens[(chosen == expert).any(axis=-1)]
         output = RelativeError()
         if len(given):
             output.add(_expert(given, gate_up[0], down[0]), _expert(given, gate_up[1], down[1]))
-        errors.append(
-            ExpertError(
-                layer,
-                expert,
-                _error(*gate_up),
-                _error(*down),
-                len(given),
-                output.value if len(given) else None,
-            )
-        )
-    return errors
+        own = []
+        for total, pair in zip(totals.values(), (gate_up, down), strict=True):
+            own.append(RelativeError())
+            own[-1].add(*pair)
+            total.off, total.size = total.off + own[-1].off, total.size + own[-1].size
+        value = output.value if len(given) else None
+        first, second = (each.value for each in own)
+        errors.append(ExpertError(layer, expert, first, second, len(given), value))
+    return errors, totals
 
 
 def _expert(tokens: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
@@ -202,9 +240,3 @@ def _expert(tokens: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.nda
     gate, up = (torch.from_numpy(tokens) @ torch.from_numpy(gate_up).T).chunk(2, dim=-1)
     inner = F.gelu(gate, approximate="tanh") * up
     return (inner @ torch.from_numpy(down).T).numpy()
-
-
-def _error(ours: np.ndarray, theirs: np.ndarray) -> float:
-    error = RelativeError()
-    error.add(ours, theirs)
-    return error.value

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.graphs import nbits
+from canvasrt.graphs.protos import import_contrib, make_node, rows_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -43,7 +44,7 @@ def split_experts(model: ModelProto) -> bool:
     _replace_load(graph, len(layers))
     _drop_unused(graph)
     if any(isinstance(weight, _Int4) for weight in weights.values()):
-        nbits.import_domain(model)
+        import_contrib(model)
     return True
 
 
@@ -63,7 +64,7 @@ class _Stack:
         """Return the node that multiplies `x` with one expert's matrix, which becomes an initializer."""
         matrix = _slice(self._values, expert)
         graph.initializer.append(matrix)
-        return _node("Gemm", [x, matrix.name], [output], output + "_node", transB=1)
+        return make_node("Gemm", [x, matrix.name], [output], output + "_node", transB=1)
 
 
 class _Int4(_Stack):
@@ -142,7 +143,7 @@ class _Layer:
         gated = self._round(gated)
         result = self._multiply(gated, sizes, self._down, "down")
         self._new.append(
-            _node("Gather", [result, self._name("place")], [wanted], self._name("back"), axis=0)
+            make_node("Gather", [result, self._name("place")], [wanted], self._name("back"), axis=0)
         )
 
     def _round(self, gated: str) -> str:
@@ -231,22 +232,13 @@ class _Layer:
     def _add(self, kind: str, inputs: list[str], *outputs: str, **attributes: Any) -> str:
         """Add a node with outputs of these short names; return the first one's full name."""
         names = [self._name(output) for output in outputs]
-        self._new.append(_node(kind, inputs, names, names[0] + "_node", **attributes))
+        self._new.append(make_node(kind, inputs, names, names[0] + "_node", **attributes))
         return names[0]
 
     def _constant(self, name: str, value: object) -> str:
         full = self._name(name)
         self._graph.initializer.append(_integers(value, full))
         return full
-
-
-# onnx is imported where it is needed: a serving image has this package, but not onnx.
-def _node(
-    kind: str, inputs: list[str], outputs: list[str], name: str, **attributes: Any
-) -> NodeProto:
-    from onnx import helper
-
-    return helper.make_node(kind, inputs, outputs, name, **attributes)
 
 
 def _integers(value: object, name: str) -> TensorProto:
@@ -256,32 +248,17 @@ def _integers(value: object, name: str) -> TensorProto:
 
 
 def _slice(stack: TensorProto, expert: int) -> TensorProto:
-    """Return one expert's part of a stacked tensor: the same bytes, at their own offset."""
-    from onnx import TensorProto
-
-    external = {entry.key: entry.value for entry in stack.external_data}
-    stride = int(external["length"]) // stack.dims[0]
-    item = TensorProto(
-        name=f"{stack.name}.{expert}",
-        data_type=stack.data_type,
-        dims=stack.dims[1:],
-        data_location=TensorProto.EXTERNAL,
-    )
-    offset = int(external.get("offset", 0)) + expert * stride
-    for key, value in (
-        ("location", external["location"]),
-        ("offset", str(offset)),
-        ("length", str(stride)),
-    ):
-        item.external_data.add(key=key, value=value)
-    return item
+    """Return one expert's part of a stacked tensor."""
+    part = rows_of(stack, expert, 1, f"{stack.name}.{expert}")
+    del part.dims[0]
+    return part
 
 
 def _replace_load(graph: GraphProto, layers: int) -> None:
     (node,) = (node for node in graph.node if "load" in node.output)
     graph.node.remove(node)
     zeros = _integers([0] * layers, "")
-    graph.node.append(_node("Constant", [], ["load"], "load", value=zeros))
+    graph.node.append(make_node("Constant", [], ["load"], "load", value=zeros))
 
 
 def _drop_unused(graph: GraphProto) -> None:

@@ -6,6 +6,8 @@ numbers per byte, the first one in the low four bits. INT4 is two's complement.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -113,6 +115,21 @@ def dequantize_int4(values: Bytes, scales: npt.NDArray[np.float32]) -> Floats:
     """`values` `[…, in / 2]` times their block's scale; `scales` `[…, in / block]` say how long a block is."""
     blocks = _INT4_PAIRS[values].reshape(*scales.shape, -1)
     return (blocks * scales[..., None]).reshape(*values.shape[:-1], -1)
+
+
+def dequantize(
+    format: str, values: Bytes, scale: npt.ArrayLike | None, blocks: npt.NDArray[Any] | None
+) -> Floats:
+    """What packed `values` stand for in a format, by its `scale` and the scales of its `blocks`, if it has them."""
+    if format == "int4":
+        assert blocks is not None
+        return dequantize_int4(values, blocks)
+    assert scale is not None
+    if format == "int8":
+        return values.view(np.int8) * np.asarray(scale, np.float32)[:, None]
+    if blocks is not None:
+        return dequantize_nvfp4(values, blocks, scale)
+    return dequantize_fp8(values, scale)
 
 
 def round_fp8(x: npt.ArrayLike, scale: float) -> Floats:

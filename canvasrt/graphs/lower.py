@@ -7,6 +7,7 @@ carries with it unpacks them: `nbits` has what runs. Weights are streamed, one p
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from canvasrt.graphs.experts import DOMAIN
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.nbits import CODES, SCALES, UNPACK
 from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
+from canvasrt.graphs.table import embedding_entry
 from canvasrt.progress import Progress
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-_E4M3, _INT4 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4
+_E4M3, _INT4, _INT8 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4, ir.DataType.INT8
 _VALUES = ".values"
 _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
@@ -38,14 +40,16 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
-    table is written too, and its manifest entry returned. Segment entries stay as they are.
+    table is written too, in INT8 if it is quantized, and its manifest entry returned. Segment
+    entries stay as they are.
     """
     files = [segment["file"] for segment in graphs.manifest.segments]
     for number, name in enumerate(files):
         if progress:
             progress("lowering graphs for a CPU", number, len(files))
         lower_graph(graphs.file(name), out / name)
-    return {**graphs.manifest.embedding, "dtype": "float32"}
+    (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
+    return embedding_entry(out / head)
 
 
 def lower_graph(source: Path, out: Path) -> None:
@@ -59,24 +63,27 @@ def lower_graph(source: Path, out: Path) -> None:
     for function in rounding(model.graph):
         model.functions[function.identifier()] = function
         model.opset_imports[function.domain] = 1
-    own, shared = source.with_suffix(".bin").name, out.with_suffix(".bin")
-    with shared.open("wb") as file:
+    own = source.with_suffix(".bin").name
+    with contextlib.ExitStack() as stack:
+        files = {own: stack.enter_context(out.with_suffix(".bin").open("wb"))}
         for name, value in model.graph.initializers.items():
             item = written.get(name) or _wide(value)
-            location = getattr(value.const_value, "location", own)
-            if location in (own, None) or name in written:
-                external.append(model, item, file)
-            else:
-                with (out.parent / str(location)).open("wb") as other:
-                    external.append(model, item, other)
+            found = getattr(value.const_value, "location", None)
+            location = own if found is None or name in written else str(found)
+            if location not in files:
+                files[location] = stack.enter_context((out.parent / location).open("wb"))
+            external.append(model, item, files[location])
     ir.save(model, out)
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
     """Put what a CPU reads in the place of every packed weight; the initializers to be written, by name."""
     written: dict[str, Stored] = {}
-    for name in [name for name in graph.initializers if name.endswith(_VALUES)]:
-        kind = _Int4Weight if graph.initializers[name].dtype == _INT4 else _Weight
+    packed = {name: value.dtype for name, value in graph.initializers.items()}
+    for name in [name for name in packed if name.endswith(_VALUES)]:
+        if packed[name] == _INT8:  # the table, which stays as it is: `table` has what runs
+            continue
+        kind = _Int4Weight if packed[name] == _INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()
         written |= {item.name: item for item in items}
     return written

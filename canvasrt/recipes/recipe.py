@@ -24,6 +24,8 @@ Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 
 SCHEMA = 1
+# The embeddings, which are the final projection too.
+TABLE = "table"
 _CACHES = (None, *(each.name for each in FORMATS.values() if each.caches))
 _README = "canvasrt/recipes/README.md shows how a recipe is written"
 
@@ -148,6 +150,14 @@ class Recipe:
             if name not in widths:
                 raise self._wrong(f"{name} cannot be quantized", _unquantizable(config)[name])
             format = FORMATS[choice.format]
+            if format.of_table != (name == TABLE):
+                fitting = [
+                    each.name for each in FORMATS.values() if each.of_table != format.of_table
+                ]
+                raise self._wrong(
+                    f"{name} cannot be quantized to {format.name}",
+                    f"give it the format {' or '.join(fitting)}, or exclude it",
+                )
             if not format.divides(widths[name]):
                 fitting = [each.name for each in FORMATS.values() if each.divides(widths[name])]
                 raise self._wrong(
@@ -231,7 +241,8 @@ def quantizable(config: ModelConfig) -> dict[str, int]:
             f"{prefix}.experts.gate_up": size,
             f"{prefix}.experts.down": config.moe_intermediate_size,
         }
-    return widths | {"signal_mlp.gate_up": size, "signal_mlp.down": config.intermediate_size}
+    widths |= {"signal_mlp.gate_up": size, "signal_mlp.down": config.intermediate_size}
+    return widths | {TABLE: size}
 
 
 def _unquantizable(config: ModelConfig) -> dict[str, str]:
@@ -255,7 +266,6 @@ def _unquantizable(config: ModelConfig) -> dict[str, str]:
         },
         "norm": norm,
         "signal_norm": norm,
-        "table": "the host reads embeddings from the same bytes as the final projection: exclude it",
         "vision": "the vision tower runs once per prompt and has no quantized form: exclude it",
     }
 
@@ -265,7 +275,7 @@ def _examples(config: ModelConfig) -> list[str]:
     first = "layers.0."
     return [
         name
-        for name in (*quantizable(config), "table", "vision")
+        for name in (*quantizable(config), "vision")
         if name.startswith(first) or not name.startswith("layers.")
     ]
 

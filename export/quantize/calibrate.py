@@ -26,7 +26,7 @@ from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import Prompts, default_prompts
 from canvasrt.formats import FORMATS
 from canvasrt.progress import Progress, no_progress
-from canvasrt.recipes.recipe import Recipe
+from canvasrt.recipes.recipe import TABLE, Recipe
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.generator import Draft, Finished, Generator
 from canvasrt.runtime.open import open_model
@@ -184,7 +184,9 @@ def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
     """Return a segment's weights out of those by global name, with their initializers' names there."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
-        return {name: f"{name}.weight" for name in own} if entry["name"] == "head" else {}
+        if entry["name"] != "head":
+            return {}
+        return {name: name if name == TABLE else f"{name}.weight" for name in own}
     place = {layer: number for number, layer in enumerate(entry["layers"])}
     found = {}
     for name in names:

@@ -12,6 +12,7 @@ then the MatMul, and where there are factors a multiplication with them after it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,13 @@ import onnx_ir as ir
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.formats import FORMATS
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.lowbits import BLOCK
 
 E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
-INT4, BFLOAT16 = ir.DataType.INT4, ir.DataType.BFLOAT16
+INT4, INT8, BFLOAT16 = ir.DataType.INT4, ir.DataType.INT8, ir.DataType.BFLOAT16
 # Suffixes of a weight's parts.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE = "factor", "input_scale"
@@ -49,7 +51,10 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     """
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
-        _Product(model.graph, name, form).rewrite(inputs)
+        if FORMATS[form.format].of_table:
+            _Table(model.graph, name, form).rewrite()
+        else:
+            _Product(model.graph, name, form).rewrite(inputs)
     model.opset_imports.setdefault(_TENSORRT, 1)
     model.ir_version = max(model.ir_version, _IR_VERSION)
 
@@ -77,8 +82,9 @@ def quantize_cache(model: ir.Model) -> list[str]:
 
 def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
+    numbers = INT8 if FORMATS[packed.format].of_table else _KINDS[packed.format].numbers
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
-        (VALUES, _KINDS[packed.format].numbers, packed.shape, packed.values),
+        (VALUES, numbers, packed.shape, packed.values),
         (BLOCK_SCALES, _scales(packed), (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
@@ -110,7 +116,8 @@ def quantize_file(
     """Quantize the graph file `source` to `out`, with its weights next to it under the suffix
     `.bin`.
 
-    Weights that have their own file, which others read too, stay there: the caller takes it over.
+    Weights in a file of their own, which others read too, stay there unless they are quantized: the
+    caller takes that file over. A quantized one gets a file of the same name beside `out`.
 
     Args:
         forms: by initializer name.
@@ -120,21 +127,27 @@ def quantize_file(
         advance: called with the bytes of each part written.
     """
     model = ir.load(source)
-    names = list(model.graph.initializers)
+    places = {name: _place(value, source) for name, value in model.graph.initializers.items()}
     quantize_graph(model, forms)
     scales = {} if cache_scales is None else {n: cache_scales[n] for n in quantize_cache(model)}
     with out.with_suffix(".bin").open("wb") as file:
-        for name in [*names, *scales]:
-            if _is_elsewhere(model.graph.initializers.get(name), source):
+        for name in [*places, *scales]:
+            place = places.get(name)
+            if place is not None and name not in forms:
                 continue
-            for item in _items(model, name, forms, pack, scales):
-                external.append(model, item, file, advance)
+            with contextlib.ExitStack() as stack:
+                own = stack.enter_context((out.parent / place).open("wb")) if place else file
+                for item in _items(model, name, forms, pack, scales):
+                    external.append(model, item, own, advance)
     ir.save(model, out)
 
 
-def _is_elsewhere(value: ir.Value | None, source: Path) -> bool:
-    location = getattr(value and value.const_value, "location", None)
-    return location is not None and location != source.with_suffix(".bin").name
+def _place(value: ir.Value, source: Path) -> str | None:
+    """The file of a weight, if it is not the graph's own."""
+    location = getattr(value.const_value, "location", None)
+    if location is None or str(location) == source.with_suffix(".bin").name:
+        return None
+    return str(location)
 
 
 def _items(
@@ -155,8 +168,8 @@ def _items(
         yield external.from_graph(model.graph.initializers[name])
 
 
-class _Product:
-    """The matrix product with one weight."""
+class _Quantized:
+    """A weight that is replaced by its quantized form."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
         self.graph, self.name, self.form = graph, name, form
@@ -170,6 +183,58 @@ class _Product:
             )
         assert weight.dtype is not None
         self.weight, self.dtype = weight, weight.dtype
+
+    def _insert(
+        self, before: ir.Node, kind: str, inputs: list[ir.Value], name: str, **attributes: Any
+    ) -> ir.Value:
+        node = ir.node(kind, inputs, attributes, name=f"{self.name}/{name}")
+        node.outputs[0].name = f"{self.name}/{name}"
+        self.graph.insert_before(before, node)
+        return node.outputs[0]
+
+    def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+        return _initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
+
+
+class _Table(_Quantized):
+    """The embedding table: it multiplies as it is and turned, and its rows are looked up."""
+
+    def rewrite(self) -> None:
+        """Put a dequantized table before the products, and dequantize the rows that are looked up by themselves.
+
+        Those have a scale of 1 first and their own behind the lookup: TensorRT then reads codes there. Of a table that
+        is dequantized by its scales, it would write every row out.
+        """
+        first = self.graph[0]
+        values = self._initializer(VALUES, INT8, self.form.shape)
+        scale = self._initializer(SCALE, self.dtype, self.form.scale_shape)
+        wide = self._insert(first, "DequantizeLinear", [values, scale], "wide", axis=0)
+        one = ir.tensor(np.ones((), np.float32).astype(self.dtype.numpy()), name=f"{self.name}/one")
+        unit = self._insert(first, "Constant", [], "unit", value=one)
+        for node, place in list(self.weight.uses()):
+            if node.op_type != "Gather":
+                node.replace_input_with(place, wide)
+                continue
+            token = node.inputs[1]
+            assert token is not None
+            codes = self._insert(node, "DequantizeLinear", [values, unit], "codes")
+            rows = self._insert(node, "Gather", [codes, token], "rows", axis=0)
+            scales = self._insert(node, "Gather", [scale, token], "row_scales", axis=0)
+            last = self._insert(node, "Constant", [], "last", value=ir.tensor(np.array([-1])))
+            factor = self._insert(node, "Unsqueeze", [scales, last], "row_factors")
+            result = self._insert(node, "Mul", [rows, factor], "embedded")
+            old = node.outputs[0]
+            result.type, result.shape = old.type, old.shape
+            old.replace_all_uses_with(result)
+            self.graph.remove(node, safe=True)
+        del self.graph.initializers[self.name]
+
+
+class _Product(_Quantized):
+    """The matrix product with one weight."""
+
+    def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
+        super().__init__(graph, name, form)
         self.node = self._find()
 
     def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
@@ -252,13 +317,7 @@ class _Product:
         return self._add("Cast", [wide], name, to=int(self.dtype))
 
     def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
-        node = ir.node(kind, inputs, attributes, name=f"{self.name}/{name}")
-        node.outputs[0].name = f"{self.name}/{name}"
-        self.graph.insert_before(self.node, node)
-        return node.outputs[0]
-
-    def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-        return _initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
+        return self._insert(self.node, kind, inputs, name, **attributes)
 
     def _find(self) -> ir.Node:
         """Return the product: a MatMul over the weight's transpose, or a Gemm that transposes it."""

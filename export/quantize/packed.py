@@ -32,7 +32,7 @@ class Packed:
     Attributes:
         format: a name in the table of number formats.
         values: uint8; a code per byte `[…, out, in]`, or two 4-bit codes `[…, out, in / 2]`, the first one low.
-        scale: float32, a scalar; of a 2-D FP8 weight also one per output, `[out]`; None for INT4.
+        scale: float32, a scalar; of a 2-D FP8 weight also one per output, `[out]`, as of an INT8 table; None for INT4.
         input_scale: float32 scalar, the scale of what the weight is multiplied with; None if that is not quantized.
         block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`; INT4's scales `[…, out, in / block]`, float32 numbers that
             a bfloat16 holds exactly.
@@ -72,14 +72,8 @@ class Packed:
 
 
 def dequantize(packed: Packed) -> Floats:
-    """Return the weight in float32, including its factor."""
-    if packed.scale is None:
-        assert packed.block_scales is not None
-        weight = lowbits.dequantize_int4(packed.values, packed.block_scales)
-    elif packed.block_scales is None:
-        weight = lowbits.dequantize_fp8(packed.values, packed.scale)
-    else:
-        weight = lowbits.dequantize_nvfp4(packed.values, packed.block_scales, packed.scale)
+    """Return the weight that `packed` stands for, including its factor."""
+    weight = lowbits.dequantize(packed.format, packed.values, packed.scale, packed.block_scales)
     if packed.factor is None:
         return weight
     factor = packed.factor if packed.factor.ndim == 1 else packed.factor[..., 0, :]

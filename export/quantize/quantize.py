@@ -21,11 +21,14 @@ from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import external, lowbits
+from canvasrt.graphs.table import embedding_entry
 from canvasrt.progress import Progress, no_progress
-from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
+from canvasrt.recipes.recipe import TABLE, Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, scratch, staging
 
 CALIBRATION_FILE = "calibration.json"
+# Of a matrix, in float32 at a time.
+_ROWS = 16_384
 _PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
 
 
@@ -111,6 +114,8 @@ def _write(
         if local or (cache and "layers" in entry):
             changed[entry["file"]] = (entry, {name: choices[name] for name in local})
     data = {str(Path(name).with_suffix(".bin")) for name in changed}
+    if TABLE in choices:
+        data.add(graphs.manifest.embedding["file"])
     for name in graphs.manifest.files:
         if name not in changed and name not in data and name != CALIBRATION_FILE:
             link_or_copy(graphs.file(name), out / name)
@@ -120,6 +125,8 @@ def _write(
         segment = _Segment(graphs.file(name), entry, own, calibration)
         segment.write(out / name, cache, partial(_told, report, done, total))
         done += graphs.manifest.files[str(Path(name).with_suffix(".bin"))]["bytes"]
+        if TABLE in own:
+            done += graphs.manifest.files[graphs.manifest.embedding["file"]]["bytes"]
     report("quantizing", total, total)
 
 
@@ -199,13 +206,15 @@ def _shape(tensor: ir.ExternalTensor) -> tuple[int, ...]:
 
 
 def _matrices(tensor: ir.ExternalTensor) -> Iterator[np.ndarray]:
-    """Yield a weight's matrices `[out, in]` in float32, one in memory at a time."""
+    """Yield an expert's matrix `[out, in]` at a time, or rows of another weight, in float32."""
     shape = _shape(tensor)
     narrow = tensor.dtype == ir.DataType.BFLOAT16
     stored = external.mapped(tensor).view(np.uint16 if narrow else np.float32)
-    for part in stored.reshape(-1, shape[-2] * shape[-1]):
+    rows = shape[-2] if len(shape) == 3 else min(shape[0], _ROWS)
+    for first in range(0, stored.size, rows * shape[-1]):
+        part = stored[first : first + rows * shape[-1]]
         wide = lowbits.from_bf16(part.view(np.uint16)) if narrow else part.astype(np.float32)
-        yield wide.reshape(shape[-2:])
+        yield wide.reshape(-1, shape[-1])
 
 
 def _describe(
@@ -217,6 +226,7 @@ def _describe(
 ) -> None:
     """Write the manifest."""
     manifest = graphs.manifest
+    (head,) = (entry["file"] for entry in manifest.segments if entry["name"] == "head")
     segments = []
     for entry in manifest.segments:
         quantized = {name: choices[name].format for name in local_names(entry, choices)}
@@ -243,7 +253,7 @@ def _describe(
         model=manifest.model,
         sampler=manifest.sampler,
         segments=segments,
-        embedding=manifest.embedding,
+        embedding=embedding_entry(out / head),
         tokenizer=manifest.tokenizer,
         packages=tuple(dict.fromkeys((*manifest.made_by, *_PACKAGES))),
         known=same,

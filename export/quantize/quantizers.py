@@ -43,7 +43,7 @@ def form_of(
     """Return the form that `quantize` gives a weight of this shape."""
     block = FORMATS[format].block(shape[-1])
     if not FORMATS[format].rounds_inputs:
-        return Form(format, shape, block=block)
+        return Form(format, shape, () if block else (shape[0],), block=block)
     channels = not FORMATS[format].blocks and weights == "per_channel"
     if experts:
         return Form(format, shape, (), (shape[0], 1, shape[1] if channels else 1), block)
@@ -115,13 +115,13 @@ def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
     """Return a weight whose inputs stay as they are."""
-    each = parts if experts else [np.concatenate(list(parts))]
-    encode = _WEIGHTS_ALONE[format]
-    made = [encode(_checked(part, format, name), method == "mse") for part in each]
-    values, scales = np.stack([each for each, _ in made]), np.stack([each for _, each in made])
-    if not experts:
-        values, scales = values[0], scales[0]
-    return Packed(format, values, None, None, scales)
+    encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
+    # Rows have scales of their own, so parts of a matrix can be quantized one by one.
+    made = [encode(_checked(part, format, name), method == "mse") for part in parts]
+    values, scales = join([each for each, _ in made]), join([each for _, each in made])
+    if FORMATS[format].blocks:
+        return Packed(format, values, None, None, scales)
+    return Packed(format, values, scales, None)
 
 
 def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
@@ -216,6 +216,17 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
     return lowbits.pack(codes.reshape(weight.shape)), scales
 
 
+def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
+    """Codes `[out, in]` and bfloat16 scales in float32 `[out]`; `search` changes nothing, so many codes are there."""
+    import torch
+
+    amax = weight.abs().amax(dim=-1)
+    amax = torch.where(amax > 0, amax.clamp(min=2.0**-60), torch.ones_like(amax))
+    scale = (amax / FORMATS["int8"].largest).bfloat16().float()
+    codes = (weight / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return codes.view(torch.uint8).numpy(), scale.numpy()
+
+
 def _least_error_fp8(weight: Tensor, amax: Tensor) -> Tensor:
     """Return the amax with the least squared error, for the whole matrix or per row."""
     from modelopt.torch.quantization.calib.mse import MseCalibrator
@@ -243,4 +254,4 @@ _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
 }
 # Formats for weights alone: what gives codes and scales, with or without a search for the scales.
-_WEIGHTS_ALONE = {"int4": _int4}
+_WEIGHTS_ALONE = {"int4": _int4, "int8": _int8}

@@ -23,7 +23,7 @@ from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
-from canvasrt.runtime.tables import map_table
+from canvasrt.runtime.tables import Table, map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
 # Idle slots allowed between two requests of a pass: computing them is cheaper than reading the
@@ -55,7 +55,7 @@ class DeviceModel(Model):
         config: ModelConfig,
         sampler: SamplerDefaults,
         segments: Sequence[DeviceSegment],
-        table: np.ndarray,
+        table: Table,
         max_context: int,
         backend: DeviceBackend,
         bundle: Bundle | None = None,

@@ -26,15 +26,15 @@ def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
     }
     stages = {row["name"]: row for row in report["stages"]}
     segments = {row["name"]: row for row in report["segments"]}
-    assert list(stages) == ["checkpoint", "export", "build"]
-    assert list(segments) == ["body_0", "head"]
+    assert list(stages) == ["checkpoint", "export", "build for rtx-5090"]
+    assert list(segments) == ["body_0 for rtx-5090", "head for rtx-5090"]
     for row in (*stages.values(), *segments.values()):
         assert row["seconds"] > 0.1
         assert row["peak"]["resident"] > row["peak"]["own"] > 10**7
         assert row["bytes"] > 10**7
     # The 134 MB table is in the head's engine, the experts' 4-bit weights in the body's.
-    assert segments["head"]["bytes"] > 134e6
+    assert segments["head for rtx-5090"]["bytes"] > 134e6
     assert report["peak"] < 3e9
     assert report["seconds"] >= max(row["seconds"] for row in segments.values())
-    assert "| body_0 |" in (tmp_path / "out" / "build.md").read_text()
+    assert "| body_0 for rtx-5090 |" in (tmp_path / "out" / "build.md").read_text()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["build.json", "build.md"]

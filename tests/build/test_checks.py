@@ -123,6 +123,9 @@ def test_the_build_s_own_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(host, "available_bytes", lambda: 3 * 10**9)
     need = builder_memory("body_0", 2_760_000_000)
     assert 6.4e9 < need < 8.5e9  # 6.4 GB were measured
+    turned = builder_memory("body_0", 2_650_000_000, ["int4"])
+    assert 11.9e9 < turned < 12.5e9  # 11.9 GB were
+    assert builder_memory("head", 10**9, ["int8"]) == builder_memory("head", 10**9)
     with pytest.raises(CanvasError, match=r"body_0 takes about 7\.8 GB .* 3\.0 GB are") as raised:
         check_memory_here("body_0", need)
     assert "--layers-per-segment" in raised.value.hint

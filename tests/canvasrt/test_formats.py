@@ -20,15 +20,16 @@ NAMED_IN = {
     "export/quantize/forms.py",
     "export/codes.py",
     "export/int4.py",
+    # What kernels and GPUs call numbers.
+    "canvasrt/kernels/cost.py",
+    "canvasrt/kernels/rates.py",
+    "runtime/backends/tensorrt.py",
     # Defaults of targets, and tools that measure one format.
     "canvasrt/targets.py",
     "export/synthetic.py",
     "bench/floor.py",
-    "bench/build_full.py",
     "bench/predict.py",
-    # What GPUs multiply in, and how fast.
-    "canvasrt/kernels/rates.py",
-    "canvasrt/kernels/cost.py",
+    "bench/build_full.py",
 }
 
 
@@ -48,6 +49,7 @@ def test_a_row_of_the_table(name: str) -> None:
     assert format.name == name not in PLAIN
     assert format.bits in (4, 8)
     assert format.weight_bytes(4096) >= format.bits / 8
+    assert format.cpu_bytes(4096) in (4, format.bits / 8 + 4 / (format.block(4096) or 4096))
     assert format.scale(0.0) == 1
     assert format.scale(2 * format.largest) == 2
     assert bool(format.blocks) == bool(format.scale_bits)

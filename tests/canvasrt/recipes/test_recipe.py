@@ -44,16 +44,19 @@ def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConf
     recipe = load_recipe(name)
     chosen = recipe.formats(config)
     free = replace(recipe, excluded=(), rules=(replace(recipe.rules[0], pattern="*"),))
-    with pytest.raises(CanvasError):  # norms, table and vision have no quantized form
+    with pytest.raises(CanvasError):  # norms and vision have no quantized form
         free.formats(config)
     for weight in [f"layers.{i}.router.proj" for i in range(4)] + ["table", "vision", "norm"]:
+        if weight == "table" and name == "int4":
+            assert chosen[weight].format == "int8"
+            continue
         assert weight not in chosen
         assert any(fnmatchcase(weight, each.pattern) for each in recipe.excluded), weight
     assert all(each.why for each in recipe.excluded)
     experts = {f"layers.{i}.experts.{part}" for i in range(4) for part in ("gate_up", "down")}
     assert experts <= chosen.keys()
     assert (chosen.keys() == experts) == (name == "nvfp4-experts")
-    formats = {choice.format for choice in chosen.values()}
+    formats = {choice.format for weight, choice in chosen.items() if weight != "table"}
     assert formats == ({"fp8", "nvfp4"} if name == "nvfp4-mixed" else {recipe.precision})
 
 
@@ -105,7 +108,7 @@ def test_the_last_rule_decides_and_exclusions_win(config: ModelConfig) -> None:
         ({"colour": "red"}, "unknown key colour"),
         ({"quantize": []}, "quantize should be a list with at least one entry"),
         ({"quantize": None}, "quantize should be"),
-        ({"quantize": [{"weights": "table", "format": "int8"}]}, r"quantize\[0\].format should be"),
+        ({"quantize": [{"weights": "table", "format": "int2"}]}, r"quantize\[0\].format should be"),
         ({"quantize": [{"format": "fp8"}]}, r"no quantize\[0\].weights"),
         (
             {"quantize": [{"weights": "x", "format": "fp8", "axis": 0}]},
@@ -140,7 +143,11 @@ def test_documents_that_are_refused(change: dict[str, Any], said: str) -> None:
             {"excluded": [{"weights": "layers.*.experts.*", "why": "x"}]},
             "quantizes nothing",
         ),
-        ({"quantize": [{"weights": "table", "format": "fp8"}]}, "table cannot be quantized"),
+        ({"quantize": [{"weights": "table", "format": "fp8"}]}, "table cannot be quantized to fp8"),
+        (
+            {"quantize": [{"weights": "layers.0.mlp.down", "format": "int8"}]},
+            "down cannot be quantized to int8",
+        ),
         ({"quantize": [{"weights": "layers.*", "format": "fp8"}]}, "norm cannot be quantized"),
     ],
     ids=str,

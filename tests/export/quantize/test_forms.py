@@ -265,6 +265,29 @@ def test_tensorrt_builds_a_body_whose_weights_stay_packed(
     assert engine.weights <= 1.1 * made.file.with_suffix(".bin").stat().st_size
 
 
+@pytest.mark.parametrize("capability", ["SM86", "SM120"])
+def test_tensorrt_reads_an_int8_table_in_both_products_and_in_the_lookup(
+    plain_graphs: Bundle, tmp_path: Path, capability: str
+) -> None:
+    source = plain_graphs.file("head.onnx")
+    shape = (96, 64)
+    table = np.random.default_rng(0).standard_normal(shape).astype("f")
+    form = form_of(shape, "int8")
+    forms.quantize_file(
+        source, tmp_path / "head.onnx", {"table": form}, lambda _: quantize([table], "int8", None)
+    )
+    listed = Engine(tmp_path / "head.onnx", capability).listed
+    reading = [line for line in listed if "Datatype: Int8" in line.split("Outputs:")[0]]
+    kinds = [line.partition(",")[0] for line in reading]
+    assert sorted(("Fc" in kind, "Gath" in kind) for kind in kinds) == [
+        (False, True),
+        (True, False),
+        (True, False),
+    ]
+    whole = [f"Dimensions: [{','.join(map(str, each))}]" for each in (shape, shape[::-1])]
+    assert not any(each in line.split("Outputs:")[1] for line in listed for each in whole)
+
+
 @pytest.mark.parametrize("capability", ["SM80", "SM86", "SM89", "SM120"])
 def test_tensorrt_reads_int4_in_every_product(quantized, capability: str) -> None:
     made = quantized("int4")

@@ -102,6 +102,39 @@ def test_calibration_is_kept(nvfp4: Bundle) -> None:
     assert len(found["prompts_sha256"]) == 64
 
 
+@pytest.fixture(scope="module")
+def int4(plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return quantize(plain_graphs, tmp_path_factory.mktemp("int4") / "out", "int4")
+
+
+def test_weights_alone_need_no_prompts(
+    plain_graphs: Bundle, int4: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is run, so a model of any size can be quantized where its graphs fit on the disk."""
+    monkeypatch.setattr(module, "calibrate", None)
+    made = quantize(plain_graphs, tmp_path / "out", "int4")
+    assert made.manifest.digest == int4.manifest.digest
+    assert "calibration" not in made.manifest.made_from
+    assert read_calibration(made)["prompts"] == 0
+
+
+def test_int4_with_its_table(int4: Bundle, plain_graphs: Bundle) -> None:
+    manifest = load_bundle(int4.path, "graphs", check=True).manifest
+    assert manifest.options["precision"] == "int4"
+    quantized = {entry["name"]: entry.get("quantized") for entry in manifest.segments}
+    assert quantized["head"] == {"table": "int8"}
+    assert set(quantized["body_0"].values()) == {"int4"}
+    assert len(quantized["body_0"]) == 12
+    assert manifest.embedding["dtype"] == "int8"
+    assert manifest.embedding["shape"] == plain_graphs.manifest.embedding["shape"]
+    assert int4.unlisted() == []
+    # What of the head is not quantized is as it was.
+    before, after = initializers(plain_graphs, "head.onnx"), initializers(int4, "head.onnx")
+    assert before.keys() - after.keys() == {"table"}
+    for name in before.keys() & after.keys():
+        assert external.mapped(before[name]).tobytes() == external.mapped(after[name]).tobytes()
+
+
 def test_the_same_again(nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path) -> None:
     recipe = replace(load_recipe("nvfp4"), calibration=QUICK)
     again = quantize(plain_graphs, tmp_path / "again", recipe, prompts)

@@ -1,0 +1,121 @@
+"""transformers' model with the weights of one layer in memory at a time, for checkpoints that do not fit whole.
+
+Weights that the checkpoint has quantized are widened to what they stand for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.codes import read_codes
+from canvasrt.export.int4 import read_int4
+from canvasrt.export.weights import DECODER, ENCODER, Weight, parts_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# The output's weight is the table's; what else the encoder and the decoder have in common has their names.
+_SHARED = {"lm_head.weight": f"{DECODER}.embed_tokens.weight"}
+_VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+
+
+def streamed_module(path: Path) -> Any:
+    """Load a checkpoint in fp32, but its layers when they run, and its vision tower never."""
+    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+    checkpoint = Checkpoint(path)
+    config = DiffusionGemmaConfig.from_pretrained(path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with _without_parameters():
+        module = DiffusionGemmaForBlockDiffusion._from_config(config, dtype=torch.float32)
+    for name, buffer in module.named_buffers():
+        if name in checkpoint:
+            buffer.copy_(checkpoint.read(name))
+    layers: list[tuple[str, Any]] = []
+    for prefix, holder in (
+        (DECODER, module.model.decoder),
+        (ENCODER, module.model.encoder.language_model),
+    ):
+        layers += [(f"{prefix}.layers.{i}.", layer) for i, layer in enumerate(holder.layers)]
+    for prefix, layer in layers:
+        _stream(layer, prefix.replace(ENCODER, DECODER), checkpoint)
+    later = (*(prefix for prefix, _ in layers), *_VISION)
+    read: dict[str, Tensor] = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if name.startswith(later):
+            continue
+        source = _SHARED.get(name, name.replace(ENCODER, DECODER))
+        if source not in read:
+            wide = read_wide(checkpoint, source, parameter.shape)
+            read[source] = nn.Parameter(wide, requires_grad=False)
+        _put(module, name, read[source])
+    return module.eval()
+
+
+def read_wide(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
+    """Read a parameter of transformers' model in float32, whatever the checkpoint has in its place."""
+    wide = torch.empty(shape)
+    flat, first = wide.view(-1), 0
+    for part in wide_rows(checkpoint, (name,), tuple(shape)):
+        flat[first : first + part.numel()] = part.reshape(-1)
+        first += part.numel()
+    assert first == flat.numel(), name
+    return wide
+
+
+def wide_rows(
+    checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]
+) -> Iterator[Tensor]:
+    """Read a weight of `shape` that is stacked from `parts` in float32, a few rows or experts at a time."""
+    names = parts_of(tuple(parts), shape, checkpoint)
+    weight = Weight(names[0], shape, names, checkpoint)
+    held = read_int4(weight) or read_codes(weight)
+    yield from held.wide() if held else weight.read(torch.float32)
+
+
+def _stream(layer: nn.Module, prefix: str, checkpoint: Checkpoint) -> None:
+    """Have a layer read its weights before it runs, and drop them afterwards."""
+    empty = dict(layer.named_parameters())
+
+    def fill(*_: object) -> None:
+        for name, parameter in empty.items():
+            _put(layer, name, read_wide(checkpoint, prefix + name, parameter.shape))
+
+    def drop(*_: object) -> None:
+        for name, parameter in empty.items():
+            _put(layer, name, parameter)
+
+    layer.register_forward_pre_hook(fill)
+    layer.register_forward_hook(drop)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter, of another device or size if need be."""
+    owner, _, last = name.rpartition(".")
+    parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
+    module.get_submodule(owner)._parameters[last] = parameter
+
+
+@contextlib.contextmanager
+def _without_parameters() -> Iterator[None]:
+    """Give modules that are made inside parameters without data; buffers keep theirs."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]

@@ -1,0 +1,64 @@
+"""Editing graphs as protobufs, whose weights stay in external data: what a CPU build needs, and no more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+# onnx is imported where it is needed: an image that serves has this package and not that one.
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+# ONNX Runtime's own operators.
+CONTRIB = "com.microsoft"
+
+
+def make_node(
+    kind: str, inputs: list[str], outputs: list[str], name: str, **attributes: Any
+) -> NodeProto:
+    """A node; `domain` among the attributes is its operator's."""
+    from onnx import helper
+
+    return helper.make_node(kind, inputs, outputs, name, **attributes)
+
+
+def users(graph: GraphProto, value: str) -> list[NodeProto]:
+    """The nodes that read a value."""
+    return [each for each in graph.node if value in each.input]
+
+
+def replace(graph: GraphProto, old: NodeProto, new: list[NodeProto]) -> None:
+    """Puts nodes in the place of one."""
+    nodes = list(graph.node)
+    place = next(number for number, each in enumerate(nodes) if each is old or each == old)
+    del graph.node[:]
+    graph.node.extend([*nodes[:place], *new, *nodes[place + 1 :]])
+
+
+def import_contrib(model: ModelProto) -> None:
+    """Names the domain of ONNX Runtime's operators in the model, once."""
+    from onnx import helper
+
+    if not any(opset.domain == CONTRIB for opset in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+
+
+def rows_of(tensor: TensorProto, first: int, count: int, name: str) -> TensorProto:
+    """Part of a tensor along its first axis, as an initializer of its own: the same bytes of external data."""
+    from onnx import TensorProto
+
+    external = {entry.key: entry.value for entry in tensor.external_data}
+    row = int(external["length"]) // tensor.dims[0]
+    part = TensorProto(
+        name=name,
+        data_type=tensor.data_type,
+        dims=[count, *tensor.dims[1:]],
+        data_location=TensorProto.EXTERNAL,
+    )
+    offset = int(external.get("offset", 0)) + first * row
+    for key, value in (
+        ("location", external["location"]),
+        ("offset", str(offset)),
+        ("length", str(count * row)),
+    ):
+        part.external_data.add(key=key, value=value)
+    return part

@@ -1,0 +1,126 @@
+"""The embedding table in a graph: where its bytes are, and on a CPU how it is multiplied a piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from canvasrt.graphs.protos import CONTRIB, import_contrib, make_node, replace, rows_of, users
+
+if TYPE_CHECKING:
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+TABLE, VALUES, SCALE = "table", "table.values", "table.scale"
+# Of a piece in float32: what a product needs beside the table itself, which stays mapped.
+PIECE_BYTES = 1 << 27
+
+
+def embedding_entry(file: Path) -> dict[str, Any]:
+    """What a manifest says of the embeddings: file, dtype and shape, of INT8 ones also where their scales are.
+
+    Args: `file` the head's graph.
+    """
+    import onnx_ir as ir
+
+    stored = ir.load(file).graph.initializers
+    table = stored[VALUES if VALUES in stored else TABLE].const_value
+    assert isinstance(table, ir.ExternalTensor)
+    entry: dict[str, Any] = {
+        "file": str(table.location),
+        "dtype": table.dtype.numpy().name,
+        "shape": [int(size) for size in table.shape.numpy()],
+    }
+    if VALUES in stored:
+        scale = stored[SCALE].const_value
+        assert isinstance(scale, ir.ExternalTensor)
+        entry["scale"] = {"dtype": scale.dtype.numpy().name, "offset": int(scale.offset or 0)}
+    return entry
+
+
+def split_table(model: ModelProto) -> bool:
+    """Multiplies with an INT8 table in pieces, in place, so that it is never whole in float32; False without one.
+
+    The pieces are parts of the same bytes. Rows that are looked up are dequantized after that.
+    """
+    graph = model.graph
+    stored = {item.name: item for item in graph.initializer}
+    if VALUES not in stored:
+        return False
+    (wide,) = (each for each in users(graph, VALUES) if SCALE in each.input)
+    for unit in [each for each in users(graph, VALUES) if each is not wide]:
+        _look_up_first(graph, unit)
+    (turned,) = (each for each in users(graph, wide.output[0]) if each.op_type == "Transpose")
+    (logits,) = users(graph, turned.output[0])
+    (soft,) = (each for each in users(graph, wide.output[0]) if each.op_type == "MatMul")
+    pieces = _Pieces(graph, stored[VALUES], stored[SCALE])
+    replace(graph, logits, pieces.turned(logits.input[0], logits.output[0]))
+    replace(graph, soft, pieces.straight(soft.input[0], soft.output[0]))
+    for each in (turned, wide):
+        replace(graph, each, [])
+    import_contrib(model)
+    return True
+
+
+class _Pieces:
+    """The products with the table, in pieces of its rows."""
+
+    def __init__(self, graph: GraphProto, values: TensorProto, scale: TensorProto) -> None:
+        self._graph, self._values, self._scale = graph, values, scale
+        tokens, width = values.dims
+        count = -(-tokens * width * 4 // PIECE_BYTES)
+        self._cuts = [tokens * number // count for number in range(count + 1)]
+
+    def turned(self, x: str, output: str) -> list[NodeProto]:
+        """`x` `[…, D]` times the transpose: `[…, V]`."""
+        nodes, parts = [], []
+        for number, wide in enumerate(self._wide("logits")):
+            parts.append(f"{TABLE}/logits_{number}")
+            product = _node("FusedMatMul", [x, wide.output[0]], parts[-1], domain=CONTRIB, transB=1)
+            nodes += [wide, product]
+        return [*nodes, _node("Concat", parts, output, axis=-1)]
+
+    def straight(self, x: str, output: str) -> list[NodeProto]:
+        """`x` `[…, V]` times the table: `[…, D]`."""
+        from onnx import numpy_helper
+
+        sizes = np.diff(self._cuts).astype(np.int64)
+        self._graph.initializer.append(numpy_helper.from_array(sizes, f"{TABLE}/sizes"))
+        shares = [f"{TABLE}/share_{number}" for number in range(len(sizes))]
+        nodes = [make_node("Split", [x, f"{TABLE}/sizes"], shares, f"{TABLE}/split", axis=-1)]
+        parts = []
+        for number, wide in enumerate(self._wide("soft")):
+            parts.append(f"{TABLE}/soft_{number}")
+            nodes += [wide, _node("MatMul", [shares[number], wide.output[0]], parts[-1])]
+        return [*nodes, _node("Sum", parts, output)]
+
+    def _wide(self, use: str) -> Iterator[NodeProto]:
+        """What dequantizes each piece. Each use has initializers of its own, or ONNX Runtime would keep the pieces of
+        the first product for the second."""
+        for number, first in enumerate(self._cuts[:-1]):
+            count = self._cuts[number + 1] - first
+            parts = [
+                rows_of(item, first, count, f"{item.name}.{use}_{number}")
+                for item in (self._values, self._scale)
+            ]
+            self._graph.initializer.extend(parts)
+            names = [part.name for part in parts]
+            yield _node("DequantizeLinear", names, f"{TABLE}/{use}_wide_{number}", axis=0)
+
+
+def _look_up_first(graph: GraphProto, unit: NodeProto) -> None:
+    """Puts the lookup of rows before the dequantizer of all of them."""
+    (gather,) = users(graph, unit.output[0])
+    codes = f"{gather.output[0]}_codes"
+    new = [
+        _node("Gather", [unit.input[0], gather.input[1]], codes, axis=0),
+        _node("DequantizeLinear", [codes, unit.input[1]], gather.output[0]),
+    ]
+    replace(graph, gather, new)
+    replace(graph, unit, [])
+
+
+def _node(kind: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
+    return make_node(kind, inputs, [output], f"{output}_node", **attributes)

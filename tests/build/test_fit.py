@@ -1,0 +1,55 @@
+"""What `canvasrt targets` says of the released model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from canvasrt.build.fit import released_fit
+from canvasrt.build.memory import estimate, parameters, vision_parameters
+from canvasrt.checkpoints.released import layer_types, released_model
+from canvasrt.targets import GB, TARGETS, find_target
+
+
+def test_it_is_the_released_model() -> None:
+    model = released_model()
+    assert sum(parameters(model).values()) == pytest.approx(25.8e9, rel=0.01)
+    assert vision_parameters(model) == pytest.approx(0.55e9, rel=0.02)
+    assert [i for i, each in enumerate(model.layers) if each.kind == "full"] == [5, 11, 17, 23, 29]
+    assert layer_types(2) == ["sliding_attention", "full_attention"]
+
+
+def test_every_target_of_the_table_runs_it() -> None:
+    for target in TARGETS:
+        fit = released_fit(target)
+        assert fit is not None, target.name
+        assert fit.precision in target.precisions
+        if target.memory is not None:
+            # The default is a precision that it fits in.
+            assert fit.precision == target.precision, target.name
+            assert fit.memory.total <= target.memory
+
+
+def test_cards_with_24_gb_have_room_beside_it() -> None:
+    for name in ("rtx-3090", "rtx-4090", "l4"):
+        fit = released_fit(find_target(name))
+        assert fit is not None
+        assert fit.precision == "int4"
+        assert 17e9 < fit.memory.total < 18e9
+        assert fit.to_json()["memory"] == fit.memory.total
+
+
+def test_a_cpu_takes_what_needs_the_least() -> None:
+    fit = released_fit(find_target("cpu"))
+    assert fit is not None
+    assert fit.precision == "int4"
+    assert fit.memory.total < estimate(released_model(), "fp32", 8192, 1, on_cpu=True).total / 4
+
+
+def test_sixteen_gb_are_too_few_by_little() -> None:
+    """Without vision, and even so: what is missing is in the documentation."""
+    small = replace(find_target("rtx-4090"), memory=16 * GB)
+    assert released_fit(small) is None
+    text = estimate(replace(released_model(), vision=None), "int4", 8192, 1).total
+    assert 16 * GB < text < 16.3 * GB

@@ -1,0 +1,121 @@
+"""Both sides of the quality report, read a part at a time: the same numbers, and never a whole model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.checkpoints.locate import resolve
+from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.fidelity import measure, report
+from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.reference import ReferenceModel
+from canvasrt.fidelity.streamed import read_wide
+from canvasrt.pipeline import build
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from tests.helpers.quantized_checkpoints import base_model, save_compressed
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
+    """An INT4 checkpoint, and the CPU's bundle of its codes."""
+    folder = tmp_path_factory.mktemp("streamed")
+    save_compressed(base_model(), folder / "checkpoint", "W4A16", group_size=32)
+    return folder / "checkpoint", build(folder / "checkpoint", "cpu", folder / "bundle")
+
+
+def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
+    """Logits after a prompt and some steps, each on the result of the last."""
+    config, rng = model.config, np.random.default_rng(0)
+    row = model.new_row()
+    model.encode([EncodeInput(row, rng.integers(6, config.vocab_size, 70))])
+    shape = config.canvas_length
+    hidden = model.first_hidden(rng.integers(0, config.vocab_size, shape))
+    for _ in range(steps):
+        noise = rng.random(shape).astype("f"), rng.integers(0, config.vocab_size, shape)
+        (out,) = model.denoise([DenoiseInput(row, hidden, 0.7, 0.1, *noise)])
+        hidden = out.next_hidden
+    assert row.logits is not None
+    return row.logits
+
+
+def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
+    whole, streamed = ReferenceModel(tiny.checkpoint), ReferenceModel(tiny.checkpoint, True)
+    assert torch.equal(logits(whole), logits(streamed))
+    held = [name for name, each in streamed.module.named_parameters() if each.device.type == "cpu"]
+    assert held
+    # After a pass no layer has weights.
+    assert not any(".layers." in name for name in held)
+
+
+def test_a_quantized_checkpoint_stands_for_what_compressed_tensors_unpacks(int4: Any) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+    from safetensors.torch import load_file
+
+    folder, _ = int4
+    tensors = load_file(folder / "model.safetensors")
+    module = "model.decoder.layers.1.experts.3.down_proj"
+    codes = unpack_from_int32(
+        tensors[f"{module}.weight_packed"], 4, tensors[f"{module}.weight_shape"]
+    )
+    expected = codes * tensors[f"{module}.weight_scale"].float().repeat_interleave(32, 1)
+    shape = torch.Size([8, *codes.shape])
+    found = read_wide(Checkpoint(folder), "model.decoder.layers.1.experts.down_proj", shape)
+    assert torch.equal(found[3], expected)
+
+
+def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
+    bundle = load_bundle(tiny.bundle)
+    sides = [ObservedModel(bundle, streamed) for streamed in (False, True)]
+    found = []
+    for side in sides:
+        row: Any = side.model.new_row()
+        rng = np.random.default_rng(1)
+        config = side.model.config
+        side.model.encode([EncodeInput(row, rng.integers(6, config.vocab_size, 9))])
+        shape = config.canvas_length
+        hidden = side.model.first_hidden(rng.integers(0, config.vocab_size, shape))
+        noise = rng.random(shape).astype("f"), rng.integers(0, config.vocab_size, shape)
+        with side.watching() as head:
+            (out,) = side.model.denoise([DenoiseInput(row, hidden, 0.7, 0.1, *noise)])
+        assert head is not None
+        found.append((out.next_hidden, head.logits))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    backend = sides[1].backend
+    assert backend is not None
+    opened = [each for each in backend.segments.values() if getattr(each, "_opened", None)]
+    # The head ran last; it is watched through a wrapper.
+    assert opened == []
+    assert backend.segments["head"]._segment._opened is not None
+
+
+def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
+    """The codes are the checkpoint's, so what differs is the table, and experts' inputs in int8."""
+    folder, bundle = int4
+    found = measure(bundle, folder, 25)
+    assert found["answers"] is found["pace"] is None
+    assert found["steps"]["prompts"] == 2
+    assert len(found["steps"]["by_step"]) == 3
+    errors = {each["name"]: each["error"] for each in found["weights"]}
+    assert len(errors) > 12
+    assert 0 < errors.pop("table") < 0.01
+    assert all(error < 1e-6 for error in errors.values()), errors
+    assert all(each["gate_up"] == each["down"] == 0 for each in found["experts"])
+    assert found["ok"], found["limits"]
+
+
+def test_a_large_model_is_streamed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = resolve(str(tiny.checkpoint))
+    config = ReferenceModel(tiny.checkpoint).config
+    assert not report.is_streamed(config, checkpoint)
+    monkeypatch.setattr(report, "available_bytes", lambda: 10**6)
+    assert report.is_streamed(config, checkpoint)
+    whole = measure(load_bundle(tiny.bundle), tiny.checkpoint, 0)
+    assert whole["ok"]
+    assert whole["steps"]["prompts"] == 2
