@@ -1,6 +1,7 @@
 """Exceptions for what a user can fix. Anything else is a bug and keeps its traceback."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class CanvasError(Exception):
@@ -8,6 +9,8 @@ class CanvasError(Exception):
 
     `log` holds the last lines of an explaining log that the user has not seen yet.
     """
+
+    exit_code: ClassVar[int] = 1  # of the command line
 
     def __init__(self, message: str, hint: str = "", log: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -17,4 +20,27 @@ class CanvasError(Exception):
 
 
 class UsageError(CanvasError):
-    """Wrong use: arguments that would be wrong on any machine. The command line exits with 2."""
+    """Wrong use: arguments that would be wrong on any machine."""
+
+    exit_code = 2
+
+
+class EngineError(CanvasError):
+    """The engines or their device failed; the request that met it is not at fault.
+
+    After a `fatal` one, no pass can succeed in this process.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, message: str, hint: str = "", log: Sequence[str] = (), fatal: bool = False
+    ) -> None:
+        super().__init__(message, hint, log)
+        self.fatal = fatal
+
+
+class StalledError(EngineError):
+    """A process makes no progress any more."""
+
+    exit_code = 4

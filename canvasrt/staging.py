@@ -118,9 +118,28 @@ def link_or_copy(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # not supported here, as on some network filesystems
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def _move_into_place(tmp: Path, out: Path) -> None:
+    # A rename can reach the disk before the bytes do: after a power cut, `out` would be damaged.
+    for folder, _, files in os.walk(tmp):
+        for name in files:
+            if not (Path(folder) / name).is_symlink():
+                sync(Path(folder) / name)
+        sync(Path(folder))
     try:
         os.rename(tmp, out)
+        sync(out.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise CanvasError(

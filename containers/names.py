@@ -15,3 +15,5 @@ PACKAGE = f"{ROOT}/package"
 
 # Tells the models inside Triton the path of a file: once it exists, they refuse requests.
 STOPPING_VARIABLE = "CANVASRT_STOPPING"
+# Tell the model with the engines where to show its progress, and where to write why it ends.
+HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"

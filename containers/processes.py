@@ -106,6 +106,14 @@ def is_running(pid: int) -> bool:
     return _state_and_group(Path("/proc") / str(pid))[0]
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal or a debugger has stopped a process."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def _state_and_group(folder: Path) -> tuple[bool, int]:
     """Return whether a process in /proc is running, and its group."""
     try:

@@ -6,11 +6,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from canvasrt.defaults import MAX_BATCH
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 
 __all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result", "Settled"]
@@ -71,6 +73,17 @@ class Generator:
         self._leave([each for each in self._running if each.finished])
         return events
 
+    def abandon(self) -> None:
+        """Release everything after a failed pass; the generator is not used again.
+
+        Raises EngineError when the device can run no other pass.
+        """
+        self.model.check_device()
+        for each in self._running:
+            self.model.release(each.row)
+        self._running.clear()
+        self._waiting.clear()
+
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Run requests to their end; return results in the order of `requests`."""
         ids = [self.add(request) for request in requests]
@@ -129,5 +142,17 @@ class Generator:
         self._denoised = len(ready)
         events: list[Event] = []
         for each, output in zip(ready, self.model.denoise(inputs), strict=True):
+            _check_finite(output)
             events += each.take(output)
         return events
+
+
+def _check_finite(output: DenoiseOutput) -> None:
+    """Raise EngineError for an entropy that is not a number: the tokens would be arbitrary."""
+    bad = int(np.count_nonzero(~np.isfinite(output.entropy)))
+    if bad:
+        raise EngineError(
+            f"the engines returned {bad} non-finite entropies of {output.entropy.size}",
+            "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",
+            fatal=True,
+        )

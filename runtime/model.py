@@ -68,6 +68,9 @@ class Model(ABC):
     def release(self, row: Row) -> None:  # noqa: B027 - most models hold nothing
         """Release a request's state, which is not used again."""
 
+    def check_device(self) -> None:  # noqa: B027 - only a device can be lost
+        """Wait for the device. Raises EngineError if it cannot be used any more."""
+
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Return scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""
         return np.asarray(self._table[tokens], np.float32) * self._scale

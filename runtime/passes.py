@@ -54,3 +54,4 @@ class Counters:
     denoise_passes: int = 0
     denoise_seconds: float = 0.0
     overflows: int = 0
+    failed_passes: int = 0

@@ -18,6 +18,8 @@ from canvasrt.errors import CanvasError
 if TYPE_CHECKING:
     import numpy as np
 
+# Logits divided by much less overflow, and their entropy is not a number.
+COLDEST = 1e-6
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 
@@ -120,6 +122,12 @@ class SamplingParams:
         check(vars(self))
         for token in self.eos_token_ids:
             _EOS.check(token)
+        last = (self.t_max - self.t_min) / self.max_denoising_steps + self.t_min
+        if last < COLDEST:
+            raise CanvasError(
+                f"t_max {self.t_max!r} leads to a temperature of {last:.3g} in the last step",
+                f"raise t_max or t_min: logits are only divided by {COLDEST:g} or more",
+            )
 
     @classmethod
     def from_defaults(

@@ -60,7 +60,7 @@ GENERATION_CONFIG: dict[str, Any] = {
 
 
 # Folders whose files share expensive fixtures: exported graphs, a running server.
-TOGETHER = ("tests/containers/", "tests/runtime/")
+TOGETHER = ("tests/containers/", "tests/faults/", "tests/runtime/")
 
 
 @pytest.hookimpl(optionalhook=True)

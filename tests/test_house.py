@@ -41,7 +41,7 @@ RUNTIME = (
 )
 CONTAINERS = (
     "names",
-    "options ports logs tensors processes",
+    "options ports logs tensors processes heartbeat",
     "triton client package",
     "openai image",
     "serve deploy",
@@ -125,7 +125,7 @@ def test_no_import_leads_to_a_higher_floor(inside: str, floors: tuple[str, ...])
 
 
 def test_what_runs_inside_triton_imports_nothing_of_what_runs_around_it() -> None:
-    allowed = {"triton", "tensors", "names", "options"}
+    allowed = {"triton", "tensors", "names", "options", "heartbeat"}
     seen, todo = (
         set(),
         [name for name in modules() if name.startswith("canvasrt.containers.triton")],
@@ -150,7 +150,9 @@ def test_only_the_command_line_prints() -> None:
 
 def test_tests_mirror_the_source_and_do_not_import_each_other() -> None:
     folders = {Path(*module.split(".")[1:-1]) for module in modules() if "." in module}
-    folders |= {Path("canvasrt") / folder for folder in folders} | {Path("bench"), Path("canvasrt")}
+    folders |= {Path("canvasrt") / folder for folder in folders} | {
+        Path(each) for each in ("bench", "canvasrt", "faults")
+    }
     for path in (ROOT / "tests").rglob("*.py"):
         inside = path.relative_to(ROOT / "tests").parent
         if inside.parts and inside.parts[0] != "helpers":

@@ -13,7 +13,7 @@ import typer
 
 from canvasrt import __version__
 from canvasrt.console import print_error
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
 # Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with
@@ -90,7 +90,7 @@ def parsed_command(name: str) -> Any:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return the exit code: 0, 1 for a failure, or 2 for wrong use."""
+    """Run one command and return the exit code: 0, 1 for a failure, or that of a CanvasError."""
     arguments, debug = _take_debug(arguments)
     if debug:
         _show_log()
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
     except CanvasError as error:
         _show_traceback(debug)
         print_error(error.message, error.hint, error.log)
-        return 2 if isinstance(error, UsageError) else 1
+        return error.exit_code
     except typer.Abort:
         return _interrupted()
     except KeyboardInterrupt:

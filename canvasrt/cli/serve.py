@@ -188,6 +188,16 @@ ExitTimeout = Annotated[
         help="How long requests in flight may take at shutdown.",
     ),
 ]
+StallTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--stall-timeout",
+        metavar="SECONDS",
+        min=1,
+        show_default="300",
+        help="How long one pass may take; after that, the server ends with exit code 4.",
+    ),
+]
 SharePasses = Annotated[
     bool | None,
     typer.Option(
@@ -229,6 +239,7 @@ def serve(
     verbose: Verbose = None,
     ready_timeout: ReadyTimeout = None,
     exit_timeout: ExitTimeout = None,
+    stall_timeout: StallTimeout = None,
     threads: Threads = None,
     share_passes: SharePasses = None,
     dry_run: DryRun = None,

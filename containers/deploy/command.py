@@ -16,6 +16,11 @@ from canvasrt.errors import CanvasError, UsageError
 VOLUME = "canvasrt-cache"
 RESTART = "unless-stopped"
 _PIDS = 4096
+# Logs rotate; docker's default driver keeps all of them.
+_LOGS = {
+    "docker": ["--log-driver", "local", "--log-opt", "max-size=32m", "--log-opt", "max-file=4"],
+    "podman": ["--log-driver", "k8s-file", "--log-opt", "max-size=128m"],
+}
 _SIZE = r"\d+[bkmgBKMG]?"
 
 
@@ -71,6 +76,7 @@ def run_command(
     if package.needs_gpu:
         words += engine.gpu_options(options.gpus)
     words += _network(options)
+    words += _LOGS[engine.name]
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]
     engines = options.engines or package.engines
     if engines is not None:

@@ -23,7 +23,7 @@ from canvasrt.containers.package.settings import CACHE, USER, architecture_of, s
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashProgress
 from canvasrt.progress import Progress, no_progress
-from canvasrt.staging import check_output, scratch, staging
+from canvasrt.staging import check_output, scratch, staging, sync
 
 FORMATS = ("oci", "docker")
 _INSIDE = PACKAGE.lstrip("/")
@@ -154,6 +154,7 @@ def _destination(out: Path, format: str, tag: str) -> Iterator[Path]:
         write_archive(layout, tag, folder / "archive")
         if out.is_dir():  # it is empty, since check_output passed
             out.rmdir()
+        sync(folder / "archive")
         os.replace(folder / "archive", out)
 
 

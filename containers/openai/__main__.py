@@ -20,6 +20,7 @@ from typing import Any
 
 import uvicorn
 
+from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
 from canvasrt.containers.openai.state import FrontSettings, State
@@ -29,6 +30,7 @@ _LINGER = 0.3
 _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
+_BEAT_EVERY = 0.5
 
 
 class _Uvicorn(uvicorn.Server):
@@ -61,12 +63,24 @@ async def _serve(settings: FrontSettings, state: State, commands: io.FileIO) -> 
         asyncio.create_task(server.serve([socket.socket(fileno=number)]))
         for server, number in servers
     ]
+    beats = asyncio.create_task(_beat(settings.heartbeat))
     drained = asyncio.create_task(_drained(state))
     await asyncio.wait([drained, *running], return_when=asyncio.FIRST_COMPLETED)
     drained.cancel()
     for server, _ in servers:
         server.should_exit = True
     await asyncio.gather(*running)
+    beats.cancel()
+
+
+async def _beat(descriptor: int | None) -> None:
+    """Show the supervisor that the event loop turns."""
+    if descriptor is None:
+        return
+    heartbeat = Heartbeat(descriptor)
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(_BEAT_EVERY)
 
 
 async def _drained(state: State) -> None:

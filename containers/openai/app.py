@@ -142,6 +142,8 @@ def _add_inference(app: FastAPI, front: Front) -> None:
 def _add_health(app: FastAPI, front: Front) -> None:
     @app.get("/v1/health/live")
     async def live() -> Response:
+        if front.state.phase == "failed" and (refusal := front.state.refusal()) is not None:
+            raise refusal
         body = {"object": "health.response", "message": "Service is live.", "status": "live"}
         return JSONResponse({**body, "phase": front.state.phase, "detail": front.state.detail})
 

@@ -9,12 +9,13 @@ from typing import Literal
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.options import FrontOptions
 
-Phase = Literal["starting", "building", "loading", "serving", "stopping"]
+Phase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
 # Seconds until a retry makes sense, and the message until then.
 _WAIT = {
     "starting": (2, "The server is starting."),
     "building": (30, "The engines are being built for this GPU; this happens once."),
     "loading": (5, "The model is being loaded."),
+    "failed": (5, "The engines have failed, and the server is ending."),
     "stopping": (2, "The server is stopping."),
 }
 
@@ -28,6 +29,7 @@ class FrontSettings:
     metrics: str  # a URL
     options: FrontOptions
     health_socket: int | None = None
+    heartbeat: int | None = None
 
     def to_line(self) -> bytes:
         """Return the settings as one line of JSON."""

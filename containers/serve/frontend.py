@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from canvasrt.containers.heartbeat import silence
 from canvasrt.containers.openai.state import FrontSettings, Phase
 from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.ports import listen
@@ -27,6 +29,7 @@ _CALM = 60.0  # seconds after which earlier deaths are forgotten
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
 _BACKLOG = 1024
 _POLL = 0.05
+_SILENCE = 10.0  # seconds without a turn of the event loop until the process is replaced
 _END = 5.0  # for a process without work left
 
 
@@ -54,6 +57,7 @@ class FrontEnd:
         except CanvasError:
             self._socket.close()
             raise
+        self._heartbeat = os.memfd_create("canvasrt-front-end")
         # A closed socket no longer knows its port.
         self.port: int = self._socket.getsockname()[1]
         self.health_port: int | None = self._health.getsockname()[1] if self._health else None
@@ -63,6 +67,7 @@ class FrontEnd:
             grpc=grpc,
             metrics=metrics,
             options=options,
+            heartbeat=self._heartbeat,
         )
         self._phase: tuple[Phase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,7 +111,8 @@ class FrontEnd:
 
     def start(self) -> None:
         """Start the process, which then answers `/v1/health/live`."""
-        sockets = [each.fileno() for each in (self._socket, self._health) if each]
+        inherited = [each.fileno() for each in (self._socket, self._health) if each]
+        os.ftruncate(self._heartbeat, 0)  # until the new process beats
         output: IO[bytes] | None = None
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +123,7 @@ class FrontEnd:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=output,
-                pass_fds=sockets,
+                pass_fds=[*inherited, self._heartbeat],
                 start_new_session=True,  # Ctrl-C is for this process
                 preexec_fn=die_with_parent(),
             )
@@ -133,13 +139,20 @@ class FrontEnd:
         self._write(json.dumps({"phase": phase, "detail": detail}).encode() + b"\n")
 
     def check_alive(self) -> None:
-        """Restart the process if it has died. CanvasError when that happens too often."""
-        if self._process is None or self._process.poll() is None:
+        """Restart the process if it has died or hangs. CanvasError when that happens too often."""
+        if self._process is None:
             return
+        hangs = self._process.poll() is None and (silence(self._heartbeat) or 0.0) > _SILENCE
+        if hangs:
+            self._process.kill()
+            self._process.wait()
         code = self._process.returncode
+        if code is None:
+            return
         now = time.monotonic()
         self._deaths = [each for each in self._deaths if now - each < _CALM] + [now]
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        how = f"no progress for {_SILENCE:g} s" if hangs else how
         if len(self._deaths) > RESTARTS:
             raise CanvasError(
                 f"the OpenAI front end stopped with {how}, {len(self._deaths)} times in a minute",
@@ -173,6 +186,7 @@ class FrontEnd:
             self._close_sockets()
             self._close_input()
             self._kill()
+            self._close_heartbeat()
 
     def _kill(self) -> None:
         if self._process is None:
@@ -186,6 +200,11 @@ class FrontEnd:
         for each in (self._socket, self._health):
             if each is not None:
                 each.close()
+
+    def _close_heartbeat(self) -> None:
+        if self._heartbeat >= 0:
+            os.close(self._heartbeat)
+            self._heartbeat = -1
 
     def _close_input(self) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import threading
 from collections import deque
 from pathlib import Path
@@ -14,6 +16,7 @@ from canvasrt.containers.serve.settings import Settings
 
 _LOOK_EVERY = 0.2
 _KEPT = 1000
+LOG_BYTES = 64 * 2**20  # of a log until it is moved to FILE.1, in place of the one there
 _GLOG = re.compile(r"([IWEF])\d{4} ")
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
@@ -31,6 +34,7 @@ class Output:
         self._json = settings.front.json_logs
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
+        self._shown = 0  # bytes of the log that are on the stream
 
     def __enter__(self) -> Output:
         if self.log is None:
@@ -38,11 +42,11 @@ class Output:
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-            self.log.write_bytes(b"")  # drop an earlier server's log
-            if self._verbose:
-                self._thread = threading.Thread(target=self._follow, args=(self.log,), daemon=True)
-        if self._thread is not None:
-            self._thread.start()
+            with contextlib.suppress(FileNotFoundError):  # an earlier server's log
+                self.log.replace(_older(self.log))
+            self.log.write_bytes(b"")
+            self._thread = threading.Thread(target=self._tend, args=(self.log,), daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -57,19 +61,26 @@ class Output:
         """Whether the lines also appear on the terminal."""
         return self.log is None or self._verbose
 
-    def _follow(self, log: Path) -> None:
-        """Copy what is added to the log to the stream."""
-        position = 0
+    def _tend(self, log: Path) -> None:
+        """Copy what is added to the log to the stream, if wanted, and rotate the log."""
         while True:
             last = self._done.is_set()
-            with log.open("rb") as file:
-                file.seek(position)
-                self._stream.write(file.read().decode(errors="replace"))
-                self._stream.flush()
-                position = file.tell()
+            with contextlib.suppress(OSError):  # a full disk, or a log that someone removed
+                if self._verbose:
+                    self._show(log)
+                if log.stat().st_size > LOG_BYTES:
+                    _rotate(log)
+                    self._shown = 0
             if last:
                 return
             self._done.wait(_LOOK_EVERY)
+
+    def _show(self, log: Path) -> None:
+        with log.open("rb") as file:
+            file.seek(self._shown)
+            self._stream.write(file.read().decode(errors="replace"))
+            self._stream.flush()
+            self._shown = file.tell()
 
     def _pass_on(self, reader: int) -> None:
         """Pass tritonserver's lines on to the stream, and keep the last ones; JSON leaves out its
@@ -88,3 +99,15 @@ class Output:
     def _put(self, line: str) -> None:
         self._stream.write(f"{line}\n")
         self._stream.flush()
+
+
+def _older(log: Path) -> Path:
+    return log.with_name(f"{log.name}.1")
+
+
+def _rotate(log: Path) -> None:
+    """Move a log's content to FILE.1. Its writers keep it open for appending, so it is emptied, not
+    renamed."""
+    with log.open("rb+") as file, _older(log).open("wb") as older:
+        shutil.copyfileobj(file, older)
+        file.truncate(0)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import canvasrt
 from canvasrt import extras
-from canvasrt.bundle import MANIFEST, Bundle
+from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.openai.state import Phase
 from canvasrt.containers.processes import die_with_parent
 from canvasrt.containers.serve.profiles import ServingProfile
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 Notify = Callable[[Phase, str], None]
 _LOOK_EVERY = 0.2
 _LAST_LINES = 20
+_SPARE = 2  # free space, by the size of damaged engines, that lets them be kept
 
 
 def prepare(
@@ -36,17 +38,18 @@ def prepare(
     cache: Path | None,
     notify: Notify,
     stop: threading.Event,
+    watch: Callable[[], None] = lambda: None,
 ) -> Path | None:
     """Return the folder of a profile's engines, and build them first if needed; None when `stop`
     was set.
 
     `cache` is the folder to keep them in; None stands for canvasrt's own. `notify` gets the
-    progress.
+    progress; `watch` is called repeatedly while this waits.
     """
     if not profile.builds:
         return profile.path
     out = engines_folder(profile, cache)
-    with _alone(out, notify, stop):
+    with _alone(out, notify, stop, watch):
         if stop.is_set():
             return None
         if not (out / MANIFEST).exists():
@@ -55,11 +58,30 @@ def prepare(
                 profile.name,
                 profile.target.name,
             )
-            _build(profile, out, notify, stop)
+            _build(profile, out, notify, stop, watch)
             if stop.is_set():
                 return None
             log.info("built: %s", out)
     return out
+
+
+def set_aside_damaged(out: Path, notify: Notify, stop: threading.Event) -> bool:
+    """Return whether the engines that `prepare` returned are damaged. If so, rename their folder,
+    so that `prepare` builds them again."""
+    with _alone(out, notify, stop):
+        try:
+            load_bundle(out, kind="engines")
+        except CanvasError as error:
+            aside = out.with_name(f"{out.name}.damaged")
+            log.warning("the cached engines are damaged: %s; moving them to %s", error, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(out, aside)
+            size = sum(file.stat().st_size for file in aside.rglob("*") if file.is_file())
+            if shutil.disk_usage(out.parent).free < _SPARE * size:
+                log.warning("deleting %s: the disk has no room for both", aside)
+                shutil.rmtree(aside, ignore_errors=True)
+            return True
+        return False
 
 
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
@@ -79,7 +101,9 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(out: Path, notify: Notify, stop: threading.Event) -> Iterator[None]:
+def _alone(
+    out: Path, notify: Notify, stop: threading.Event, watch: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Hold the lock on one profile's engines, since several servers can share a cache."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -97,13 +121,20 @@ def _alone(out: Path, notify: Notify, stop: threading.Event) -> Iterator[None]:
                 break
             except BlockingIOError:
                 notify("building", "Another server is building them into the same cache.")
+                watch()
                 stop.wait(_LOOK_EVERY)
         yield
     finally:
         os.close(lock)
 
 
-def _build(profile: ServingProfile, out: Path, notify: Notify, stop: threading.Event) -> None:
+def _build(
+    profile: ServingProfile,
+    out: Path,
+    notify: Notify,
+    stop: threading.Event,
+    watch: Callable[[], None],
+) -> None:
     """Run `canvasrt build` as a child process, which returns its memory and can be ended."""
     notify("building", "")
     command = [sys.executable, "-m", "canvasrt", "build", str(profile.path)]
@@ -126,6 +157,7 @@ def _build(profile: ServingProfile, out: Path, notify: Notify, stop: threading.E
     reader.start()
     try:
         while process.poll() is None:
+            watch()
             if stop.wait(_LOOK_EVERY):
                 process.send_signal(signal.SIGTERM)
                 process.wait()

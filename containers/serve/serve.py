@@ -14,7 +14,7 @@ from canvasrt.containers.logs import configure
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import Output
-from canvasrt.containers.serve.prepare import prepare
+from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
 from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
@@ -52,9 +52,7 @@ def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
     with stop_request() as stop, Output(settings, stream) as output:
         with _front(settings, output) as front:
             try:
-                engines = prepare(source, profile, settings.cache, front.notify, stop.requested)
-                if engines is not None:  # None: a stop was requested
-                    _serve(settings, source, engines, front, output, stop, ready)
+                _serve(settings, source, profile, front, output, stop, ready)
             except CanvasError as error:
                 if output.is_seen:
                     error.log = ()
@@ -78,39 +76,62 @@ def _front(settings: Settings, output: Output) -> Iterator[FrontEnd]:
 def _serve(
     settings: Settings,
     source: Bundle,
-    engines: Path,
+    profile: ServingProfile,
     front: FrontEnd,
     output: Output,
     stop: StopRequest,
     ready: Ready,
 ) -> None:
-    with repository_of(source, engines) as repository:
-        server = Server(
-            repository,
-            host=settings.front.host,
-            ports=settings.ports,
-            log=output.log,
-            exit_timeout=settings.exit_timeout,
-            model=settings.model,
-            output=output.descriptor,
-            recent=output.recent,
-            options=settings.triton_options,
+    """Prepare the engines and serve them. Damaged ones in the cache are built again, once."""
+    for mend in (profile.builds, False):
+        engines = prepare(
+            source, profile, settings.cache, front.notify, stop.requested, front.check_alive
         )
-        if settings.front.keys and settings.front.host not in LOOPBACK:
-            log.warning(
-                "the API keys guard only the OpenAI API: ports %d and %d need none",
-                settings.ports.http,
-                settings.ports.grpc,
-            )
-        supervisor = Supervisor(server, front, stop)
-        try:
-            supervisor.start(settings.ready_timeout)
-            if not stop.requested.is_set():
-                ready(_addresses(server, front))
-            supervisor.watch()
-            log.info("stopping; a second signal stops at once")
-        finally:
-            ended = supervisor.stop(settings.exit_timeout)
+        if engines is None:  # a stop was requested
+            return
+        with repository_of(source, engines) as repository:
+            supervisor = _supervisor(settings, repository, front, output, stop)
+            try:
+                supervisor.start(settings.ready_timeout)
+            except CanvasError:
+                if mend and set_aside_damaged(engines, front.notify, stop.requested):
+                    continue
+                raise
+            _watch(settings, supervisor, stop, ready)
+            return
+
+
+def _supervisor(
+    settings: Settings, repository: Path, front: FrontEnd, output: Output, stop: StopRequest
+) -> Supervisor:
+    if settings.front.keys and settings.front.host not in LOOPBACK:
+        log.warning(
+            "the API keys guard only the OpenAI API: ports %d and %d need none",
+            settings.ports.http,
+            settings.ports.grpc,
+        )
+    server = Server(
+        repository,
+        host=settings.front.host,
+        ports=settings.ports,
+        log=output.log,
+        exit_timeout=settings.exit_timeout,
+        model=settings.model,
+        output=output.descriptor,
+        recent=output.recent,
+        options=settings.triton_options,
+    )
+    return Supervisor(server, front, stop, settings.stall_timeout)
+
+
+def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready: Ready) -> None:
+    try:
+        if not stop.requested.is_set():
+            ready(_addresses(supervisor.server, supervisor.front))
+        supervisor.watch()
+        log.info("stopping; a second signal stops at once")
+    finally:
+        ended = supervisor.stop(settings.exit_timeout)
     if not ended:
         raise CanvasError(
             f"requests were still running after {settings.exit_timeout} s and were aborted",

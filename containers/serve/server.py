@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from canvasrt.containers.names import STOPPING_VARIABLE
+from canvasrt.containers.heartbeat import reason_left, silence_at
+from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
 from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.processes import (
@@ -25,23 +26,28 @@ from canvasrt.containers.processes import (
     end_group,
     group_members,
     is_running,
+    is_stopped,
     remove_shm,
     remove_stale,
     run_name,
 )
 from canvasrt.containers.serve.guard import dismiss, start_guard
 from canvasrt.containers.serve.installation import Installation, find_installation
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError, StalledError
 
 READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
 EXIT_TIMEOUT = 10  # for requests in flight at shutdown
+STALL_TIMEOUT = 300.0  # for one pass; the first of a shape may compile kernels
+STOPPED_TIMEOUT = 5.0  # for a process that a signal has stopped
 UNLOAD_TIMEOUT = 3  # for unloading the models after that
-PROBE_TIMEOUT = 5.0
+PROBE_TIMEOUT, PROBE_EVERY = 5.0, 5.0
 SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
-_STOPPING = "stopping"  # a file in the scratch folder
+# Files in the scratch folder.
+_STOPPING, _HEARTBEAT, _REASON = "stopping", "heartbeat", "reason"
 # These change the server, or make it read and write shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
 POLL = 0.05
+_TAIL = 2**20  # bytes at a log's end in which to look for a cause
 _CAUSES = (
     # The traceback follows on the same line, with escaped line breaks.
     re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
@@ -92,6 +98,8 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._models: set[int] = set()
+        self._stopped_since: float | None = None
+        self._answered = 0.0  # when Triton last answered a probe
 
     @property
     def address(self) -> str:
@@ -171,6 +179,7 @@ class Server:
                 meanwhile()
             if self.is_ready():
                 self._models = self._model_processes()
+                self._answered = time.monotonic()
                 return
             if time.monotonic() > deadline:
                 raise CanvasError(
@@ -193,6 +202,9 @@ class Server:
         code = self._process.poll() if self._process else None
         if code is None:
             if any(not is_running(model) for model in self._models):
+                reason = reason_left(self._folder / _REASON) if self._folder else None
+                if reason is not None:
+                    raise EngineError(reason[0], reason[1] + self._log_hint(), self.log_tail())
                 raise CanvasError(
                     "a model's process has ended, perhaps because memory ran out",
                     "start the server again; its output may say why" + self._log_hint(),
@@ -204,6 +216,36 @@ class Server:
         raise CanvasError(
             f"tritonserver stopped with {how}" + (f": {cause}" if cause else ""),
             "see its output" + self._log_hint(),
+            self.log_tail(),
+        )
+
+    def check_progress(self, limit: float) -> None:
+        """Raise StalledError when a process is stopped, or when there was no progress for `limit`
+        seconds: no step of the engines, or no answer of Triton."""
+        now = time.monotonic()
+        processes = {*self._models, self._process.pid} if self._process else set()
+        if not any(is_stopped(pid) for pid in processes):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > STOPPED_TIMEOUT:
+            raise self._stalled(f"was stopped by a signal for {STOPPED_TIMEOUT:g} s")
+        if self._folder is not None:
+            quiet = silence_at(self._folder / _HEARTBEAT)
+            if quiet is not None and quiet > limit:
+                raise self._stalled(f"made no progress for {limit:g} s")
+        # Without a stop, Triton's own threads can hang too.
+        if now - self._answered > PROBE_EVERY and self._stopped_since is None:
+            if self._get("http", "/v2/health/live", timeout=1.0):
+                self._answered = time.monotonic()
+            elif now - self._answered > max(limit, PROBE_EVERY):
+                raise self._stalled(f"did not answer for {limit:g} s")
+
+    def _stalled(self, how: str) -> StalledError:
+        return StalledError(
+            f"the server {how}",
+            "allow more time for a pass with --stall-timeout, or see what holds it up"
+            + self._log_hint(),
             self.log_tail(),
         )
 
@@ -246,6 +288,8 @@ class Server:
         Triton's own wait also counts idle connections. Most clients keep one open, which would hold
         it up until its timeout.
         """
+        if force and force.is_set():
+            return False
         deadline = time.monotonic() + self.exit_timeout
         self.refuse()
         # Look twice: a request may not be counted yet.
@@ -264,10 +308,10 @@ class Server:
         )
         return int(float(found[1])) if found else 0
 
-    def _get(self, port: str, path: str) -> bytes:
+    def _get(self, port: str, path: str, timeout: float = PROBE_TIMEOUT) -> bytes:
         """Return the body of a page of the server; empty unless the status is 200."""
         connection = http.client.HTTPConnection(
-            self.address, getattr(self.ports, port), timeout=PROBE_TIMEOUT
+            self.address, getattr(self.ports, port), timeout=timeout
         )
         try:
             connection.request("GET", path)
@@ -283,7 +327,9 @@ class Server:
         """Return the last lines of the log, without Triton's tables."""
         found: Sequence[str] = list(self._recent)
         if self.log is not None and self.log.exists():
-            found = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, 2) - _TAIL))
+                found = file.read().decode(errors="replace").splitlines()
         return [line for line in found if line.strip() and line[0] not in "|+"][-lines:]
 
     def _command(self, installation: Installation) -> list[str]:
@@ -317,6 +363,8 @@ class Server:
         env |= self._model_options.to_environment()
         if self._folder is not None:
             env[STOPPING_VARIABLE] = str(self._folder / _STOPPING)
+            env[HEARTBEAT_VARIABLE] = str(self._folder / _HEARTBEAT)
+            env[REASON_VARIABLE] = str(self._folder / _REASON)
         return env
 
     @contextlib.contextmanager

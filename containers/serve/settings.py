@@ -12,7 +12,7 @@ from typing import Any
 
 from canvasrt.containers.options import LEVELS, FrontOptions, ModelOptions, nim, read_switch
 from canvasrt.containers.ports import Ports
-from canvasrt.containers.serve.server import EXIT_TIMEOUT, READY_TIMEOUT
+from canvasrt.containers.serve.server import EXIT_TIMEOUT, READY_TIMEOUT, STALL_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
@@ -53,6 +53,7 @@ class Settings:
     verbose: bool = False
     ready_timeout: float = READY_TIMEOUT
     exit_timeout: int = EXIT_TIMEOUT
+    stall_timeout: float = STALL_TIMEOUT
     dry_run: bool = False
     as_json: bool = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import uuid
 from collections import deque
 from pathlib import Path
@@ -16,7 +17,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
 from canvasrt.bundle import load_bundle
-from canvasrt.containers.names import STOPPING_VARIABLE
+from canvasrt.containers.heartbeat import Heartbeat, leave_reason
+from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
 from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import (
     ERROR_EVENT,
@@ -31,12 +33,13 @@ from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Overloaded, Worker
 from canvasrt.defaults import MAX_BATCH
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.tokenizer import Tokenizer
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
 # The answer model adds these parameters to its calls to the stream model. A failed call between
 # models loses its error code, so the error comes back as an event.
 CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
@@ -61,8 +64,12 @@ class StreamModel:
         max_batch = int(
             parameters.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH
         )
+        heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
         self._worker = Worker(
-            lambda: Generator(self._model, max_batch=max_batch), Metrics(pb_utils).update
+            lambda: Generator(self._model, max_batch=max_batch),
+            Metrics(pb_utils).update,
+            Heartbeat.at(heartbeat).beat if heartbeat else lambda: None,
+            _end_process,
         )
         self._cancelled_calls: dict[str, threading.Event] = {}
 
@@ -246,6 +253,18 @@ class AnswerModel:
                 self._recent.extend(request.exec(decoupled=True))
 
 
+def _end_process(error: EngineError) -> None:
+    """End this process, whose supervisor then ends the service.
+
+    Without a supervisor the requests are only refused: Triton itself would stay ready.
+    """
+    reason = os.environ.get(REASON_VARIABLE)
+    if reason:
+        leave_reason(Path(reason), error.message, error.hint)
+        time.sleep(_LAST_REPLIES)
+        os._exit(error.exit_code)
+
+
 def _max_context(most: int, limit: int | None) -> int:
     """Return the most tokens of a request: `limit`, or `most`, what the engines support."""
     if limit is not None and limit > most:
@@ -258,9 +277,11 @@ def _max_context(most: int, limit: int | None) -> int:
 
 def describe(error: Exception) -> tuple[str, str]:
     """Return Triton's code for an error, and a message with its hint."""
-    if isinstance(error, CanvasError):
+    if isinstance(error, CanvasError) and not isinstance(error, EngineError):
         code = "UNAVAILABLE" if isinstance(error, Overloaded) else "INVALID_ARG"
         return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
+    if isinstance(error, EngineError):
+        return "INTERNAL", error.message
     return "INTERNAL", f"{type(error).__name__}: {error}"
 
 

@@ -21,6 +21,7 @@ _COUNTED = {
     "denoise_passes": "Denoising passes; each serves every canvas in its batch",
     "denoise_seconds": "Seconds in denoising passes",
     "overflows": "Segment runs repeated because an expert's capacity was too small",
+    "failed_passes": "Passes that failed, with all of their requests",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Finished, Generator, Request
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 # Asking Triton whether a request was cancelled takes about 0.1 ms, too long to do at each step.
 CANCEL_INTERVAL = 0.05
 MAX_WAITING = 1024
+MAX_FAILURES = 3  # failed passes in a row
+IDLE_BEAT = 0.5  # seconds
+_STOPPING = ("the server is stopping", "send the request to another server")
 
 
 class Sink(Protocol):
@@ -38,18 +42,27 @@ class Overloaded(CanvasError):
 class Worker:
     """Runs a generator in a thread of its own.
 
-    `make` returns the generator. It is called again after a failed pass, whose requests all get the
-    error. `observe` is called around each step, with the generator and the number of requests in
-    flight.
+    `make` returns the generator. It is called again after a failed pass, whose requests all get an
+    EngineError. `observe` is called around each step, with the generator and the number of requests
+    in flight; `beat` whenever there is progress, and now and then while idle.
+
+    When no pass can succeed any more, every request is failed and refused, and `lost` is called
+    with the reason.
     """
 
     def __init__(
         self,
         make: Callable[[], Generator],
         observe: Callable[[Generator, int], None] | None = None,
+        beat: Callable[[], None] = lambda: None,
+        lost: Callable[[EngineError], None] = lambda error: None,
     ) -> None:
         self._make = make
         self._observe = observe
+        self._beat = beat
+        self._lost = lost
+        self._failures = 0  # in a row
+        self._refusal: Overloaded | None = None
         self._generator = make()
         self._arrived: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
@@ -61,11 +74,15 @@ class Worker:
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot
         run."""
+        if self._refusal is not None:
+            raise self._refusal
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} requests are already waiting", "try again later")
         if self._closing:
-            raise Overloaded("the server is stopping", "send the request to another server")
+            raise Overloaded(*_STOPPING)
         self._arrived.put((request, sink))
+        if self._refusal is not None:  # perhaps since the check above: nobody would answer it
+            self._fail_arrived(self._refusal)
 
     def close(self) -> None:
         """Fail the requests that are still running, and end the thread."""
@@ -74,20 +91,34 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing:
+        try:
+            self._work()
+        except Exception as error:
+            log.exception("the worker failed")
+            self._give_up(_engine_error(error))
+
+    def _work(self) -> None:
+        while not self._closing and self._refusal is None:
             self._admit()
+            self._beat()
             self._report()  # before a caller can hear of a request that is not counted yet
             self._drop_cancelled()
+            idle = self._generator.idle
             try:
                 events = self._generator.step()
-            except Exception as error:  # a failed pass must not take the server down
+            except Exception as error:  # one failed pass must not take the server down
                 log.exception("a pass failed")
-                self._restart(error)
+                self._restart(_engine_error(error))
+                self._report()
                 continue
+            self._failures = self._failures if idle else 0
+            self._beat()
             for event in events:
                 self._deliver(event)
             self._report()
-        self._fail_all(Overloaded("the server is stopping", "send the request to another server"))
+        if self._refusal is None:
+            self._fail_all(Overloaded(*_STOPPING))
+            self._fail_arrived(Overloaded(*_STOPPING))
 
     def _report(self) -> None:
         if self._observe is not None:
@@ -100,7 +131,11 @@ class Worker:
         """Admit every request that has arrived; wait for one when idle."""
         wait = self._generator.idle
         while wait or not self._arrived.empty():
-            arrived = self._arrived.get()
+            try:
+                arrived = self._arrived.get(timeout=IDLE_BEAT)
+            except queue.Empty:
+                self._beat()
+                continue
             wait = False
             if arrived is None:
                 continue
@@ -131,19 +166,54 @@ class Worker:
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
 
-    def _restart(self, error: Exception) -> None:
+    def _restart(self, error: EngineError) -> None:
+        """Take a new generator after a failed pass, or give up."""
+        self._generator.model.counters.failed_passes += 1
+        self._failures += 1
+        if error.fatal:
+            self._give_up(error)
+            return
+        if self._failures >= MAX_FAILURES:
+            message = f"{self._failures} passes in a row failed; the last: {error.message}"
+            self._give_up(EngineError(message, error.hint, fatal=True))
+            return
         self._fail_all(error)
-        self._generator = self._make()
+        try:
+            self._generator.abandon()
+            self._generator = self._make()
+        except Exception as again:
+            log.exception("the generator cannot be replaced")
+            self._give_up(_engine_error(again))
+
+    def _give_up(self, error: EngineError) -> None:
+        self._refusal = Overloaded(
+            f"the engines have failed: {error.message}", "the server must be started again"
+        )
+        self._fail_all(error)
+        self._fail_arrived(error)
+        self._lost(error)
 
     def _fail_all(self, error: Exception) -> None:
         sinks = list(self._sinks.values())
         self._sinks.clear()
-        while self._closing and not self._arrived.empty():
-            arrived = self._arrived.get()
-            if arrived is not None:
-                sinks.append(arrived[1])
         for sink in sinks:
             _fail(sink, error)
+
+    def _fail_arrived(self, error: Exception) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                arrived = self._arrived.get_nowait()
+                if arrived is not None:
+                    _fail(arrived[1], error)
+
+
+def _engine_error(error: Exception) -> EngineError:
+    """Return the error of a pass as one of the engines: its requests were checked beforehand."""
+    if isinstance(error, EngineError):
+        return error
+    if isinstance(error, CanvasError):
+        return EngineError(error.message, error.hint)
+    return EngineError(f"{type(error).__name__}: {error}")
 
 
 def _is_cancelled(sink: Sink) -> bool:

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.runtime.engine import Pitched
 
 _GIB = 1 << 30
+# Errors after which every further call of the process fails, by their numbers in CUDA's runtime API.
+_FATAL = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 722), 805, 807, 911, 999})
 _NO_GPU = "see `nvidia-smi`; in a container, start it with --gpus all"
 
 
@@ -152,7 +154,11 @@ class CudaDevice:
         status, *values = getattr(self._runtime, name)(*arguments)
         if int(status) != 0:
             _, words = self._runtime.cudaGetErrorString(status)
-            raise CanvasError(f"CUDA: {words.decode()} ({name})", "check the GPU with `nvidia-smi`")
+            raise EngineError(
+                f"CUDA: {words.decode()} ({name})",
+                "check the GPU with `nvidia-smi`",
+                fatal=int(status) in _FATAL,
+            )
         return values[0] if len(values) == 1 else tuple(values) or None
 
 

@@ -14,7 +14,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 from canvasrt.defaults import MAX_BATCH
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.engine import Call
 from canvasrt.runtime.profiles import Profiles
@@ -163,7 +163,7 @@ class OrtCudaEngine:
         try:
             self._session.run_with_iobinding(binding, options)
         except Exception as error:
-            raise CanvasError(
+            raise EngineError(
                 f"{self.name}: ONNX Runtime failed: {str(error).splitlines()[0]}",
                 "the GPU's memory may be full: try a smaller --max-context",
             ) from error

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
 from canvasrt.runtime.backends.cuda import CudaDevice
@@ -168,7 +168,7 @@ class TensorRTEngine:
     def launch(self, call: Call) -> None:
         profile = self.profiles.pick(call.dims)
         if profile is None:
-            raise CanvasError(
+            raise EngineError(
                 f"{self.name} has no profile for {dict(call.dims)}",
                 "build with a larger --max-context or --max-batch, or ask for less",
             )
@@ -243,9 +243,9 @@ class TensorRTEngine:
         context.set_device_memory(*self._backend.activations())
         return _Context(self, context, device, compiled)
 
-    def refused(self, what: str) -> CanvasError:
+    def refused(self, what: str) -> EngineError:
         """Return the error for a call that TensorRT refused."""
-        return CanvasError(
+        return EngineError(
             f"{self.name}: TensorRT refused {what}: {self._backend.logger.last}",
             "check the bundle with `canvasrt verify`, then build it again",
         )

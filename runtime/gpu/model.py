@@ -15,7 +15,7 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import ENCODE_TOKENS, OCTET, PREFILL_CHUNK, octets
-from canvasrt.errors import CanvasError
+from canvasrt.errors import EngineError
 from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
@@ -125,6 +125,9 @@ class DeviceModel(Model):
         self._cache.release(row)
         self._cache.narrow()
 
+    def check_device(self) -> None:
+        self.device.synchronize()
+
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
         for item in inputs:
             self._cache.take(item.row)
@@ -223,7 +226,7 @@ class DeviceModel(Model):
         """Run a batch that overloads an expert as passes of one row each. Nothing has changed so
         far."""
         if len(batch) == 1:
-            raise CanvasError(
+            raise EngineError(
                 "an expert was given more tokens of one request than the engines have room for",
                 "build the bundle again with this version",
             )

@@ -39,6 +39,7 @@ def test_the_container_is_hardened():
         "--pids-limit 4096",
         "--shm-size 1g",
         "--stop-timeout 45",
+        "--log-opt max-size=32m",
         "--publish 127.0.0.1:8000:8000",
         "--volume canvasrt-cache:/opt/nim/.cache",
     ):

@@ -11,7 +11,7 @@ import pytest
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
 from canvasrt.containers.triton.worker import Overloaded, Worker
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Finished, Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
@@ -65,7 +65,9 @@ def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
     worker = Worker(lambda: Failing(model))
     unlucky, next_one = Caller(), Caller()
     worker.submit(request(model), unlucky)
-    assert isinstance(unlucky.ends.get(timeout=10), MemoryError)
+    error = unlucky.ends.get(timeout=10)
+    assert isinstance(error, EngineError)
+    assert error.message == "MemoryError: out of memory"
     worker.submit(request(model), next_one)
     assert next_one.ends.get(timeout=10).finish_reason == "length"
     worker.close()
@@ -113,3 +115,78 @@ def test_a_closed_worker_takes_nothing(model: Model):
     worker.close()
     with pytest.raises(Overloaded, match="stopping"):
         worker.submit(request(model), Caller())
+
+
+def test_after_a_fatal_error_requests_are_refused(model: Model):
+    class Lost(Generator):
+        def step(self) -> list[Event]:
+            raise EngineError("the device is lost", fatal=True)
+
+    lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+    worker = Worker(lambda: Lost(model), lost=lost.put)
+    callers = [Caller(), Caller()]
+    for caller in callers:
+        worker.submit(request(model), caller)
+    assert lost.get(timeout=10).fatal
+    for caller in callers:
+        assert "the device is lost" in caller.ends.get(timeout=10).message
+    with pytest.raises(Overloaded, match="the device is lost"):
+        worker.submit(request(model), Caller())
+    worker.close()
+
+
+def test_failed_passes_count_in_a_row_only(model: Model):
+    class Odd(Generator):
+        def step(self) -> list[Event]:
+            Odd.passes += not self.idle
+            if not self.idle and Odd.passes % 2:
+                raise MemoryError("out of memory")
+            return super().step()
+
+        passes = 0
+
+    lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+    worker = Worker(lambda: Odd(model), lost=lost.put)
+    for number in range(8):
+        caller = Caller()
+        worker.submit(request(model, max_denoising_steps=1), caller)
+        assert isinstance(caller.ends.get(timeout=10), EngineError) == (number % 2 == 0)
+    assert lost.empty()
+    worker.close()
+
+
+def test_a_failed_pass_gives_its_slots_back(model: Model):
+    """A device has only so many: leaked ones would end in a server that refuses everything."""
+    released: list[Any] = []
+    real = model.release
+    model.release = lambda row: (released.append(row), real(row))[1]  # type: ignore[method-assign]
+    Failing.passes = 0
+
+    class Later(Failing):
+        def step(self) -> list[Event]:
+            if Failing.passes == 0:
+                Generator.step(self)
+            return super().step()
+
+    try:
+        worker = Worker(lambda: Later(model))
+        caller = Caller()
+        worker.submit(request(model, max_denoising_steps=100), caller)
+        assert isinstance(caller.ends.get(timeout=10), EngineError)
+        worker.close()
+    finally:
+        del model.release  # type: ignore[method-assign]
+    assert len(released) == 1
+
+
+@pytest.mark.parametrize(
+    ("t_max", "fits"), [(1e-45, False), (1e-38, False), (1e-7, False), (1e-4, True), (0.8, True)]
+)
+def test_no_callers_temperature_looks_like_a_broken_engine(model: Model, t_max: float, fits: bool):
+    options = {"t_max": t_max, "t_min": 0.0, "max_denoising_steps": 3}
+    if not fits:
+        with pytest.raises(CanvasError, match="t_max"):
+            request(model, **options)
+        return
+    (result,) = Generator(model).run([request(model, **options)])
+    assert len(result.token_ids) == 4

@@ -1,0 +1,193 @@
+"""Engines that fail: whose fault it is, what callers learn, and how the server ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from tests.helpers.faulty import Faulty, faulty_package
+from tests.helpers.serving import eventually, needs_triton
+from tests.helpers.serving_process import ANY_PORTS, Serving, serving
+
+pytestmark = needs_triton
+SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
+
+
+@pytest.fixture
+def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
+    return faulty_package(packaged, tmp_path / "faulty")
+
+
+def ask(running: Serving, **options: Any) -> tuple[int, Any]:
+    """One chat's status and body."""
+    body = {"model": "canvasrt", "messages": [{"role": "user", "content": "12+34="}]}
+    return call(running, "POST", "/v1/chat/completions", {**body, **SHORT, **options})
+
+
+def call(running: Serving, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    host = running.said["openai"].removeprefix("http://").partition("/")[0]
+    connection = http.client.HTTPConnection(host, timeout=60)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+class Watch:
+    """Asks for both health routes until the server is gone; the statuses seen, in order."""
+
+    def __init__(self, running: Serving) -> None:
+        self.seen: dict[str, list[int]] = {"live": [], "ready": []}
+        self._running = running
+        self._threads = [threading.Thread(target=self._run, args=(name,)) for name in self.seen]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, name: str) -> None:
+        while True:
+            try:
+                self.seen[name].append(call(self._running, "GET", f"/v1/health/{name}")[0])
+            except (OSError, http.client.HTTPException):
+                return
+            time.sleep(0.02)
+
+    def join(self) -> dict[str, set[int]]:
+        for thread in self._threads:
+            thread.join(60)
+        return {name: set(seen) for name, seen in self.seen.items()}
+
+
+def end(running: Serving) -> tuple[int, str]:
+    """The exit code, and what was written to stderr, of a server that ends by itself."""
+    errors = running.process.communicate(timeout=60)[1]
+    assert not running.stale()
+    assert not running.scratch()
+    return running.process.returncode, errors
+
+
+def test_one_failed_pass_is_the_servers_fault_and_ends_nothing(faulty: Faulty, tmp_path: Path):
+    with serving(faulty.path, tmp_path, *ANY_PORTS) as running:
+        assert ask(running)[0] == 200
+        faulty.set("once")
+        status, body = ask(running)
+        assert status == 500
+        assert body["error"]["type"] == "server_error"
+        assert ask(running)[0] == 200
+        text = metrics(running)
+        assert 'canvasrt_openai_requests_total{endpoint="/v1/chat/completions",status="500"} 1' in (
+            text
+        )
+        assert eventually(lambda: "canvasrt_failed_passes_total 1" in metrics(running))
+
+
+def metrics(running: Serving) -> str:
+    host = running.said["openai"].removeprefix("http://").partition("/")[0]
+    connection = http.client.HTTPConnection(host, timeout=60)
+    connection.request("GET", "/v1/metrics")
+    return connection.getresponse().read().decode()
+
+
+def test_a_sticky_gpu_error_ends_the_service(faulty: Faulty, tmp_path: Path):
+    with serving(faulty.path, tmp_path, *ANY_PORTS) as running:
+        faulty.set("cuda")
+        watch = Watch(running)
+        status, body = ask(running)
+        assert (status, body["error"]["type"]) == (500, "server_error")
+        code, errors = end(running)
+        assert code == 3
+        assert "an illegal memory access was encountered" in errors
+        assert all(503 in seen for seen in watch.join().values())
+
+
+def test_a_non_finite_entropy_ends_the_service(faulty: Faulty, tmp_path: Path):
+    with serving(faulty.path, tmp_path, *ANY_PORTS) as running:
+        faulty.set("nan")
+        assert ask(running)[0] == 500
+        code, errors = end(running)
+        assert code == 3
+        assert "entropy" in errors
+
+
+def test_repeated_failures_end_the_service(faulty: Faulty, tmp_path: Path):
+    with serving(faulty.path, tmp_path, *ANY_PORTS) as running:
+        faulty.set("fail")
+        statuses = [ask(running)[0] for _ in range(3)]
+        assert statuses == [500, 500, 500]
+        code, errors = end(running)
+        assert code == 3
+        assert "3 passes in a row" in errors
+        assert "the pass failed on purpose" in errors
+
+
+def test_a_worker_that_cannot_restart_leaves_nobody_waiting(packaged: Bundle, tmp_path: Path):
+    faulty = faulty_package(packaged, tmp_path / "faulty", restart=True)
+    with serving(faulty.path, tmp_path, *ANY_PORTS) as running:
+        faulty.set("once")
+        assert ask(running)[0] == 500
+        code, errors = end(running)
+        assert code == 3
+        assert "no new generator on purpose" in errors
+
+
+def test_a_pass_that_hangs_is_noticed(faulty: Faulty, tmp_path: Path):
+    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "2") as running:
+        assert ask(running)[0] == 200
+        time.sleep(3)  # an idle server makes no progress either, and is well
+        assert ask(running)[0] == 200
+        faulty.set("hang")
+        watch = Watch(running)
+        begin = time.monotonic()
+        assert ask(running)[0] in (500, 503)
+        code, errors = end(running)
+        assert time.monotonic() - begin < 20
+        assert code == 4
+        assert "no progress for 2 s" in errors
+        assert all(503 in seen for seen in watch.join().values())
+
+
+@pytest.mark.parametrize("which", ["model", "answer", "triton"])
+def test_a_stopped_process_is_noticed(packaged: Bundle, tmp_path: Path, which: str):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        assert ask(running)[0] == 200
+        pid = running.said["pid"] if which == "triton" else model_process(running, which)
+        os.kill(pid, signal.SIGSTOP)
+        watch = Watch(running)
+        begin = time.monotonic()
+        code, errors = end(running)
+        assert time.monotonic() - begin < 20
+        assert code == 4
+        assert "stopped by a signal" in errors
+        assert all(503 in seen for seen in watch.join().values())
+
+
+def test_a_stopped_front_end_is_replaced(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        os.kill(running.said["front_end_pid"], signal.SIGSTOP)
+        begin = time.monotonic()
+        assert ask(running)[0] == 200
+        assert time.monotonic() - begin < 20
+        running.stop(signal.SIGTERM)
+        assert running.process.returncode == 0
+        assert not running.stale()
+
+
+def model_process(running: Serving, which: str) -> int:
+    from tests.helpers.serving_process import command_lines
+
+    model = {"model": "canvasrt_stream", "answer": "canvasrt"}[which]
+    wanted = (f"/{model}/1/model.py", f"-{running.process.pid}-")
+    lines = command_lines().items()
+    (found,) = [int(pid) for pid, line in lines if all(part in line for part in wanted)]
+    return found

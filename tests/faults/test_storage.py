@@ -1,0 +1,159 @@
+"""What is kept on disk: engines in the cache, folders written in stages, and logs."""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import canvasrt.containers.serve.output as output_module
+from canvasrt.bundle import Bundle
+from canvasrt.containers.serve.output import Output
+from canvasrt.containers.serve.prepare import engines_folder
+from canvasrt.containers.serve.profiles import profiles_of
+from canvasrt.containers.serve.settings import Settings
+from canvasrt.staging import staging
+from tests.helpers.serving import eventually, needs_triton
+from tests.helpers.serving_process import ANY_PORTS, command_lines, serving
+
+
+@needs_triton
+@pytest.mark.parametrize("damage", ["flipped", "manifest", "missing"])
+def test_a_damaged_cache_entry_is_built_again(
+    graphs: Bundle, engines: Bundle, tmp_path: Path, damage: str
+):
+    (profile,) = profiles_of(graphs)
+    out = engines_folder(profile, tmp_path / "cache")
+    out.parent.mkdir(parents=True)
+    shutil.copytree(engines.path, out)
+    body = out / "body_0.bin"
+    if damage == "flipped":
+        body.write_bytes(body.read_bytes()[:-64] + bytes(range(64)))
+    elif damage == "manifest":
+        (out / "manifest.json").write_text("{")
+    else:
+        body.unlink()
+    options = (*ANY_PORTS, "--cache", str(tmp_path / "cache"))
+    with serving(graphs.path, tmp_path, *options) as running:
+        with running.client() as client:
+            assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
+        errors = running.stop(signal.SIGTERM)
+        assert running.process.returncode == 0
+    assert "damaged" in errors
+    assert [each.name for each in out.parent.glob(f"{out.name}.damaged*")]
+    assert body.read_bytes() == (engines.path / "body_0.bin").read_bytes()
+
+
+@needs_triton
+def test_engines_outside_the_cache_are_not_built_again(packaged: Bundle, tmp_path: Path):
+    damaged = tmp_path / "package"
+    shutil.copytree(packaged.path, damaged)
+    body = damaged / "engines" / "body_0.bin"
+    body.write_bytes(body.read_bytes()[:-64] + bytes(range(64)))
+    command = [sys.executable, "-m", "canvasrt", "serve", str(damaged), *ANY_PORTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "body_0.bin" in done.stderr
+
+
+def test_what_is_renamed_into_place_is_synced_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    events: list[str] = []
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        events.append(re.sub(r"\.out\.partial-\d+", "tmp", os.path.relpath(path, tmp_path)))
+        real_sync(descriptor)
+
+    def rename(source: Any, to: Any) -> None:
+        events.append("rename")
+        real_rename(source, to)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    with staging(tmp_path / "out") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "weights").write_bytes(b"1")
+        (folder / "manifest").write_bytes(b"2")
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert set(before) == {"tmp/inner/weights", "tmp/manifest", "tmp/inner", "tmp"}
+    assert after == ["."]
+
+
+@needs_triton
+def test_the_front_end_is_watched_while_engines_are_built(graphs: Bundle, tmp_path: Path):
+    (tmp_path / "tmp").mkdir()
+    (profile,) = profiles_of(graphs)
+    out = engines_folder(profile, tmp_path / "cache")
+    out.parent.mkdir(parents=True)
+    lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the build waits for this test
+    command = [sys.executable, "-m", "canvasrt", "serve", str(graphs.path), *ANY_PORTS]
+    command += ["--cache", str(tmp_path / "cache"), "--json-logs"]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        first = next(m for line in process.stderr if (m := re.search(r"http://(\S+?)/v1", line)))
+        assert eventually(lambda: phase(first[1]) == "building")
+        os.kill(front_end_of(process.pid), signal.SIGKILL)
+        assert eventually(lambda: phase(first[1]) == "building")
+    finally:
+        os.close(lock)
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def phase(address: str) -> str:
+    connection = http.client.HTTPConnection(address, timeout=10)
+    try:
+        connection.request("GET", "/v1/health/live")
+        return str(json.loads(connection.getresponse().read())["phase"])
+    except (OSError, http.client.HTTPException):
+        return ""
+    finally:
+        connection.close()
+
+
+def front_end_of(parent: int) -> int:
+    for pid, line in command_lines().items():
+        if "canvasrt.containers.openai" in line:
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == parent:
+                return int(pid)
+    raise AssertionError("there is no front end")
+
+
+def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(output_module, "LOG_BYTES", 10_000, raising=False)
+    monkeypatch.setattr(output_module, "_LOOK_EVERY", 0.02)
+    log = tmp_path / "log"
+    log.write_text("of the last run\n")
+    with Output(Settings(log=str(log)), sys.stderr):
+        assert (tmp_path / "log.1").read_text() == "of the last run\n"
+        with log.open("ab") as file:  # as a server has it open all the time
+            for number in range(2000):
+                file.write(f"line {number:06} {'x' * 90}\n".encode())
+                file.flush()
+                if number % 100 == 99:
+                    assert eventually(lambda: log.stat().st_size <= 20_000)
+        assert (tmp_path / "log.1").stat().st_size <= 30_000
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["log", "log.1"]
+    assert "line 001999" in log.read_text() + (tmp_path / "log.1").read_text()

@@ -1,0 +1,116 @@
+"""A package whose engines fail on demand: what a file says happens to the next passes.
+
+The engines, the server and their supervisor are the real ones; only the pass is made to fail.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from canvasrt.bundle import MANIFEST, Bundle, _digest
+from canvasrt.hashes import canonical, hash_files
+
+_MODEL = '''
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from canvasrt.containers.triton.backend import StreamModel as TritonPythonModel
+from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.model import Model
+
+SWITCH = Path({switch!r})
+RESTART = {restart!r}
+
+
+def fault():
+    try:
+        return SWITCH.read_text()
+    except OSError:
+        return ""
+
+
+def cuda():
+    """A call that CUDA answers with 700, cudaErrorIllegalAddress."""
+    device = CudaDevice.__new__(CudaDevice)
+    device._runtime = SimpleNamespace(
+        cudaStreamSynchronize=lambda stream: (700,),
+        cudaGetErrorString=lambda status: (0, b"an illegal memory access was encountered"),
+    )
+    device.stream = 0
+    device._busy = []
+    device.synchronize()
+
+
+def denoise(self, inputs):
+    kind = fault() if inputs else ""
+    if kind == "cuda":
+        cuda()
+    if kind == "fail":
+        raise RuntimeError("the pass failed on purpose")
+    if kind == "once":
+        SWITCH.write_text("unmakeable" if RESTART else "")
+        raise RuntimeError("the pass failed on purpose")
+    while kind == "hang":
+        time.sleep(0.05)
+        kind = fault()
+    outputs = real(self, inputs)
+    if kind == "nan":
+        for output in outputs:
+            output.entropy[3] = np.nan
+    return outputs
+
+
+def make(self, *arguments, **options):
+    if fault() == "unmakeable":
+        raise RuntimeError("no new generator on purpose")
+    init(self, *arguments, **options)
+
+
+real = Model.denoise
+Model.denoise = denoise
+if RESTART:
+    init = Generator.__init__
+    Generator.__init__ = make
+'''
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """The package, and the switch of its faults."""
+
+    path: Path
+    switch: Path
+
+    def set(self, fault: str) -> None:
+        """Choose what happens to the passes from now on: cuda, fail, once, hang, nan, or nothing."""
+        fresh = self.switch.with_suffix(".new")
+        fresh.write_text(fault)
+        fresh.replace(self.switch)
+
+
+def faulty_package(packaged: Bundle, folder: Path, restart: bool = False) -> Faulty:
+    """Copy a package into `folder`. With `restart`, the fault `once` also fails the generator that
+    would take over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy, switch = folder / "package", folder / "fault"
+    shutil.copytree(packaged.path, copy, symlinks=True)
+    model = copy / "models" / "canvasrt_stream" / "1" / "model.py"
+    model.write_text(_MODEL.format(switch=str(switch), restart=restart))
+    data = json.loads((copy / MANIFEST).read_text())
+    name = str(model.relative_to(copy))
+    data["files"][name] = {
+        "sha256": hash_files(copy, [name])[name],
+        "bytes": model.stat().st_size,
+    }
+    del data["digest"]
+    data["digest"] = _digest(data)
+    (copy / MANIFEST).write_text(canonical(data), encoding="utf-8")
+    return Faulty(copy, switch)
