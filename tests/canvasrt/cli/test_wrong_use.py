@@ -42,6 +42,9 @@ WRONG = {
     "build demo -t cpu -o out --max-batch 0": "--max-batch",
     "build demo -t cpu -o out --max-context many": "--max-context",
     "build demo -t gpu -o out": "unknown target 'gpu'",
+    "build demo -t , -o out": "no target was named",
+    "build demo -t rtx-3090 -p nvfp4 -o out": "rtx-3090 does not support precision 'nvfp4'",
+    "build demo -t cpu,rtx-3090 -p fp8 -o out": "rtx-3090 does not support precision 'fp8'",
     "build demo -t cpu,warp -o out": "unknown target 'warp'",
     "build demo -t cpu -o out --adapter a=nan": "'nan' is not a finite number",
     "build demo -t cpu -o out --max-context 5": "--max-context 5 leaves no room",
@@ -184,6 +187,8 @@ ELSEWHERE = {
     "unknown device": "tests/runtime/backends/test_onnxruntime_cuda.py",
     "holds graphs, but --adapter": "tests/build/test_checks.py",
     "holds graphs of": "tests/build/test_checks.py",
+    "TLS (": "tests/containers/serve/test_settings.py",
+    "are both set": "tests/containers/serve/test_settings.py",
     # Typer refuses these values itself.
     "--max-batch": "tests/build/test_checks.py",
     "--layers-per-segment": "tests/build/test_checks.py",
