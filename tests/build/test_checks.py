@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,14 +17,12 @@ from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
 from canvasrt.build.plan import Options, Plan, plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
-from canvasrt.bundle import load_bundle
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
 from canvasrt.pipeline import plan_all
 from canvasrt.targets import TARGETS, find_target, parse_targets
 from tests.helpers.configs import RELEASED
-from tests.helpers.reference import Pair
 
 
 def released(target: str, precision: str, context: int = 32_768, batch: int = 4) -> Plan:
@@ -176,16 +176,15 @@ def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_
         plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)
 
 
-def test_options_that_the_model_or_the_graphs_rule_out(demo: Pair, tmp_path: Path) -> None:
+def test_options_that_the_model_or_the_graphs_rule_out(tmp_path: Path) -> None:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
     for wrong in (Options(max_batch=0), Options(layers_per_segment=0)):
         with pytest.raises(UsageError, match=r"--(max-batch|layers-per-segment) 0 is less than 1"):
             plan(source, "cpu", "out", wrong)
-    bundle = load_bundle(demo.graphs, kind="graphs", check=False)
-    graphs = replace(source, graphs=bundle)
-    cut = bundle.manifest.options["layers_per_segment"]
-    with pytest.raises(UsageError, match=f"holds graphs of {cut} layers each"):
-        plan(graphs, "cpu", "out", Options(layers_per_segment=cut + 1))
+    made: Any = SimpleNamespace(manifest=SimpleNamespace(options={"layers_per_segment": 3}))
+    graphs = replace(source, graphs=made)
+    with pytest.raises(UsageError, match="holds graphs of 3 layers each"):
+        plan(graphs, "cpu", "out", Options(layers_per_segment=4))
     for name in ADAPTER_FILES:
         (tmp_path / name).touch()
     with pytest.raises(UsageError, match="holds graphs, but --adapter merges into a checkpoint"):
