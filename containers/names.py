@@ -17,3 +17,6 @@ PACKAGE = f"{ROOT}/package"
 STOPPING_VARIABLE = "CANVASRT_STOPPING"
 # Tell the model with the engines where to show its progress, and where to write why it ends.
 HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
+
+# Set in a container: its health check ends a server that is not alive any more.
+END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"

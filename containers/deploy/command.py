@@ -11,6 +11,7 @@ from canvasrt.containers.deploy.engine import Engine
 from canvasrt.containers.deploy.packages import Package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
 from canvasrt.containers.package import settings as image
+from canvasrt.containers.package.sizes import TEMPORARY
 from canvasrt.errors import CanvasError, UsageError
 
 VOLUME = "canvasrt-cache"
@@ -72,6 +73,7 @@ def run_command(
     """Return the words of `docker run …`. CanvasError for a file or folder that is missing."""
     words = [engine.name, "run", "--detach", "--name", options.name]
     words += ["--restart", RESTART] if restart else []
+    words += engine.health_options()
     words += ["--stop-timeout", str(image.STOP_GRACE), *_hardening(options)]
     if package.needs_gpu:
         words += engine.gpu_options(options.gpus)
@@ -94,7 +96,7 @@ def run_command(
 
 
 def _hardening(options: Options) -> list[str]:
-    words = ["--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL"]
+    words = ["--read-only", "--tmpfs", f"/tmp:size={TEMPORARY}", "--cap-drop", "ALL"]
     words += ["--security-opt", "no-new-privileges", "--pids-limit", str(_PIDS)]
     words += ["--shm-size", options.shm_size]
     if options.memory is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from canvasrt.containers.names import END_UNHEALTHY
 from canvasrt.errors import CanvasError, UsageError
 
 ENGINES = ("docker", "podman")
@@ -64,6 +65,14 @@ class Engine:
         if self.name == "podman":  # by the Container Device Interface
             return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
+
+    def health_options(self) -> list[str]:
+        """Return the options that let the health check end a server that is not alive any more.
+
+        Killing one that ignores SIGTERM takes an init. podman has one only if catatonit is there.
+        """
+        init = [] if self.name == "podman" else ["--init"]
+        return [*init, "--env", f"{END_UNHEALTHY}=1"]
 
     def logs(self, container: str, lines: int) -> list[str]:
         """Return the last lines of a container's log."""

@@ -1,25 +1,44 @@
 """The health check of a container: `python -m canvasrt.containers.image.probe` exits with 0 once it
 is ready.
 
-It calls the port that NIM's variables name. It imports little, since it runs often.
+It calls the port that NIM's variables name. It imports little, since it runs often. Docker restarts
+no unhealthy container: with CANVASRT_END_UNHEALTHY, a server that was alive and is not any more is
+ended, so that the container's restart policy applies.
 """
 
 from __future__ import annotations
 
 import http.client
 import os
+import signal
 import ssl
 import sys
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
-from canvasrt.containers.names import API_PORT
+from canvasrt.containers.names import API_PORT, END_UNHEALTHY
 
-_PATH = "/v1/health/ready"
-_TIMEOUT = 4.0
+_READY, _LIVE = "/v1/health/ready", "/v1/health/live"
+# docker gives a check 5 seconds, and one check may call twice.
+_TIMEOUT = 2.0
+# How many checks in a row find a server dead before it is told to stop, and before it is killed.
+STOP_AFTER, KILL_AFTER = 3, 6
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:
     """Return 0 when the server is ready, else 1."""
+    status = _ask(environment, _READY)
+    if environment.get(END_UNHEALTHY, "") not in ("", "0"):
+        # A server that is loading or stopping is not ready, but alive.
+        alive = status == 200 or (status is not None and _ask(environment, _LIVE) == 200)
+        _end_if_dead(alive, Path(tempfile.gettempdir()) / "canvasrt-probe")
+    print(status)
+    return 0 if status == 200 else 1
+
+
+def _ask(environment: Mapping[str, str], path: str) -> int | None:
+    """Return the status of the server's answer; None if there is none."""
     host = "127.0.0.1"
     health = environment.get("NIM_HEALTH_PORT", "").strip()
     port = int(health or environment.get("NIM_SERVER_PORT", "").strip() or API_PORT)
@@ -32,15 +51,49 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
     else:
         connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
     try:
-        connection.request("GET", _PATH)
-        status = connection.getresponse().status
+        connection.request("GET", path)
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         print(f"{host}:{port}: {error}", file=sys.stderr)
-        return 1
+        return None
     finally:
         connection.close()
-    print(status)
-    return 0 if status == 200 else 1
+
+
+def _end_if_dead(alive: bool, file: Path, processes: Path = Path("/proc")) -> None:
+    """Count in `file` how often in a row the server was dead, and end it when that is too often.
+
+    Nothing is counted before it was alive for the first time.
+    """
+    if alive:
+        file.write_text("0")
+        return
+    if not file.exists():
+        return
+    dead = int(file.read_text() or 0) + 1
+    file.write_text(str(dead))
+    if dead >= STOP_AFTER:
+        number = signal.SIGKILL if dead >= KILL_AFTER else signal.SIGTERM
+        for process in _servers(processes):
+            print(f"dead for {dead} checks: {number.name} to process {process}", file=sys.stderr)
+            os.kill(process, number)
+    if dead >= KILL_AFTER:
+        file.unlink()  # the next server starts from nothing
+
+
+def _servers(processes: Path) -> list[int]:
+    """Return the container's first process, or the child of its init, that is `canvasrt serve`."""
+    found = []
+    for folder in processes.glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_text().split("\0")
+            # The name in parentheses may contain spaces; state and parent follow it.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if 1 in (int(folder.name), parent) and {"canvasrt", "serve"} <= set(words):
+            found.append(int(folder.name))
+    return found
 
 
 def _context(environment: Mapping[str, str], mode: str) -> ssl.SSLContext:

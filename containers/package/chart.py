@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from canvasrt import __version__
+from canvasrt.containers.package.sizes import GIB, Sizes
 from canvasrt.targets import Target
 
 CHART = "chart"
@@ -15,18 +17,28 @@ _TEMPLATE = Path(__file__).parent.parent / "templates" / CHART
 _ARCHITECTURES = {"x86_64": "amd64", "any": "amd64", "aarch64": "arm64"}
 # GPUs report slightly less than their nominal memory.
 _REPORTED = 0.9
+# Memory that a replica may take above its request, and room for its log until it is rotated.
+_SPARE = 1.5
+_LOGS = GIB
 
 
-def write_chart(out: Path, image: str, target: Target, max_batch: int | None = None) -> None:
+def write_chart(
+    out: Path,
+    image: str,
+    target: Target,
+    max_batch: int | None = None,
+    sizes: Sizes | None = None,
+) -> None:
     """Write the chart to the new folder `out`.
 
     `image` is `[REGISTRY/]NAME[:TAG]`. Engines built on their GPU get a StatefulSet, whose volumes
     keep them over restarts; others are in the image. The autoscaler's limit depends on `max_batch`,
-    how many canvases are denoised together; None keeps the template's value.
+    how many canvases are denoised together, and the resources on `sizes`; None keeps the template's
+    values.
     """
     shutil.copytree(_TEMPLATE, out)
     values = (out / "values.yaml").read_text(encoding="utf-8")
-    for name, value in _values(image, target, max_batch).items():
+    for name, value in _values(image, target, max_batch, sizes).items():
         values = _set(values, name, value)
     (out / "values.yaml").write_text(values, encoding="utf-8")
     chart = (out / "Chart.yaml").read_text(encoding="utf-8")
@@ -35,21 +47,47 @@ def write_chart(out: Path, image: str, target: Target, max_batch: int | None = N
     (out / "Chart.yaml").write_text(chart, encoding="utf-8")
 
 
-def _values(image: str, target: Target, max_batch: int | None) -> dict[str, Any]:
+def _values(
+    image: str, target: Target, max_batch: int | None, sizes: Sizes | None
+) -> dict[str, Any]:
+    """Return values by their path in values.yaml."""
     repository, tag = _split(image)
     on_gpu = target.capability is not None
     values = {
-        "repository": f'"{repository}"',
-        "tag": f'"{tag}"',
+        "image.repository": f'"{repository}"',
+        "image.tag": f'"{tag}"',
         "target": target.name,
-        "arch": _ARCHITECTURES[target.host],
-        "capability": f'"{target.capability_text if on_gpu else ""}"',
-        "memoryMiB": int(_REPORTED * target.memory / 2**20) if target.memory else 0,
+        "node.arch": _ARCHITECTURES[target.host],
+        "node.capability": f'"{target.capability_text if on_gpu else ""}"',
+        "node.memoryMiB": int(_REPORTED * target.memory / 2**20) if target.memory else 0,
         "kind": "Deployment" if target.builds_anywhere else "StatefulSet",
     }
     if max_batch is not None:
-        values["activeCanvases"] = max(1, max_batch * 3 // 4)
+        values["autoscaling.activeCanvases"] = max(1, max_batch * 3 // 4)
+    if sizes is not None:
+        values |= _resources(sizes, on_volume=not target.builds_anywhere)
     return values
+
+
+def _resources(sizes: Sizes, on_volume: bool) -> dict[str, Any]:
+    # /dev/shm counts as memory, and folders that are not on a volume count as ephemeral storage.
+    memory = sizes.memory + sizes.shared
+    stored = sizes.temporary + _LOGS + (0 if on_volume else sizes.cache)
+    return {
+        "resources.requests.cpu": sizes.cpu,
+        "resources.requests.memory": _gib(memory),
+        "resources.requests.ephemeral-storage": _gib(stored),
+        "resources.limits.memory": _gib(memory * _SPARE),
+        "resources.limits.ephemeral-storage": _gib(stored),
+        "sharedMemory": f"{sizes.shared >> 20}Mi" if sizes.shared % 2**30 else _gib(sizes.shared),
+        "temporary": f"{sizes.temporary >> 20}Mi",
+        "cache.size": _gib(sizes.cache),
+        "startupSeconds": sizes.startup,
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{math.ceil(size / 2**30)}Gi"
 
 
 def _split(image: str) -> tuple[str, str]:
@@ -58,8 +96,14 @@ def _split(image: str) -> tuple[str, str]:
     return (repository, tag) if colon and "/" not in tag else (image, "")
 
 
-def _set(text: str, name: str, value: Any) -> str:
-    """Return YAML text with a key's value replaced; the comments stay for the user."""
-    changed, count = re.subn(rf"(?m)^( *{name}:) .*$", rf"\1 {value}", text, count=1)
-    assert count, name
-    return changed
+def _set(text: str, path: str, value: Any) -> str:
+    """Return YAML text with the value at a path replaced; the comments stay for the user."""
+    place = 0
+    keys = path.split(".")
+    for depth, key in enumerate(keys):
+        match = re.compile(rf"(?m)^{'  ' * depth}{re.escape(key)}:").search(text, place)
+        if match is None:
+            raise ValueError(f"values.yaml has no {path}")
+        place = match.end()
+    end = text.index("\n", place)
+    return f"{text[:place]} {value}{text[end:]}"

@@ -21,6 +21,7 @@ from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements
 from canvasrt.containers.package.sbom import SBOM, write_sbom
 from canvasrt.containers.package.settings import architecture_of, settings_for, target_name
+from canvasrt.containers.package.sizes import sizes_of
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.tensors import STREAM_MODEL
@@ -91,6 +92,7 @@ def package(
         _write_image_part(folder, bundles, options, pins)
         _write_texts(folder, bundles, options)
         manifest = _write_manifest(folder, bundles, options)
+        _open_to_all(folder)
     return Bundle(Path(out), manifest)
 
 
@@ -190,6 +192,24 @@ def _copy(bundle: Bundle, out: Path) -> None:
         link_or_copy(bundle.path / name, out / name)
 
 
+def _open_to_all(folder: Path) -> None:
+    """Let every user read what goes into an image, whatever the umask was.
+
+    In an image the files belong to root, and another user serves them. The package's own folder
+    keeps its mode. A link to a file that is closed in the cache becomes a copy.
+    """
+    for path in folder.rglob("*"):
+        mode = path.stat().st_mode & 0o777
+        wanted = mode | (0o555 if path.is_dir() else 0o444)
+        if mode == wanted:
+            continue
+        if path.is_file() and path.stat().st_nlink > 1:
+            copy = path.with_name(f".{path.name}")
+            shutil.copyfile(path, copy)
+            copy.replace(path)
+        path.chmod(wanted)
+
+
 def _write_image_part(
     folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions, pins: Sequence[Pin]
 ) -> None:
@@ -249,7 +269,8 @@ def _write_texts(folder: Path, bundles: Mapping[str, Bundle], options: PackageOp
     for (place, target), manifest in zip(_charts(manifests).items(), manifests, strict=True):
         (folder / place).parent.mkdir(exist_ok=True)
         max_batch = options.max_batch or manifest.options.get("max_batch")
-        write_chart(folder / place, options.tag, target, max_batch)
+        sizes = sizes_of(manifest, target, max_batch)
+        write_chart(folder / place, options.tag, target, max_batch, sizes)
     for name, text in render(facts).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

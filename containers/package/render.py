@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.names import PACKAGE, ROOT
+from canvasrt.containers.names import END_UNHEALTHY, PACKAGE, ROOT
 from canvasrt.containers.package import settings as image
+from canvasrt.containers.package.sizes import TEMPORARY
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
 # Template → its path in the package.
@@ -42,6 +43,8 @@ def render(facts: Mapping[str, Any]) -> dict[str, str]:
         "ports": image.PORTS,
         "environment": settings.environment,
         "health": settings.health,
+        "temporary": TEMPORARY,
+        "end_unhealthy": END_UNHEALTHY,
         "grace": image.STOP_GRACE,
     }
     return {place: environment.get_template(name).render(known) for name, place in _FILES.items()}

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt import extras, machine
-from canvasrt.build import memory
-from canvasrt.bundle import MANIFEST, Bundle, Manifest, load_bundle
+from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.names import ENGINES, PACKAGE
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT
+from canvasrt.containers.package.sizes import estimate_of
+from canvasrt.defaults import MAX_BATCH, MAX_CONTEXT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu
 from canvasrt.targets import TARGETS, Target, find_target
@@ -195,29 +195,10 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingPro
         batch,
         bundle.path,
         manifest.digest,
-        None if target.capability is None else _memory(manifest, precision, context, batch),
+        None if target.capability is None else estimate_of(manifest, context, batch).total,
         builds,
         (options.get("recipe") or {}).get("name"),
     )
-
-
-def _memory(manifest: Manifest, precision: str, context: int, batch: int) -> int:
-    """Estimate the memory from the bundle's quantized weights and its KV cache."""
-    options = manifest.options
-    formats = {
-        name: form
-        for entry in manifest.segments
-        for name, form in (entry.get("quantized") or {}).items()
-    }
-    return memory.estimate(
-        manifest.model,
-        precision,
-        context,
-        batch,
-        formats=formats or None,
-        kv_cache=(options.get("recipe") or {}).get("kv_cache"),
-        layers_per_segment=int(options.get("layers_per_segment") or LAYERS_PER_SEGMENT),
-    ).total
 
 
 def _preference(profile: ServingProfile) -> tuple[bool, bool, int, str]:

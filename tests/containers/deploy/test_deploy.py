@@ -33,7 +33,7 @@ def test_the_container_is_hardened():
     said = words(CPU)
     for option in (
         "--read-only",
-        "--tmpfs /tmp",
+        "--tmpfs /tmp:size=268435456",
         "--cap-drop ALL",
         "--security-opt no-new-privileges",
         "--pids-limit 4096",
@@ -46,6 +46,11 @@ def test_the_container_is_hardened():
         assert option in said
     assert "gpu" not in said
     assert "privileged " not in said
+
+
+def test_a_dead_server_is_ended_and_its_container_restarted():
+    assert "--restart unless-stopped --init --env CANVASRT_END_UNHEALTHY=1" in words(CPU)
+    assert "--restart unless-stopped --env CANVASRT_END_UNHEALTHY=1" in words(CPU, PODMAN)
 
 
 def test_gpus_are_given_to_gpu_targets_alone():

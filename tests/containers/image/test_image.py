@@ -328,6 +328,38 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["cap_drop"] == ["ALL"]
     assert service["user"] == "1000:1000"
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+    assert "size=268435456" in service["tmpfs"][0]
+    # What ends the server needs a restart policy, and an init that may be asked to end it.
+    assert service["restart"] == "unless-stopped"
+    assert service["init"] is True
+    assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_dockerfile_copies_what_root_owns_and_all_can_read(
+    engines: Bundle, tmp_path: Path, umask: int
+):
+    closed = tmp_path / "closed"
+    shutil.copytree(engines.path, closed)
+    for file in closed.rglob("*"):
+        file.chmod(0o700 if file.is_dir() else 0o600)
+    before = os.umask(umask)
+    try:
+        made = package(closed, tmp_path / "package")
+    finally:
+        os.umask(before)
+    copied = [line.split() for line in (made.path / "Dockerfile").read_text().splitlines()]
+    owners = {
+        words[1]: words[-1]
+        for words in copied
+        if words[:1] == ["COPY"] and words[1].startswith("--chown")
+    }
+    assert list(owners.values()) == ["/opt/nim/.cache"] or not owners
+    for path in (made.path / "engines", *made.path.rglob("*")):
+        assert path.stat().st_mode & 0o444 == 0o444, path
+        assert path.is_file() or path.stat().st_mode & 0o111 == 0o111, path
+    # The bundle's own files stay closed.
+    assert {each.stat().st_mode & 0o777 for each in closed.iterdir() if each.is_file()} == {0o600}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,16 @@ reply = client.chat.completions.create(
 said["openai"] = reply.choices[0].message.content
 print(json.dumps(said))
 """
+# Stops every process of a container but its first and this one, so that none can answer.
+_STOP_ALL = """
+import os, signal
+from pathlib import Path
+for folder in Path("/proc").glob("[0-9]*"):
+    if int(folder.name) not in (1, os.getpid()):
+        os.kill(int(folder.name), signal.SIGSTOP)
+"""
+_FIND = (*tools.HARDENED, "--entrypoint", "find")
+_OWNERS = ("/opt/canvasrt/package", "/opt/nim", "-printf", r"%u:%g %m %p\n")
 _LOAD = """
 import json, threading, openai
 client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", max_retries=0)
@@ -250,6 +260,33 @@ def test_docker_builds_the_same_without_a_network(
         assert built["Config"][setting] == written["Config"][setting], setting
     assert sorted(built["Config"]["Env"]) == sorted(written["Config"]["Env"])
     assert built["Config"]["Labels"] == written["Config"]["Labels"]
+    owned = [
+        sorted(docker.out("run", "--rm", *_FIND, tag, *_OWNERS).splitlines())
+        for tag in (options.tag, TAG)
+    ]
+    assert owned[0] == owned[1]
+    assert len(owned[0]) > 10
+    for tag in (options.tag, TAG):
+        writable = docker.out("run", "--rm", *_FIND, tag, "/opt", "!", "-user", "root")
+        assert writable.split() == ["/opt/nim/.cache"]
+
+
+def test_a_dead_server_is_restarted(docker: Engine):
+    """As in the compose file: an init, the variable, a restart policy."""
+    options = ("--init", "--restart", "unless-stopped", "--env", "CANVASRT_END_UNHEALTHY=1")
+    often = ("--health-interval", "1s", "--stop-signal", "SIGKILL")
+    with tools.container(docker, TAG, *tools.HARDENED, *options, *often) as name:
+        healthy(docker, name)
+        first = tools.state(docker, name)["Pid"]
+        docker.out("exec", name, "python3", "-c", _STOP_ALL)
+        deadline = time.monotonic() + 120
+        while tools.state(docker, name)["Pid"] in (first, 0):
+            assert time.monotonic() < deadline, tools.state(docker, name)
+            time.sleep(0.5)
+        healthy(docker, name)
+        found = docker.inspect("container", name)
+        assert found is not None
+        assert found["RestartCount"] == 1
 
 
 def test_podman_runs_it_too(made: Made):

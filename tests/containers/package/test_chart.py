@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from canvasrt.containers.package.chart import write_chart
+from canvasrt.containers.package.sizes import Sizes
 from canvasrt.targets import TARGETS, find_target
 
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
@@ -27,7 +28,16 @@ EVERYTHING = [
     "networkPolicy.from[0].podSelector.matchLabels.app=gateway",
     "priorityClassName=high",
     "tolerations[0].key=nvidia.com/gpu",
+    "tls.existingSecret=certificates",
+    "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
 ]
+
+
+PEERS = (
+    "networkPolicy.from[0].podSelector.matchLabels.app=gateway",
+    "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus",
+)
+GIB = 1 << 30
 
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -143,11 +153,126 @@ def test_the_pod_passes_a_security_review(chart: Path) -> None:
 
 
 def test_nothing_gets_out_and_only_the_api_in(chart: Path) -> None:
-    policy = render(chart)["NetworkPolicy"]["spec"]
+    policy = render(chart, *PEERS)["NetworkPolicy"]["spec"]
     assert policy["egress"] == []
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
     assert ports == {8000, 8001, 8002, 8080}
+    assert all(rule["from"] for rule in policy["ingress"])
+
+
+def test_nothing_gets_in_unless_a_peer_is_named(chart: Path) -> None:
+    policy = render(chart)["NetworkPolicy"]["spec"]
+    assert policy["ingress"] == []
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    api, metrics = ({port["port"] for port in rule["ports"]} for rule in rules(chart, *PEERS))
+    assert rules(chart, PEERS[0])[0]["ports"][0]["port"] == 8000
+    assert len(rules(chart, PEERS[0])) == 1
+    assert (8000 in api, metrics) == (True, {8002})
+    assert "networkPolicy.from" in notes(chart)
+    assert "networkPolicy.from" not in notes(chart, *PEERS)
+
+
+def notes(chart: Path, *settings: str) -> str:
+    """What `helm install` would say, which needs a cluster."""
+    shutil.copy(chart / "templates" / "NOTES.txt", chart / "notes.txt")
+    text = 'kind: Notes\ntext: |\n  {{ tpl (.Files.Get "notes.txt") . | nindent 2 }}\n'
+    (chart / "templates" / "notes-shown.yaml").write_text(text)
+    return render(chart, *settings)["Notes"]["text"]
+
+
+def rules(chart: Path, *settings: str) -> list[dict]:
+    return render(chart, *settings)["NetworkPolicy"]["spec"]["ingress"]
+
+
+def probes(container: dict) -> list[dict]:
+    return [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+
+
+def test_probes_follow_tls(chart: Path) -> None:
+    (plain,) = pod(render(chart))["containers"]
+    assert {each.get("scheme", "HTTP") for each in probes(plain)} == {"HTTP"}
+
+    spec = pod(render(chart, "tls.existingSecret=certificates"))
+    (container,) = spec["containers"]
+    assert {each["scheme"] for each in probes(container)} == {"HTTPS"}
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["NIM_SSL_MODE"] == "tls"
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    for name, file in (("CERTS", "tls.crt"), ("KEY", "tls.key")):
+        assert variables[f"NIM_SSL_{name}_PATH"] == f"{mounts['tls']}/{file}"
+    secret = next(each["secret"] for each in spec["volumes"] if each["name"] == "tls")
+    assert secret == {"secretName": "certificates", "defaultMode": 0o440}
+
+
+def test_probes_of_mutual_tls_use_a_port_without_it(chart: Path) -> None:
+    """A kubelet has no client certificate to show."""
+    settings = ("tls.existingSecret=certificates", "tls.mode=mtls")
+    (container,) = pod(render(chart, *settings))["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert variables["NIM_SSL_CA_CERTS_PATH"].endswith("/ca.crt")
+    assert variables["NIM_HEALTH_PORT"] == str(ports["health"])
+    assert {(each["port"], each.get("scheme", "HTTP")) for each in probes(container)} == {
+        (ports["health"], "HTTP")
+    }
+    assert check_schemas(render(chart, *settings)) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["env[0].name=NIM_SSL_MODE,env[0].value=tls", "args={--ssl-mode=tls}", "args={--ssl-mode}"],
+)
+def test_tls_that_probes_would_not_follow_is_refused(chart: Path, setting: str) -> None:
+    result = helm("template", "release", str(chart), "--set", setting)
+    assert result.returncode != 0
+    assert "tls.existingSecret" in result.stderr
+
+
+def test_replicas_spread_over_nodes_and_zones(chart: Path) -> None:
+    spec = pod(render(chart))
+    constraints = {each["topologyKey"]: each for each in spec["topologySpreadConstraints"]}
+    assert set(constraints) == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
+    labels = render(chart)["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for each in constraints.values():
+        assert each["labelSelector"]["matchLabels"].items() <= labels.items()
+        # One node may have several GPUs, and there may be no other.
+        assert each["whenUnsatisfiable"] == "ScheduleAnyway"
+    assert "topologySpreadConstraints" not in pod(render(chart, "spread.enabled=false"))
+
+
+def test_no_folder_of_a_pod_is_without_a_limit(tmp_path: Path) -> None:
+    for name in ("cpu", "rtx-5090", "h100"):
+        write_chart(tmp_path / name, "canvasrt:1", find_target(name))
+        spec = pod(render(tmp_path / name))
+        empty = [each["emptyDir"] for each in spec["volumes"] if "emptyDir" in each]
+        assert len(empty) >= 2
+        assert all(each.get("sizeLimit") for each in empty)
+        (container,) = spec["containers"]
+        for kind in ("requests", "limits"):
+            assert {"memory", "ephemeral-storage"} <= container["resources"][kind].keys()
+        assert container["resources"]["requests"]["cpu"]
+
+
+def test_resources_follow_target_and_model(tmp_path: Path) -> None:
+    sizes = Sizes(
+        memory=21 * GIB, cpu=4, shared=GIB, temporary=GIB // 4, cache=50 * GIB, startup=1234
+    )
+    write_chart(tmp_path / "h100", "canvasrt:1", find_target("h100"), sizes=sizes)
+    write_chart(tmp_path / "cpu", "canvasrt:1", find_target("cpu"), sizes=sizes)
+    for name, stored in (("h100", "2Gi"), ("cpu", "52Gi")):
+        objects = render(tmp_path / name)
+        (container,) = pod(objects)["containers"]
+        resources = container["resources"]
+        assert resources["requests"] == {"cpu": 4, "memory": "22Gi", "ephemeral-storage": stored}
+        assert resources["limits"]["memory"] == "33Gi"
+        assert resources["limits"]["ephemeral-storage"] == stored
+        assert container["startupProbe"]["failureThreshold"] == -(-1234 // 5)
+        volumes = {each["name"]: each.get("emptyDir") for each in pod(objects)["volumes"]}
+        assert volumes["tmp"]["sizeLimit"] == "256Mi"
+        assert volumes["shm"]["sizeLimit"] == "1Gi"
+    (claim,) = render(tmp_path / "h100")["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "50Gi"
 
 
 def test_a_pod_gets_longer_to_stop_than_its_server_takes(chart: Path) -> None:
@@ -164,14 +289,15 @@ def test_keys_come_from_a_secret_that_exists(chart: Path) -> None:
 
 
 def test_where_keys_are_asked_for_no_port_goes_without(chart: Path) -> None:
-    objects = render(chart, "apiKeys.existingSecret=keys")
+    objects = render(chart, "apiKeys.existingSecret=keys", *PEERS)
     policy = objects["NetworkPolicy"]["spec"]
     assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == {8000, 8002}
     assert {port["port"] for port in objects["Service"]["spec"]["ports"]} == {8000, 8002}
 
 
 def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:
-    objects = render(chart, "kserve.enabled=true", *EVERYTHING)
+    everything = [each for each in EVERYTHING if not each.startswith("tls.")]
+    objects = render(chart, "kserve.enabled=true", *everything)
     assert set(objects) == {"InferenceService", "NetworkPolicy"}
     predictor = objects["InferenceService"]["spec"]["predictor"]
     assert predictor["containers"][0]["image"] == "registry.example:5000/team/canvasrt:1"

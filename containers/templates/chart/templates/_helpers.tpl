@@ -50,3 +50,39 @@ nodeAffinity:
             values: [{{ .Values.node.memoryMiB | int64 | toString | quote }}]
           {{- end }}
 {{- end -}}
+
+{{/* The labels of a pod: KServe sets its own. */}}
+{{- define "canvasrt.podLabels" -}}
+{{- if .Values.kserve.enabled -}}
+serving.kserve.io/inferenceservice: {{ include "canvasrt.name" . }}
+{{- else -}}
+{{ include "canvasrt.selector" . }}
+{{- end -}}
+{{- end -}}
+
+{{/* What a probe calls. A kubelet accepts any certificate, and has none of its own for mutual TLS. */}}
+{{- define "canvasrt.probe" -}}
+{{- $root := .root -}}
+{{- $secret := $root.Values.tls.existingSecret -}}
+{{- if and $secret (eq $root.Values.tls.mode "mtls") -}}
+httpGet: {path: {{ .path }}, port: 8003}
+{{- else if $secret -}}
+httpGet: {path: {{ .path }}, port: 8000, scheme: HTTPS}
+{{- else -}}
+httpGet: {path: {{ .path }}, port: 8000}
+{{- end -}}
+{{- end -}}
+
+{{/* Probes would not follow TLS that is turned on past `tls`. */}}
+{{- define "canvasrt.checkTls" -}}
+{{- $hint := "set tls.existingSecret to a secret with the certificate instead: probes follow it" -}}
+{{- range .Values.env -}}
+{{- if hasPrefix "NIM_SSL_" .name }}{{ fail (printf "env sets %s; %s" .name $hint) }}{{ end -}}
+{{- end -}}
+{{- range .Values.args -}}
+{{- if hasPrefix "--ssl-" . }}{{ fail (printf "args sets %s; %s" . $hint) }}{{ end -}}
+{{- end -}}
+{{- if and .Values.tls.existingSecret .Values.kserve.enabled -}}
+{{- fail "tls.existingSecret is set with kserve.enabled: let KServe's gateway end TLS" -}}
+{{- end -}}
+{{- end -}}

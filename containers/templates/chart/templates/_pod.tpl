@@ -1,5 +1,6 @@
 {{/* The pod of a Deployment and of a StatefulSet, and the predictor of a KServe InferenceService. */}}
 {{- define "canvasrt.pod" -}}
+{{- include "canvasrt.checkTls" . -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
@@ -17,6 +18,16 @@ securityContext:
   seccompProfile:
     type: RuntimeDefault
 affinity: {{ include "canvasrt.affinity" . | nindent 2 }}
+{{- if .Values.spread.enabled }}
+topologySpreadConstraints:
+  {{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: {{ $.Values.spread.whenUnsatisfiable }}
+    labelSelector:
+      matchLabels: {{ include "canvasrt.podLabels" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector: {{ toYaml . | nindent 2 }}
 {{- end }}
@@ -43,6 +54,17 @@ containers:
       - name: CANVASRT_API_KEYS_FILE
         value: /run/secrets/canvasrt/{{ .Values.apiKeys.key }}
       {{- end }}
+      {{- with .Values.tls }}
+      {{- if .existingSecret }}
+      - {name: NIM_SSL_MODE, value: {{ .mode }}}
+      - {name: NIM_SSL_CERTS_PATH, value: /run/secrets/tls/{{ .certificate }}}
+      - {name: NIM_SSL_KEY_PATH, value: /run/secrets/tls/{{ .key }}}
+      {{- if eq .mode "mtls" }}
+      - {name: NIM_SSL_CA_CERTS_PATH, value: /run/secrets/tls/{{ .authority }}}
+      - {name: NIM_HEALTH_PORT, value: "8003"}
+      {{- end }}
+      {{- end }}
+      {{- end }}
       {{- with .Values.env }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -50,6 +72,11 @@ containers:
       - name: {{ if .Values.kserve.enabled }}http1{{ else }}http{{ end }}
         containerPort: 8000
         protocol: TCP
+      {{- if and .Values.tls.existingSecret (eq .Values.tls.mode "mtls") }}
+      - name: health
+        containerPort: 8003
+        protocol: TCP
+      {{- end }}
       {{- if not .Values.kserve.enabled }}
       - name: grpc
         containerPort: 8001
@@ -62,11 +89,11 @@ containers:
         protocol: TCP
       {{- end }}
     startupProbe:
-      httpGet: {path: /v1/health/ready, port: 8000}
+      {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
-      failureThreshold: {{ div .Values.startupSeconds 5 }}
+      failureThreshold: {{ div (add .Values.startupSeconds 4) 5 }}
     readinessProbe:
-      httpGet: {path: /v1/health/ready, port: 8000}
+      {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
       timeoutSeconds: 5
     lifecycle:
@@ -74,7 +101,7 @@ containers:
         # Stop only after every service has dropped this replica.
         exec: {command: [sleep, "5"]}
     livenessProbe:
-      httpGet: {path: /v1/health/live, port: 8000}
+      {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/live") | nindent 6 }}
       periodSeconds: 10
       timeoutSeconds: 5
     securityContext:
@@ -98,13 +125,17 @@ containers:
       {{- if .Values.apiKeys.existingSecret }}
       - {name: api-keys, mountPath: /run/secrets/canvasrt, readOnly: true}
       {{- end }}
+      {{- if .Values.tls.existingSecret }}
+      - {name: tls, mountPath: /run/secrets/tls, readOnly: true}
+      {{- end }}
 volumes:
   - name: shm
     emptyDir:
       medium: Memory
       sizeLimit: {{ .Values.sharedMemory }}
   - name: tmp
-    emptyDir: {}
+    emptyDir:
+      sizeLimit: {{ .Values.temporary }}
   {{- if or .Values.kserve.enabled (eq .Values.kind "Deployment") }}
   - name: cache
     emptyDir:
@@ -112,6 +143,12 @@ volumes:
   {{- end }}
   {{- with .Values.apiKeys.existingSecret }}
   - name: api-keys
+    secret:
+      secretName: {{ . }}
+      defaultMode: 0440
+  {{- end }}
+  {{- with .Values.tls.existingSecret }}
+  - name: tls
     secret:
       secretName: {{ . }}
       defaultMode: 0440

@@ -1,0 +1,92 @@
+"""What a pod and a container may take follows from the engines' target and size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from canvasrt.build import memory
+from canvasrt.build.needs import builder_memory
+from canvasrt.bundle import Bundle, Manifest
+from canvasrt.containers.package.sizes import (
+    BUILD_SECONDS_PER_GB,
+    OVERHEAD,
+    TEMPORARY,
+    Sizes,
+    sizes_of,
+)
+from canvasrt.targets import find_target
+from tests.helpers.configs import RELEASED
+
+GIB = 1 << 30
+
+
+def engines_for(manifest: Manifest, name: str, **changed: Any) -> Manifest:
+    """The released model's engines for a target, by their manifest."""
+    target = find_target(name)
+    model = RELEASED
+    weights = memory.segment_bytes(model, target.precision, 6, on_cpu=name == "cpu")
+    files = {f"{each}.bin": {"sha256": "", "bytes": size} for each, size in weights.items()}
+    options = {"precision": target.precision, "max_batch": 4, "max_context": 32768}
+    described = {"name": name, "backend": target.builder, "builder_version": "1"}
+    data = {
+        **manifest.data,
+        "kind": "engines",
+        "model": model.to_json(),
+        "options": options,
+        "target": described,
+        "files": files,
+        "segments": [],
+    }
+    return Manifest({**data, **changed})
+
+
+def sizes(manifest: Manifest, name: str) -> Sizes:
+    return sizes_of(manifest, find_target(name), 4)
+
+
+def test_a_cpu_holds_the_model_in_memory(engines: Bundle) -> None:
+    manifest = engines_for(engines.manifest, "cpu")
+    need = memory.estimate(manifest.model, "fp32", 32768, 4, on_cpu=True).total
+    assert sizes(manifest, "cpu").memory == OVERHEAD + need
+    demo = sizes(engines.manifest, "cpu")
+    assert OVERHEAD < demo.memory < OVERHEAD + GIB
+    assert demo.cpu < sizes(manifest, "cpu").cpu
+
+
+def test_a_gpu_s_host_holds_one_engine_at_a_time(engines: Bundle) -> None:
+    manifest = engines_for(engines.manifest, "rtx-5090")
+    largest = max(entry["bytes"] for entry in manifest.files.values())
+    assert sizes(manifest, "rtx-5090").memory == OVERHEAD + largest
+    assert sizes(manifest, "rtx-5090").memory < 8 * GIB
+
+
+def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bundle) -> None:
+    graphs = engines_for(
+        engines.manifest, "h100", kind="graphs", target=None, segments=[], files={}
+    )
+    found = sizes(graphs, "h100")
+    segments = memory.segment_bytes(graphs.model, "fp8", 6)
+    assert found.memory >= max(builder_memory(*each) for each in segments.items())
+    total = sum(segments.values())
+    assert found.cache > 2 * total  # an upgrade builds beside the old engines
+    assert found.startup > total / 1e9 * BUILD_SECONDS_PER_GB
+    built = sizes(engines_for(engines.manifest, "h100"), "h100")
+    assert built.startup < found.startup
+    assert built.cache <= GIB
+
+
+def test_sizes_grow_with_the_model(engines: Bundle) -> None:
+    small, large = engines.manifest, engines_for(engines.manifest, "cpu")
+    assert sizes(small, "cpu").startup < sizes(large, "cpu").startup
+    assert sizes(small, "cpu").shared >= 64 << 20
+    assert sizes(small, "cpu").temporary == TEMPORARY
+
+
+@pytest.mark.parametrize("name", ["cpu", "rtx-5090", "h100"])
+def test_every_size_is_a_whole_number(engines: Bundle, name: str) -> None:
+    found = sizes(engines_for(engines.manifest, name), name)
+    assert replace(found) == found
+    assert all(type(value) is int and value > 0 for value in vars(found).values())
