@@ -24,6 +24,8 @@ $(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python
 	@# torch first: whichever build the index offers then satisfies every later requirement.
 	$(BIN)/python -m pip install -qq -c constraints.txt torch
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
+	@# Tests read one file of trl, the model's own chat template; it would bring 200 MB of packages along.
+	$(BIN)/python -m pip install -qq -c constraints.txt --no-deps trl
 	@touch $@
 	@echo "installed: try $(BIN)/canvasrt doctor, or make demo"
 

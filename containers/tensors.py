@@ -45,6 +45,13 @@ PROMPTS = (
 )
 OPTIONS = tuple(Tensor(each.name, each.datatype, (1,), each.about) for each in PARAMETERS)
 STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer, which is cut before them")
+TEMPLATE = Tensor(
+    "template", "BYTES", (1,), "variables of the chat template, such as `tools`: a JSON object"
+)
+PREFIX = Tensor("prefix", "BYTES", (1,), "how the answer begins; the model continues it")
+CONTROL = Tensor(
+    "control", "BOOL", (1,), "keep the tokens around thoughts and tool calls in the text"
+)
 RAW = Tensor("raw", "BOOL", (1,), "use `prompt` as it is, without the chat template")
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
@@ -67,7 +74,7 @@ CANVAS = Tensor("canvas", "BYTES", (1,), "the canvas of a `draft`, as JSON; no o
 def inputs_of(model: str) -> tuple[Tensor, ...]:
     """Return the inputs of the answer model or the stream model; Triton treats all as optional."""
     drafts = (DRAFTS,) if model == STREAM_MODEL else ()
-    return (*PROMPTS, RAW, *OPTIONS, STOP, *drafts)
+    return (*PROMPTS, RAW, TEMPLATE, PREFIX, *OPTIONS, STOP, CONTROL, *drafts)
 
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:
@@ -187,6 +194,21 @@ def read_messages(text: str) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise CanvasError(f"message {index} has no role", f"send {example}")
-        if not isinstance(message.get("content"), (str, list)):
+        calls = message["role"] == "assistant" and message.get("tool_calls")
+        if not calls and not isinstance(message.get("content"), (str, list)):
             raise CanvasError(f"message {index} has no content", f"send {example}")
     return messages
+
+
+def read_template(text: str) -> dict[str, Any]:
+    """Return the variables in a `template` tensor. CanvasError unless it is a JSON object."""
+    try:
+        variables = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CanvasError(
+            f"template is not JSON: {error.msg} at character {error.pos}",
+            'send {"enable_thinking": true}',
+        ) from None
+    if not isinstance(variables, dict):
+        raise CanvasError("template is not a JSON object", 'send {"enable_thinking": true}')
+    return variables

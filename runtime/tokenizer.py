@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,13 @@ from canvasrt.errors import CanvasError
 
 Message = Mapping[str, Any]
 REPLACEMENT = "\ufffd"
+# Gemma 4's tokens around thoughts, tool calls and the strings in them.
+THOUGHT, THOUGHT_END = "<|channel>", "<channel|>"
+CALL, CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+CONTROL = (THOUGHT, THOUGHT_END, CALL, CALL_END, QUOTE)
+TURN_END = "<turn|>"
+# Variables of a chat template that are not the caller's.
+_RESERVED = ("messages", "add_generation_prompt")
 
 
 class Tokenizer:
@@ -29,6 +37,12 @@ class Tokenizer:
         self._core = core
         self._special = dict(special or {})
         self._template = _environment().from_string(template) if template else None
+        # Words suffice: a template's own names do not look like a caller's.
+        self._words = frozenset(re.findall(r"\w+", template or ""))
+        added = core.get_added_tokens_decoder()
+        self._hidden = {
+            id for id, token in added.items() if token.special and token.content not in CONTROL
+        }
 
     @classmethod
     def load(cls, bundle: Bundle) -> Tokenizer:
@@ -86,25 +100,61 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Return the token ids of a chat, up to where the model's answer begins."""
         # The template writes the beginning-of-sequence token itself.
-        return self._core.encode(
-            self.render_chat(messages, **variables), add_special_tokens=False
-        ).ids
+        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+
+    def open_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], prefix: str = ""
+    ) -> tuple[list[int], str]:
+        """Return the token ids of a chat whose answer begins with `prefix`, and that beginning.
+
+        Some templates begin the answer too, with a thought after a tool's result. `variables` are
+        the template's; CanvasError for one that it does not have, unless it is false or empty.
+        """
+        for name, value in variables.items():
+            if name in _RESERVED or name in self._special:
+                raise CanvasError(
+                    f"{name} is a template variable that callers cannot set", f"leave out {name}"
+                )
+            if value and self._template is not None and name not in self._words:
+                raise CanvasError(
+                    f"{name} is not a variable of the model's chat template",
+                    f"leave out {name}, or serve a checkpoint whose template supports it",
+                )
+        acts = any(each.get("tool_calls") or each.get("role") == "tool" for each in messages)
+        if acts and self._template is not None and "tool_calls" not in self._words:
+            raise CanvasError(
+                "messages hold tool calls, which the model's chat template does not support",
+                "send only text, or serve a checkpoint whose template supports tools",
+            )
+        text = self.render_chat(messages, **{k: v for k, v in variables.items() if v is not None})
+        start = text.rfind(THOUGHT)
+        opening = text[start:] if start > text.rfind(THOUGHT_END) else ""
+        if TURN_END in opening:  # some message's own text
+            opening = ""
+        if opening and prefix:
+            text, opening = text + THOUGHT_END, opening + THOUGHT_END
+        return self.encode(text + prefix, add_special_tokens=False), opening + prefix
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of plain text, with the tokenizer's own special tokens (usually
         bos)."""
         return self._core.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Return the text of token ids."""
+    def decode(
+        self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False
+    ) -> str:
+        """Return the text of token ids. `keep_control` spells the tokens in CONTROL out."""
+        if keep_control:
+            ids, skip_special = [id for id in ids if id not in self._hidden], False
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
 
 
 class StreamDecoder:
     """Turns blocks of token ids into pieces of text that add up to the whole text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, keep_control: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._keep_control = keep_control
         self._ids: list[int] = []
         self._given = ""
 
@@ -114,7 +164,7 @@ class StreamDecoder:
         An incomplete character waits for the next call, unless this is the `final` one.
         """
         self._ids += ids
-        text = self._tokenizer.decode(self._ids)
+        text = self._tokenizer.decode(self._ids, keep_control=self._keep_control)
         if not final:
             text = text.rstrip(REPLACEMENT)
         piece = text[len(self._given) :]

@@ -19,6 +19,7 @@ from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.replies import Shape
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
+from canvasrt.containers.openai.tools import reader_of
 from canvasrt.containers.openai.upstream import Answers, Upstream
 from canvasrt.errors import CanvasError
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Body = ChatRequest | CompletionRequest
 # Names that the model's errors use for the prompt.
-_PROMPTS = ("prompt", "prompt_ids", "messages", "message", "chat")
+_PROMPTS = ("prompt", "prompt_ids", "messages", "message", "chat", "template", "prefix")
 
 
 class Completions:
@@ -43,6 +44,8 @@ class Completions:
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
         shape = Shape(chat, body.model, self._fingerprint, seed, body.wants_usage)
+        if isinstance(body, ChatRequest):
+            shape.reader = reader_of(body)
         run = _Run(self, body, inputs, shape, request.url.path)
         if not body.stream:
             answer = await unless_disconnected(request.receive, run.whole())
@@ -102,9 +105,11 @@ class _Run:
                             yield _event(opening)
                     if event.event == "final":
                         self._count(number, event)
-                        yield _event(shape.closing(number, event.finish_reason))
-                    elif event.text:
-                        yield _event(shape.piece(number, event.text))
+                        chunks = shape.closing(number, event.finish_reason)
+                    else:
+                        chunks = shape.pieces(number, event.text)
+                    for chunk in chunks:
+                        yield _event(chunk)
         except (ApiError, CanvasError) as error:
             failure = self._named(error)
             if not begun:

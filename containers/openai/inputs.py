@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.schema import (
     MAX_ANSWERS,
     OWN,
@@ -15,9 +16,8 @@ from canvasrt.containers.openai.schema import (
     CompletionRequest,
     Sampling,
 )
+from canvasrt.containers.openai.tools import template_inputs
 
-# OpenAI's roles → those of the chat template.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # JSON readers that parse numbers as doubles, as JavaScript does, keep these exact.
 _SEEDS = 2**53 - MAX_ANSWERS
 
@@ -28,8 +28,8 @@ def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
     Without a seed, callers expect a different answer each time, so one is drawn.
     """
     if isinstance(request, ChatRequest):
-        messages = [_message(each, f"messages[{i}]") for i, each in enumerate(request.messages)]
-        prompts: list[dict[str, Any]] = [{"messages": json.dumps(messages)}]
+        messages = json.dumps(read_messages(request.messages))
+        prompts: list[dict[str, Any]] = [{"messages": messages, **template_inputs(request)}]
     else:
         prompts = [_prompt(each) for each in request.prompt]
     n = request.n or 1
@@ -56,52 +56,3 @@ def _prompt(prompt: str | Sequence[int]) -> dict[str, Any]:
             "prompt contains a number that is not a token id.", "prompt", "invalid_value"
         )
     return {"prompt_ids": list(prompt)}
-
-
-def _message(message: dict[str, Any], where: str) -> dict[str, str]:
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        roles = ", ".join(_ROLES)
-        raise bad_request(
-            f"Invalid {where}.role: {role!r} is not supported; the roles are {roles}.",
-            f"{where}.role",
-            "invalid_value",
-        )
-    for name, value in message.items():
-        # Clients send earlier answers back with their empty fields.
-        if name not in ("role", "content") and value not in (None, [], ""):
-            raise bad_request(
-                f"{where}.{name} is not supported.", f"{where}.{name}", "unsupported_parameter"
-            )
-    return {"role": _ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
-
-
-def _content(content: Any, where: str) -> str:
-    """Return the text of a message, with its parts joined."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise bad_request(
-            f"Invalid {where}: it must be a string or a list of text parts.", where, "invalid_type"
-        )
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        extra = [name for name in part if name not in ("type", "text")]
-        if extra:
-            raise bad_request(
-                f"{where}.{extra[0]} is not supported.",
-                f"{where}.{extra[0]}",
-                "unsupported_parameter",
-            )
-        return str(part["text"])
-    if kind in ("image_url", "input_audio", "file", "video_url"):
-        raise bad_request(
-            f"{where} is of type {kind}, which is not supported: this server reads text only.",
-            where,
-            "unsupported_parameter",
-        )
-    raise bad_request(f"Invalid {where}: it must be a text part.", where, "invalid_value")

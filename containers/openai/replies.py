@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.answer import Answer, AnswerReader
 
 
 @dataclass
@@ -46,12 +48,15 @@ class Shape:
     fingerprint: str
     seed: int
     with_usage: bool = False
+    # Makes the reader of one answer to a chat.
+    reader: Callable[[], AnswerReader] = AnswerReader
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = ""
 
     def __post_init__(self) -> None:
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + uuid.uuid4().hex
+        self._readers: dict[int, AnswerReader] = {}
 
     def whole(self, finals: list[StreamEvent]) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
@@ -63,13 +68,19 @@ class Shape:
         """Return the first chunk of a choice, which a chat has for its role."""
         return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        """Return a chunk with text."""
-        return self._chunk(index, {"content": text} if self.chat else text)
+    def pieces(self, index: int, text: str) -> list[dict[str, Any]]:
+        """Return the chunks for more of an answer's text."""
+        if not self.chat:
+            return [self._chunk(index, text)] if text else []
+        return self._read(index, text)
 
-    def closing(self, index: int, finish_reason: str) -> dict[str, Any]:
-        """Return the last chunk of a choice."""
-        return self._chunk(index, {} if self.chat else "", finish_reason)
+    def closing(self, index: int, finish_reason: str) -> list[dict[str, Any]]:
+        """Return the last chunks of a choice."""
+        if not self.chat:
+            return [self._chunk(index, "", finish_reason)]
+        left = self._read(index, "", final=True)
+        finish = _finish(finish_reason, self._readers[index].calls)
+        return [*left, self._chunk(index, {}, finish)]
 
     def draft(self, index: int, event: StreamEvent) -> dict[str, Any]:
         """Return a chunk with the canvas of one step. Like the one with usage, it has no choices."""
@@ -84,10 +95,29 @@ class Shape:
 
     def _choice(self, index: int, final: StreamEvent) -> dict[str, Any]:
         answer: dict[str, Any] = {"text": final.text}
-        if self.chat:
-            answer = {"message": {"role": "assistant", "content": final.text, "refusal": None}}
         finish = final.finish_reason
+        if self.chat:
+            read = Answer.read(self.reader(), final.text)
+            answer = {"message": read.to_message()}
+            finish = _finish(finish, len(read.calls))
         return {"index": index, **answer, "logprobs": None, "finish_reason": finish}
+
+    def _read(self, index: int, text: str, final: bool = False) -> list[dict[str, Any]]:
+        """Take more of an answer's text apart; return its chunks."""
+        reader = self._readers.setdefault(index, self.reader())
+        chunks = []
+        for piece in reader.put(text, final):
+            if piece.call is None:
+                name = "content" if piece.kind == "content" else "reasoning_content"
+                chunks.append(self._chunk(index, {name: piece.text}))
+                continue
+            call = piece.call.to_json()
+            arguments = call["function"].pop("arguments")
+            head = {"index": piece.number, **call}
+            head["function"]["arguments"] = ""
+            rest = {"index": piece.number, "function": {"arguments": arguments}}
+            chunks += [self._chunk(index, {"tool_calls": [each]}) for each in (head, rest)]
+        return chunks
 
     def _chunk(self, index: int, content: Any, finish: str | None = None) -> dict[str, Any]:
         name = "delta" if self.chat else "text"
@@ -108,3 +138,7 @@ class Shape:
             # Our own addition: repeats the answer, even if the caller gave no seed.
             "canvasrt": {"seed": self.seed},
         }
+
+
+def _finish(reason: str, calls: int) -> str:
+    return "tool_calls" if calls and reason == "stop" else reason

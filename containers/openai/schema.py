@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
@@ -160,18 +161,20 @@ class ChatRequest(Sampling):
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Whole | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     logprobs: _only(False) = None  # type: ignore[valid-type]
     top_logprobs: _only(0) = None  # type: ignore[valid-type]
-    tools: _only([]) = None  # type: ignore[valid-type]
-    tool_choice: _only("none", "auto") = None  # type: ignore[valid-type]
-    parallel_tool_calls: _only(True, False) = None  # type: ignore[valid-type]
     functions: _only([]) = None  # type: ignore[valid-type]
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
     modalities: _only(["text"]) = None  # type: ignore[valid-type]
     audio: _only() = None  # type: ignore[valid-type]
     prediction: _only() = None  # type: ignore[valid-type]
-    reasoning_effort: _only("none") = None  # type: ignore[valid-type]
     verbosity: _only("medium") = None  # type: ignore[valid-type]
     web_search_options: _only() = None  # type: ignore[valid-type]
     store: _only(False) = None  # type: ignore[valid-type]

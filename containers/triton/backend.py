@@ -106,6 +106,8 @@ class StreamModel:
             only_final=bool(call),
             stops=served.stops,
             prompt=served.request.prompt_token_ids,
+            control=served.control,
+            opening=served.opening,
         )
         if call is not None:
             cancel = self._cancelled_calls.setdefault(str(call), threading.Event())

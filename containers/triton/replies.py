@@ -19,8 +19,8 @@ class ReplyBuilder:
     apart from `canvas`, which only drafts have.
 
     Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
-    `only_final` sends only the result. The text ends before the first of `stops`; `prompt` is the
-    prompt's tokens.
+    `only_final` sends only the result. The text begins with `opening`, ends before the first of
+    `stops`, and spells control tokens out if `control`. `prompt` is the prompt's tokens.
     """
 
     def __init__(
@@ -31,9 +31,12 @@ class ReplyBuilder:
         only_final: bool = False,
         stops: Sequence[str] = (),
         prompt: Sequence[int] = (),
+        control: bool = False,
+        opening: str = "",
     ) -> None:
         self._tokenizer = tokenizer
-        self._decoder = StreamDecoder(tokenizer) if tokenizer else None
+        self._control = control
+        self._decoder = StreamDecoder(tokenizer, control) if tokenizer else None
         self._cutter = StopCutter(stops)
         self._seed = params.seed
         self._ends = params.eos_token_ids
@@ -41,6 +44,7 @@ class ReplyBuilder:
         self._only_final = only_final
         self._steps: list[int] = []
         self._done: list[int] = []  # the tokens that are final
+        self._opening = self._unsent = opening
         self._given = ""
         self._spelt: dict[int, str] = {}
         self._prompt = list(prompt)
@@ -95,6 +99,7 @@ class ReplyBuilder:
         words = self._words(ids)
         text = self._decoder.put(words, final=last) if self._decoder else ""
         text = self._cutter.put(text, final=last)
+        text, self._unsent = self._unsent + text, ""
         self._given += text
         tokens = list(ids)
         if self._cutter.found is not None:
@@ -110,7 +115,7 @@ class ReplyBuilder:
         low, high = 1, len(words)
         while low < high:
             middle = (low + high) // 2
-            if self._text(words[:middle]).startswith(needed):
+            if (self._opening + self._text(words[:middle])).startswith(needed):
                 high = middle
             else:
                 low = middle + 1
@@ -129,7 +134,7 @@ class ReplyBuilder:
             "final",
             last,
             result.steps[last],
-            self._text(result.token_ids),
+            self._opening + self._text(result.token_ids),
             result.token_ids,
             result.prompt_token_ids,
             result.finish_reason,
@@ -147,7 +152,8 @@ class ReplyBuilder:
         return self._spelt[token]
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(self._words(tokens)) if self._tokenizer else ""
+        words = self._words(tokens)
+        return self._tokenizer.decode(words, keep_control=self._control) if self._tokenizer else ""
 
     def _tensors(
         self,

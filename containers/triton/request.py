@@ -13,6 +13,7 @@ from canvasrt.containers.tensors import (
     chosen_prompt,
     read_inputs,
     read_messages,
+    read_template,
 )
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Request
@@ -22,11 +23,14 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 
 class ServedRequest(NamedTuple):
-    """A request, and what only its replies depend on: whether to send drafts, and the stop strings."""
+    """A request, and what only its replies depend on: whether to send drafts, the stop strings,
+    whether to keep control tokens, and how the prompt begins the answer."""
 
     request: Request
     drafts: bool
     stops: tuple[str, ...]
+    control: bool = False
+    opening: str = ""
 
 
 def read_request(
@@ -42,28 +46,48 @@ def read_request(
         raise CanvasError(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
-    request = Request(_prompt(values, tokenizer), params)
-    return ServedRequest(request, bool(values.get("drafts")), stops)
+    prompt, opening = _prompt(values, tokenizer)
+    request = Request(prompt, params)
+    control = bool(values.get("control"))
+    return ServedRequest(
+        request, bool(values.get("drafts")), stops, control, opening if control else ""
+    )
 
 
-def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[int]:
+def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[list[int], str]:
+    """Return the prompt's tokens, and the beginning of the answer that they hold."""
     chosen = chosen_prompt(values)
+    prefix = values.get("prefix", "")
     if chosen == "prompt_ids":
-        return list(values["prompt_ids"])
+        _no_chat(values, "prompt_ids")
+        return list(values["prompt_ids"]), ""
     if tokenizer is None:
         raise CanvasError(
             f"the model has no tokenizer, so it cannot encode {chosen}", "send prompt_ids"
         )
     if chosen == "messages":
-        return tokenizer.encode_chat(read_messages(values["messages"]))
+        messages = read_messages(values["messages"])
+        return tokenizer.open_chat(messages, read_template(values.get("template", "{}")), prefix)
     text = values["prompt"]
     if not text.strip():
         raise CanvasError("the prompt is empty", "send some text")
     if values.get("raw"):
-        return tokenizer.encode(text)
+        _no_chat(values, "raw")
+        return tokenizer.encode(text), ""
     if not tokenizer.has_template:
         raise CanvasError(
             "the model's tokenizer has no chat template to apply to prompt",
             "set raw to true to continue the prompt as it is, or send prompt_ids",
         )
-    return tokenizer.encode_chat([{"role": "user", "content": text}])
+    chat = [{"role": "user", "content": text}]
+    return tokenizer.open_chat(chat, read_template(values.get("template", "{}")), prefix)
+
+
+def _no_chat(values: Mapping[str, Any], why: str) -> None:
+    """Raise CanvasError for inputs of a chat in a request without one."""
+    for name in ("template", "prefix"):
+        if name in values:
+            raise CanvasError(
+                f"{name} has no meaning with {why}, which takes no chat template",
+                f"leave out {name}, or send messages",
+            )

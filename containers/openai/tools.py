@@ -1,0 +1,81 @@
+"""A chat's tools and thinking, as callers give them and as the chat template takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from canvasrt.containers.openai.answer import CALL, AnswerReader
+from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.functions import NamedTool, Tool, ToolChoice
+from canvasrt.containers.openai.schema import ChatRequest
+
+
+def schemas(request: ChatRequest) -> dict[str, Mapping[str, Any]] | None:
+    """Return the schemas of the parameters of the tools that the model may call, by name; None if
+    it may call none."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    return {each.function.name: each.function.parameters or {} for each in request.tools}
+
+
+def check(request: ChatRequest) -> None:
+    """Raise ApiError for tools that do not fit together."""
+    names = [each.function.name for each in request.tools or ()]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise bad_request(f"tools has two functions named {twice!r}.", "tools", "invalid_value")
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return
+    if not names:
+        raise bad_request(
+            f"tool_choice {_shown(choice)} needs tools.", "tool_choice", "invalid_value"
+        )
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise bad_request(
+            f"tool_choice names {choice.function.name!r}, which is not one of tools.",
+            "tool_choice",
+            "invalid_value",
+        )
+
+
+def template_inputs(request: ChatRequest) -> dict[str, Any]:
+    """Return the inputs of the model that make it think and call tools as the caller wants.
+
+    A call that must come is begun in the prompt, so no thought precedes it.
+    """
+    check(request)
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    thinking = request.enable_thinking
+    if thinking is None and request.reasoning_effort is not None:
+        thinking = request.reasoning_effort != "none"
+    if thinking is not None:
+        variables["enable_thinking"] = thinking
+    if schemas(request) is not None:
+        variables["tools"] = [_plain(each) for each in request.tools or ()]
+    inputs: dict[str, Any] = {"control": True}
+    if variables:
+        inputs["template"] = json.dumps(variables)
+    if isinstance(request.tool_choice, NamedTool):
+        inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}{{"
+    elif request.tool_choice == "required":
+        inputs["prefix"] = f"{CALL}call:"
+    return inputs
+
+
+def reader_of(request: ChatRequest) -> Callable[[], AnswerReader]:
+    """Return what makes the readers of the request's answers."""
+    tools, parallel = schemas(request), request.parallel_tool_calls is not False
+    return lambda: AnswerReader(tools, parallel)
+
+
+def _plain(tool: Tool) -> dict[str, Any]:
+    function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
+    # Templates write the description without asking whether there is one.
+    return {"type": "function", "function": {"description": "", **function}}
+
+
+def _shown(choice: ToolChoice | None) -> str:
+    return repr(choice.function.name if isinstance(choice, NamedTool) else choice)

@@ -1,0 +1,347 @@
+"""Thinking and tools through the real server, template and clients; the model plays a script."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel
+from transformers import PreTrainedTokenizerFast
+
+from canvasrt.containers.client.triton import Client
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.agents import CLOCK, WEATHER
+from tests.helpers.scripted import Script, Served, core, gemma_template
+from tests.helpers.serving import needs_triton
+
+pytestmark = needs_triton
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def ask(agent: OpenAI, acting: Script):
+    """`ask(script, …)` returns an answer, or with stream=True its chunks."""
+
+    def call(script: str, messages: Any = HELLO, **options: Any) -> Any:
+        extra = {**acting.choose(script), **options.pop("extra_body", {})}
+        return agent.chat.completions.create(
+            model="canvasrt", messages=messages, extra_body=extra, max_tokens=1024, **options
+        )
+
+    return call
+
+
+def test_a_thought_is_apart_from_the_answer(ask):
+    message = ask("thinks", reasoning_effort="high").choices[0].message
+    assert message.content == "Hello there."
+    assert message.reasoning_content == "They greet me."
+    assert "reasoning_content" not in ask("plain").choices[0].message.to_dict()
+
+
+def test_a_thought_is_streamed(ask):
+    deltas = [chunk.choices[0].delta for chunk in ask("thinks", stream=True)]
+    thought = [d.reasoning_content for d in deltas if getattr(d, "reasoning_content", None)]
+    assert "".join(thought) == "They greet me."
+    assert "".join(d.content or "" for d in deltas) == "Hello there."
+
+
+def test_a_call(ask):
+    (choice,) = ask("calls", tools=[WEATHER]).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Paris", "days": 2}
+
+
+@pytest.mark.parametrize("script", ["calls", "thinks and calls", "two", "long"])
+def test_streamed_calls_are_the_whole_ones(ask, script: str):
+    tools = [WEATHER, CLOCK]
+    whole = ask(script, tools=tools).choices[0]
+    chunks = list(ask(script, tools=tools, stream=True))
+    calls: dict[int, dict[str, str]] = {}
+    for delta in (chunk.choices[0].delta for chunk in chunks):
+        for part in delta.tool_calls or ():
+            if part.id:
+                assert part.index == len(calls)
+                assert part.type == "function"
+                calls[part.index] = {"name": part.function.name, "arguments": ""}
+            calls[part.index]["arguments"] += part.function.arguments
+    assert list(calls.values()) == [
+        {"name": c.function.name, "arguments": c.function.arguments}
+        for c in whole.message.tool_calls
+    ]
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == (whole.message.content or "")
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "tool_calls"
+
+
+def test_the_result_goes_back(ask):
+    tools = [WEATHER, CLOCK]
+    message = ask("two", tools=tools).choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": content}
+        for call, content in zip(message.tool_calls, ["sunny", "noon"], strict=True)
+    ]
+    answer = ask("two", [*HELLO, message, *results], tools=tools)
+    assert answer.choices[0].message.content == "Sunny, and noon."
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_template_may_begin_the_thought(ask, stream: bool):
+    options = {"tools": [WEATHER], "extra_body": {"enable_thinking": True}}
+    message = ask("thinks and calls", **options).choices[0].message
+    assert message.reasoning_content == "I should look."
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    answer = ask("thinks and calls", [*HELLO, message, result], stream=stream, **options)
+    if stream:
+        parts = [chunk.choices[0].delta.to_dict() for chunk in answer]
+    else:
+        parts = [answer.choices[0].message.to_dict()]
+    assert "".join(p.get("reasoning_content") or "" for p in parts) == "Now I know."
+    assert "".join(p.get("content") or "" for p in parts) == "It is sunny in Paris."
+
+
+def test_only_the_first_call_without_parallel_calls(ask):
+    message = ask("two", tools=[WEATHER, CLOCK], parallel_tool_calls=False).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["weather"]
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(("script", "choice"), [("named", NAMED), ("required", "required")])
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_call_that_must_come_is_begun_in_the_prompt(
+    ask, acting: Script, script: str, choice: Any, thinks: bool
+):
+    """Also where the template begins with a thought, which the call ends."""
+    messages: list[Any] = HELLO
+    if thinks:
+        before = ask("calls", tools=[WEATHER]).choices[0].message
+        result = {"role": "tool", "tool_call_id": before.tool_calls[0].id, "content": "x"}
+        messages = [*HELLO, before, result]
+    extra = {"enable_thinking": thinks, **acting.choose(script, results=int(thinks))}
+    options = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "extra_body": extra}
+    (answer,) = ask(script, messages, **options).choices
+    (call,) = answer.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
+    assert answer.message.content is None
+
+
+def test_tools_are_off_when_the_caller_says_so(ask):
+    with_tools = ask("plain", tools=[WEATHER])
+    without = ask("plain", tools=[WEATHER], tool_choice="none")
+    assert without.usage.prompt_tokens == ask("plain").usage.prompt_tokens
+    assert without.usage.prompt_tokens < with_tools.usage.prompt_tokens
+    message = ask("calls", tools=[WEATHER], tool_choice="none").choices[0].message
+    assert message.tool_calls is None
+
+
+class weather(BaseModel):
+    """The weather of a city."""
+
+    city: str
+    days: int
+
+
+def test_the_clients_helper_parses_arguments(agent: OpenAI, acting: Script):
+    answer = agent.chat.completions.parse(
+        model="canvasrt",
+        messages=HELLO,
+        tools=[pydantic_function_tool(weather)],
+        extra_body=acting.choose("calls"),
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == weather(city="Paris", days=2)
+
+
+def test_the_clients_streaming_helper(agent: OpenAI, acting: Script):
+    with agent.chat.completions.stream(
+        model="canvasrt",
+        messages=HELLO,
+        tools=[pydantic_function_tool(weather)],
+        extra_body=acting.choose("calls"),
+    ) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in events
+    (call,) = final.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == weather(city="Paris", days=2)
+
+
+def test_an_agent_of_langchain(acting_server: Served, acting: Script):
+    """The model calls the tool, the framework runs it, and the model answers with the result."""
+    openai = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def weather(city: str, days: int) -> str:
+        """The weather of a city."""
+        return f"sunny in {city} for {days} days"
+
+    model = openai.ChatOpenAI(
+        base_url=acting_server.front.url,
+        api_key="none",
+        model="canvasrt",
+        extra_body=acting.choose("calls"),
+        max_retries=0,
+    ).bind_tools([weather])
+    chat: list[Any] = [HumanMessage("How is Paris?")]
+    chat.append(model.invoke(chat))
+    (call,) = chat[-1].tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"city": "Paris", "days": 2})
+    result = weather.invoke(call)
+    assert isinstance(result, ToolMessage)
+    assert result.content == "sunny in Paris for 2 days"
+    streamed = list(model.stream([*chat, result]))
+    assert "".join(each.text for each in streamed) == "It is sunny in Paris."
+
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "user": HELLO,
+    "system": [{"role": "system", "content": "be brief"}, *HELLO],
+    "thought of an earlier turn": [
+        *HELLO,
+        {"role": "assistant", "content": "Hi.", "reasoning_content": "greet"},
+        {"role": "user", "content": "again"},
+    ],
+    "result": [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "look it up",
+            "tool_calls": [
+                {
+                    "id": "call_1",
+                    "function": {
+                        "name": "weather",
+                        "arguments": {"city": 'A "b", {c}', "l": [1, True, None, {"x": 0.5}]},
+                    },
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ],
+}
+
+
+@pytest.mark.parametrize("thinking", [None, False, True])
+@pytest.mark.parametrize("tools", [None, [WEATHER]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_prompts_are_those_of_transformers(chat: Any, tools: Any, thinking: bool | None):
+    template = gemma_template()
+    reference = PreTrainedTokenizerFast(tokenizer_object=core(), bos_token="<bos>")
+    variables = {"tools": tools, "enable_thinking": thinking}
+    given = {name: value for name, value in variables.items() if value is not None}
+    text = reference.apply_chat_template(
+        chat, chat_template=template, tokenize=False, add_generation_prompt=True, **given
+    )
+    tokenizer = Tokenizer(core(), template, {"bos_token": "<bos>"})
+    ids, opening = tokenizer.open_chat(chat, variables)
+    assert ids == reference.encode(text, add_special_tokens=False)
+    after = thinking and chat[-1]["role"] == "tool"
+    assert opening == ("<|channel>thought\n" if after else "")
+    assert "greet" not in text
+
+
+def test_what_is_sent_is_what_the_template_gets(ask):
+    """Messages in OpenAI's form, arguments as a string, give the prompt of the template's form."""
+    reference = PreTrainedTokenizerFast(tokenizer_object=core(), bos_token="<bos>")
+    chat = CHATS["result"]
+    text = reference.apply_chat_template(
+        chat,
+        chat_template=gemma_template(),
+        tokenize=False,
+        add_generation_prompt=True,
+        tools=[WEATHER],
+        enable_thinking=True,
+    )
+    sent = json.loads(json.dumps(chat))
+    call = sent[1]["tool_calls"][0]
+    call["type"] = "function"
+    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    answer = ask("calls", sent, tools=[WEATHER], reasoning_effort="low")
+    assert answer.usage.prompt_tokens == len(reference.encode(text, add_special_tokens=False))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "required without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "an unknown name": (
+        {"tools": [CLOCK], "tool_choice": NAMED},
+        "tool_choice",
+    ),
+    "twice the same": ({"tools": [CLOCK, CLOCK]}, "tools"),
+    "a bad name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    "an unknown effort": ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    "the template's own variable": (
+        {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+        "messages",
+    ),
+    "no variable": ({"extra_body": {"chat_template_kwargs": {"colour": 1}}}, "messages"),
+    "arguments that are no object": (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "1"}}
+                    ],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "a result of nothing": ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+}
+
+
+@pytest.mark.parametrize(("options", "param"), REFUSED.values(), ids=REFUSED)
+def test_wrong_use_is_refused_by_name(ask, options: dict[str, Any], param: str):
+    options = dict(options)
+    with pytest.raises(BadRequestError) as error:
+        ask("plain", options.pop("messages", HELLO), **options)
+    assert str(error.value.body["param"]).startswith(param)
+
+
+def test_a_template_without_tools_refuses_them(openai: OpenAI):
+    for options, param in (
+        ({"tools": [WEATHER]}, "tools"),
+        ({"reasoning_effort": "high"}, "enable_thinking"),
+        ({"extra_body": {"enable_thinking": True}}, "enable_thinking"),
+    ):
+        with pytest.raises(BadRequestError) as error:
+            openai.chat.completions.create(
+                model="canvasrt", messages=HELLO, max_tokens=8, **options
+            )
+        assert error.value.body["param"] == param
+    openai.chat.completions.create(
+        model="canvasrt", messages=HELLO, max_tokens=8, reasoning_effort="none"
+    )
+
+
+def test_tritons_own_callers_get_the_tokens_too(acting_server: Served, acting: Script):
+    inputs = {
+        "prompt": "Hello",
+        "template": json.dumps({"tools": [CLOCK]}),
+        **acting.choose("calls"),
+    }
+    with Client(f"127.0.0.1:{acting_server.server.ports.grpc}", "grpc", timeout=60) as client:
+        plain = client.infer(inputs)
+        kept = client.infer({**inputs, "control": True})
+        assert kept.text.startswith("<|tool_call>call:weather{")
+        assert plain.text == kept.text.replace("<|tool_call>", "").replace(
+            "<tool_call|>", ""
+        ).replace('<|"|>', "")
+        begun = client.infer({**inputs, "control": True, "prefix": "So: "})
+        assert begun.text == "So: " + kept.text
+        assert len(begun.prompt_token_ids) == len(kept.prompt_token_ids) + 4
+        for wrong in ({"raw": True}, {"prompt": None, "prompt_ids": [3, 4]}):
+            with pytest.raises(CanvasError, match="template has no meaning with"):
+                client.infer({**inputs, **wrong})

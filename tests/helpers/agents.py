@@ -1,0 +1,69 @@
+"""One server that thinks and calls tools, shared by the tests of clients that ask it to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from openai import OpenAI
+
+from tests.helpers.scripted import Script, Served, client_of, gemma_template, serving, write_bundle
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+PARIS = 'call:weather{city:<|"|>Paris<|"|>,days:2}<tool_call|>'
+SCRIPTS = {
+    "plain": ["Hello there."],
+    "thinks": ["<|channel>thought\nThey greet me.\n<channel|>Hello there."],
+    "calls": [f"<|tool_call>{PARIS}<|tool_response>", "It is sunny in Paris."],
+    "thinks and calls": [
+        f"<|channel>thought\nI should look.\n<channel|><|tool_call>{PARIS}<|tool_response>",
+        # The template opens this thought after a tool's result.
+        "Now I know.\n<channel|>It is sunny in Paris.",
+    ],
+    "two": [
+        f"Both:<|tool_call>{PARIS}<|tool_call>call:clock{{}}<tool_call|><|tool_response>",
+        "never said, as two results come",
+        "Sunny, and noon.",
+    ],
+    # What the model adds to a call that the prompt begins.
+    "named": ['city:<|"|>Rome<|"|>}<tool_call|><|tool_response>'],
+    "required": ['weather{city:<|"|>Rome<|"|>}<tool_call|><|tool_response>'],
+    "long": [
+        f"<|channel>thought\n{'so ' * 120}\n<channel|>Then:<|tool_call>"
+        f'call:weather{{city:<|"|>{"x" * 300}<|"|>}}<tool_call|><|tool_response>'
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def acting() -> Script:
+    """What the server says; `acting.choose(name)` picks it."""
+    return Script(SCRIPTS)
+
+
+@pytest.fixture(scope="session")
+def acting_server(
+    acting: Script, tmp_path_factory: pytest.TempPathFactory, _one_thread: None
+) -> Iterator[Served]:
+    bundle = write_bundle(tmp_path_factory.mktemp("acting") / "graphs", acting, gemma_template())
+    with serving(bundle) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def agent(acting_server: Served) -> Iterator[OpenAI]:
+    """The real client of that server."""
+    with client_of(acting_server) as client:
+        yield client
