@@ -14,7 +14,7 @@ from typing import Any
 import canvasrt
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.hashes import HashProgress, canonical, hash_files
+from canvasrt.hashes import DIFFERS, HashProgress, canonical, hash_files
 
 Json = dict[str, Any]
 
@@ -203,7 +203,7 @@ def load_bundle(
         hashes = hasher(path, list(manifest.files), progress)
         for name, entry in manifest.files.items():
             if hashes[name] != entry["sha256"]:
-                raise CanvasError(f"{path / name} differs from the manifest (SHA-256)", _AGAIN)
+                raise CanvasError(f"{path / name} {DIFFERS}", _AGAIN)
     return bundle
 
 

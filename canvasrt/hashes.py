@@ -31,6 +31,10 @@ def canonical(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
+# How a file that is not what its manifest says is reported.
+DIFFERS = "differs from the manifest (SHA-256)"
+
+
 def hash_files(
     root: Path, names: Iterable[str], progress: HashProgress | None = None
 ) -> dict[str, str]:

@@ -28,7 +28,6 @@ class Target:
     builder: Builder
     precision: str
     host: str = "x86_64"
-    note: str = ""
 
     @property
     def precisions(self) -> tuple[str, ...]:

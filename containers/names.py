@@ -4,6 +4,10 @@ environment variables."""
 # Ports. The defaults are those of the NIM containers that wrap Triton.
 API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 
+# What container images call a machine's architecture, by Python's name for it.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+MACHINES = {image: machine for machine, image in ARCHITECTURES.items()}
+
 # Folders of a package.
 ENGINES = "engines"
 REPOSITORY = "models"

@@ -14,12 +14,14 @@ from canvasrt.hashes import HashProgress, hash_files
 DEMO = "demo"
 INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+# The demo: its checkpoint and its prompts.
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 
 
 def demo_checkpoint() -> Path:
     """Return the demo checkpoint inside the installed package."""
-    return Path(__file__).parents[1] / "demo" / "checkpoint"
+    return DEMO_FOLDER / "checkpoint"
 
 
 def resolve(name: str | Path) -> Path:

@@ -16,7 +16,7 @@ def doctor(as_json: options.AsJson = False) -> None:
     """Show what is installed and works on this machine, and how to fix what does not."""
     from rich.markup import escape
 
-    from canvasrt.cli.checkup import report
+    from canvasrt.cli.doctor_checks import report
 
     data = report()
 

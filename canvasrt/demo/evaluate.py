@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from canvasrt.demo import CHECKPOINT
+from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.demo.reply import MAX_NEW_TOKENS, Reply, Score, score
 from canvasrt.demo.tasks import TASKS, is_correct, questions
 from canvasrt.demo.tokenizer import chat_prompt
@@ -79,7 +79,7 @@ def _print_score(result: Score, replies: Sequence[Reply], wrong: int) -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", nargs="?", type=Path, default=CHECKPOINT)
+    parser.add_argument("checkpoint", nargs="?", type=Path, default=demo_checkpoint())
     parser.add_argument("--engines", type=Path, help="ask this bundle instead of transformers")
     parser.add_argument("--limit", type=int, help="questions per task; default: all")
     parser.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.demo import CHECKPOINT
+from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.demo.tasks import TASKS, questions
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class Prompts:
 def is_demo(checkpoint: Path) -> bool:
     """Return whether a checkpoint answers the demo's questions, judged by its tokenizer."""
     theirs = checkpoint / TOKENIZER_FILE
-    return theirs.is_file() and _hash(theirs) == _hash(CHECKPOINT / TOKENIZER_FILE)
+    return theirs.is_file() and _hash(theirs) == _hash(demo_checkpoint() / TOKENIZER_FILE)
 
 
 def prompts_for(

@@ -16,7 +16,7 @@ from canvasrt.formats import FORMATS
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-E4M3_MAX, E2M1_MAX = FORMATS["fp8"].largest, 6.0
+E2M1_MAX = 6.0
 BLOCK = FORMATS["nvfp4"].blocks[0]
 
 
@@ -104,11 +104,6 @@ def dequantize_nvfp4(values: Bytes, block_scales: Bytes, scale: npt.ArrayLike) -
     scales = from_e4m3(block_scales) * np.asarray(scale, np.float32)
     pairs = _E2M1_PAIRS[values].reshape(*block_scales.shape, BLOCK)
     return (pairs * scales[..., None]).reshape(*values.shape[:-1], -1)
-
-
-def to_int4(x: npt.ArrayLike) -> Bytes:
-    """INT4 codes 0 … 15 of `x`, one per byte; it saturates at −8 and 7."""
-    return (np.clip(np.rint(x), -8, 7).astype(np.int8) & 15).astype(np.uint8)
 
 
 def dequantize_int4(values: Bytes, scales: npt.NDArray[np.float32]) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,11 +230,3 @@ def _cached(rows: Sequence[Row], dims: Mapping[str, int]) -> float:
         for each in {each.name: each for each in row.kernel.inputs}.values()
         if each.name.startswith(("past_key_", "past_value_"))
     )
-
-
-def grouped(rows: Sequence[Row]) -> Iterator[tuple[tuple[int | None, str], list[Row]]]:
-    """Rows by layer and part, in the order of their first kernels."""
-    found: dict[tuple[int | None, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.place.layer, row.place.part), []).append(row)
-    yield from found.items()

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from canvasrt.containers.names import END_UNHEALTHY
+from canvasrt.containers.names import ARCHITECTURES, END_UNHEALTHY
 from canvasrt.errors import CanvasError, UsageError
 
 ENGINES = ("docker", "podman")
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Engine:
         """The architecture of its host: amd64, arm64."""
         query = "{{.Architecture}}" if self.name == "docker" else "{{.Host.Arch}}"
         name = self.out("info", "--format", query).strip()
-        return _ARCHITECTURES.get(name, name)
+        return ARCHITECTURES.get(name, name)
 
     def gpu_options(self, gpus: str) -> list[str]:
         """Return the options that give a container its GPUs: `all`, or numbers separated by commas."""

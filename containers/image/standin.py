@@ -18,6 +18,7 @@ from canvasrt.cache import cache_folder
 from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
 from canvasrt.containers.image.layout import write_layout
+from canvasrt.containers.names import ARCHITECTURES
 from canvasrt.errors import CanvasError
 from canvasrt.extras import version
 from canvasrt.staging import staging
@@ -32,7 +33,6 @@ _LEFT_OUT = ("doc", "man", "locale", "info", "lintian")
 _TRITON = "opt/triton"
 _PYTHON = "3.11"
 _STUB = "triton_python_backend_stub"
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def standin() -> Path:
@@ -88,7 +88,7 @@ def _debian(root: Path) -> None:
 
 def _empty(path: Path) -> Base:
     """Return an image without layers."""
-    architecture = _ARCHITECTURES.get(platform.machine(), platform.machine())
+    architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
     config = {
         "architecture": architecture,
         "os": "linux",

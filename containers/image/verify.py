@@ -17,6 +17,7 @@ from canvasrt.containers.image.blobs import exhaust
 from canvasrt.containers.names import IMAGE, PACKAGE
 from canvasrt.containers.package.sbom import SBOM
 from canvasrt.errors import CanvasError
+from canvasrt.hashes import DIFFERS
 from canvasrt.progress import Progress, no_progress
 
 _INSIDE = PACKAGE.lstrip("/") + "/"
@@ -60,7 +61,7 @@ def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
     manifest = Manifest(json.loads(kept[MANIFEST]))
     for name, entry in manifest.files.items():
         if found.get(name) != entry["sha256"]:
-            what = "is missing" if name not in found else "differs from the manifest (SHA-256)"
+            what = "is missing" if name not in found else DIFFERS
             raise CanvasError(f"{PACKAGE}/{name} in {path} {what}", _AGAIN)
     components = check_sbom(json.loads(kept[SBOM]), manifest.files, str(path))
     return Verified(manifest, len(base.layers), base.size, components)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt import __version__
+from canvasrt.containers.names import ARCHITECTURES
 from canvasrt.containers.package.sizes import GIB, Sizes
 from canvasrt.targets import Target
 
 CHART = "chart"
 _TEMPLATE = Path(__file__).parent.parent / "templates" / CHART
-_ARCHITECTURES = {"x86_64": "amd64", "any": "amd64", "aarch64": "arm64"}
 # GPUs report slightly less than their nominal memory.
 _REPORTED = 0.9
 # Memory that a replica may take above its request, and room for its log until it is rotated.
@@ -57,7 +57,7 @@ def _values(
         "image.repository": f'"{repository}"',
         "image.tag": f'"{tag}"',
         "target": target.name,
-        "node.arch": _ARCHITECTURES[target.host],
+        "node.arch": ARCHITECTURES.get(target.host, "amd64"),
         "node.capability": f'"{target.capability_text if on_gpu else ""}"',
         "node.memoryMiB": int(_REPORTED * target.memory / 2**20) if target.memory else 0,
         "kind": "Deployment" if target.builds_anywhere else "StatefulSet",

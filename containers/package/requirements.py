@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from canvasrt.containers.names import MACHINES
 from canvasrt.errors import CanvasError
 
 # Imported in the container: by the command line, the runtime and the front end.
@@ -42,7 +43,6 @@ _OF_BUILDER = {
 }
 # Both builds of ONNX Runtime provide the same module.
 _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _closure(
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",
-        "platform_machine": _MACHINES[architecture],
+        "platform_machine": MACHINES[architecture],
         "sys_platform": "linux",
         "platform_system": "Linux",
         "os_name": "posix",

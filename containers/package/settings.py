@@ -12,7 +12,14 @@ from typing import Any
 
 import canvasrt
 from canvasrt.bundle import Manifest
-from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT, ROOT
+from canvasrt.containers.names import (
+    API_PORT,
+    ARCHITECTURES,
+    GRPC_PORT,
+    HTTP_PORT,
+    METRICS_PORT,
+    ROOT,
+)
 from canvasrt.hashes import canonical
 from canvasrt.targets import find_target
 
@@ -86,7 +93,7 @@ class ImageSettings:
     @property
     def probe(self) -> list[str]:
         """The command of the health check."""
-        return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.image.probe"]
+        return [f"{ROOT}/venv/bin/python3", "-m", "canvasrt.containers.serve.probe"]
 
     def to_config(self) -> dict[str, Any]:
         """Return the settings as an image's configuration."""
@@ -147,7 +154,7 @@ def checkpoint_hash(manifest: Manifest) -> str:
 def architecture_of(manifests: Sequence[Manifest]) -> str | None:
     """Return `amd64` or `arm64`; None for targets that run on either."""
     hosts = {find_target(each.target["name"]).host for each in manifests if each.target} - {"any"}
-    return None if len(hosts) != 1 else {"x86_64": "amd64", "aarch64": "arm64"}[hosts.pop()]
+    return None if len(hosts) != 1 else ARCHITECTURES[hosts.pop()]
 
 
 def _source() -> str | None:

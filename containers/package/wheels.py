@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from canvasrt.cache import cache_folder
+from canvasrt.containers.names import MACHINES
 from canvasrt.containers.package.requirements import Pin, canonical
 from canvasrt.errors import CanvasError
 
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 # tritonserver itself needs glibc 2.35, so every image has at least that.
 _GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 _LEGACY = ("manylinux2014", "manylinux2010", "manylinux1")
@@ -54,7 +54,7 @@ def _escaped(version: str) -> str:
 
 
 def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str) -> None:
-    machine = _MACHINES[architecture]
+    machine = MACHINES[architecture]
     tags = [*(f"manylinux_2_{minor}" for minor in _GLIBC), *_LEGACY]
     platforms = [part for tag in tags for part in ("--platform", f"{tag}_{machine}")]
     command = ["download", "--no-deps", "--only-binary", ":all:", "--implementation", "cp"]

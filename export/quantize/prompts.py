@@ -28,13 +28,11 @@ _HINT = (
 
 def default_prompts(graphs: Bundle) -> Path:
     """Return the prompts that come with canvasrt: the demo's own for the demo, general ones otherwise."""
-    import canvasrt.demo
     import canvasrt.recipes
 
-    demo = Path(canvasrt.demo.__file__).parent
     made_from = graphs.manifest.made_from.get("files")
-    if made_from and made_from == checkpoints.fingerprint(demo / "checkpoint"):
-        return demo / "calibration.jsonl"
+    if made_from and made_from == checkpoints.fingerprint(checkpoints.demo_checkpoint()):
+        return checkpoints.DEMO_FOLDER / "calibration.jsonl"
     return Path(canvasrt.recipes.__path__[0]) / "prompts.jsonl"
 
 

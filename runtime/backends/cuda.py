@@ -96,11 +96,6 @@ class CudaDevice:
         free, total = self._call("cudaMemGetInfo")
         return int(free), int(total)
 
-    def driver(self) -> str:
-        """Return the CUDA versions of the driver and of the runtime."""
-        driver, runtime = self._call("cudaDriverGetVersion"), self._call("cudaRuntimeGetVersion")
-        return " / ".join(f"{v // 1000}.{v % 1000 // 10}" for v in (int(driver), int(runtime)))
-
     def capture(self, work: Callable[[], Any]) -> int:
         """Record what `work` queues as a graph, without running it, and return it for `replay`.
 

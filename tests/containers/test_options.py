@@ -47,7 +47,7 @@ replace(
 from canvasrt.cli.app import parsed_command, run
 from canvasrt.containers.openai.inputs import inputs_of as openai_inputs
 from canvasrt.containers.openai.schema import ChatRequest, read_body
-from canvasrt.containers.package.repository import model_config
+from canvasrt.containers.triton.repository import model_config
 from canvasrt.containers.tensors import STREAM_MODEL, inputs_of
 from canvasrt.containers.triton.request import OPTIONS
 

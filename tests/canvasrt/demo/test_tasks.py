@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from canvasrt.demo import CHECKPOINT
+from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.demo.tasks import TASKS, is_correct, questions, task_of
 
 
@@ -80,9 +80,9 @@ def demo():
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers", minversion="5.23")
     model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(
-        CHECKPOINT, dtype="float32"
+        demo_checkpoint(), dtype="float32"
     )
-    return model.eval(), transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(demo_checkpoint())
 
 
 def test_the_chat_template_is_gemmas(demo):
@@ -98,7 +98,7 @@ def test_the_chat_template_is_gemmas(demo):
 
 def test_the_checkpoint_is_small(demo):
     assert sum(p.numel() for p in demo[0].parameters()) < 4e6
-    assert sum(f.stat().st_size for f in CHECKPOINT.iterdir()) < 10e6
+    assert sum(f.stat().st_size for f in demo_checkpoint().iterdir()) < 10e6
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -102,10 +102,10 @@ def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
-    from canvasrt.demo import CHECKPOINT
+    from canvasrt.checkpoints.locate import demo_checkpoint
 
     with pytest.raises(CanvasError, match="have different shapes"):
-        measure(load_bundle(tiny.bundle), CHECKPOINT, questions=0)
+        measure(load_bundle(tiny.bundle), demo_checkpoint(), questions=0)
 
 
 def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.package.package import package
-from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.tensors import inputs_of, outputs_of
+from canvasrt.containers.triton.repository import model_config
 from canvasrt.errors import CanvasError, UsageError
 
 
@@ -37,7 +37,7 @@ def test_a_package_holds_all_that_docker_build_needs(packaged: Bundle, engines: 
         assert (packaged.path / source).exists()
     assert "\nUSER 1000:1000\n" in dockerfile
     assert "\nHEALTHCHECK " in dockerfile
-    assert "canvasrt.containers.image.probe" in dockerfile
+    assert "canvasrt.containers.serve.probe" in dockerfile
 
 
 def test_its_engines_are_a_bundle_of_their_own(packaged: Bundle, engines: Bundle):

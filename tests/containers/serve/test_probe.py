@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.containers.image import probe
+from canvasrt.containers.serve import probe
 
 # What the supervisor looks like to the probe; it exits like one that ignores SIGTERM, or not.
 _SERVER = """

@@ -1,4 +1,4 @@
-"""The health check of a container: `python -m canvasrt.containers.image.probe` exits with 0 once it
+"""The health check of a container: `python -m canvasrt.containers.serve.probe` exits with 0 once it
 is ready.
 
 It calls the port that NIM's variables name. It imports little, since it runs often. Docker restarts
