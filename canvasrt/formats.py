@@ -1,4 +1,4 @@
-"""The number formats that weights are quantized to: one table, which all else reads."""
+"""The number formats that weights are quantized to, in one table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compressed:
-    """How checkpoints of compressed-tensors name a format: type and bits, layouts, and strategies of weights' scales."""
+    """How compressed-tensors names a format: type and bits, layouts, and strategies for weights' scales."""
 
     kind: str
     layouts: tuple[str, ...]
@@ -19,22 +19,22 @@ class NumberFormat:
     """One format.
 
     Attributes:
-        bits: of one number.
-        largest: the largest magnitude that a scale of 1 reaches, with the largest scale of a block.
-        capability: the first compute capability that multiplies it.
-        weight_error: what the quality report allows as a matrix's relative error. Rounding alone stays below; a scale
-            that is a tenth off does not. (A norm behind a product may hide a wrong scale from everything else.)
-        blocks: how many inputs share a scale; of several lengths, the first that divides a row is used. Empty: one
-            scale per matrix or per output.
-        least_blocks: how many blocks a row has at least: shorter ones are taken for that.
-        scale_bits: of a block's scale.
-        of_table: whether it is for the embedding table, and not for the weights of products.
-        engine_copies: how often an engine holds the weight: TensorRT keeps a layout for each way that it is multiplied.
-        builder_factor: bytes that a TensorRT builder takes for each byte of such weights, the mapped file included.
-        feeds_all_tokens: whether the first product of a lone canvas takes all of its tokens for every expert. The product
-            waits for its weights either way, and tokens are quantized once, not once per slot.
-        rounds_inputs: whether what the weight multiplies is quantized too, with a scale that calibration finds.
-        packed_on_cpu: whether a CPU multiplies it as it is; other formats are widened to float32 there.
+        bits: per number.
+        largest: the largest magnitude at a scale of 1; with blocks, at the largest block scale.
+        capability: the lowest compute capability that can multiply it.
+        weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
+            scale that is 10% off does not. (Other checks may miss a wrong scale, because norms hide it.)
+        blocks: lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty: one scale
+            per matrix or per output.
+        least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
+        scale_bits: per block scale.
+        of_table: whether it is for the embedding table, not for the weights of products.
+        engine_copies: copies of the weight in an engine: TensorRT keeps one layout per way of multiplying it.
+        builder_factor: bytes that a TensorRT builder needs per byte of such weights, the mapped file included.
+        feeds_all_tokens: whether a single canvas feeds all its tokens to every expert's first product. Reading the
+            weights dominates either way, and tokens are quantized once, not once per slot.
+        rounds_inputs: whether the products' inputs are quantized too, with a calibrated scale.
+        packed_on_cpu: whether a CPU multiplies it packed; other formats are widened to float32 there.
         caches: whether keys and values can be cached in it.
         modelopt, compressed: how checkpoints name it, if they can hold it.
     """
@@ -67,7 +67,7 @@ class NumberFormat:
         return not self.blocks or self.block(width) is not None
 
     def weight_bytes(self, width: int) -> float:
-        """Bytes per number of a weight with rows of `width`, its share of the block's scale included."""
+        """Return bytes per number in rows of `width`, block scales included."""
         block = self.block(width)
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
@@ -78,7 +78,7 @@ class NumberFormat:
         return self.bits / 8 + 4 / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
-        """Return the scale that reaches `amax`. If calibration saw only zeros, any scale works: 1."""
+        """Return the scale that reaches `amax`. If calibration saw only zeros, any scale works; use 1."""
         return (amax or self.largest) / self.largest
 
     @property
@@ -88,7 +88,7 @@ class NumberFormat:
         return f"blocks of {', '.join(others)} or {last}" if others else f"blocks of {last}"
 
 
-# In the order in which a GPU that has several prefers them.
+# In order of preference, for GPUs that support several.
 _TABLE = (
     # Two E2M1 numbers per byte, E4M3 scales, and a float32 scale over them.
     NumberFormat(
@@ -115,7 +115,7 @@ _TABLE = (
             "float8", ("float-quantized", "naive-quantized"), ("tensor", "channel")
         ),
     ),
-    # −8 … 7 in two's complement, with bfloat16 scales: weights alone, products are in 16 bits.
+    # −8 … 7 in two's complement, with bfloat16 scales. Only weights are quantized; products run in 16 bits.
     NumberFormat(
         name="int4",
         bits=4,
@@ -123,9 +123,9 @@ _TABLE = (
         capability=(8, 0),
         weight_error=0.13,
         blocks=(64, 32, 16),
-        least_blocks=2,  # TensorRT widens a weight whose rows have one scale before the product
+        least_blocks=2,  # with one scale per row, TensorRT widens the weight before the product
         scale_bits=16,
-        builder_factor=4.3,  # the builder turns it, and keeps both
+        builder_factor=4.3,  # the builder transposes it, and keeps both
         rounds_inputs=False,
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
@@ -144,7 +144,7 @@ _TABLE = (
     ),
 )
 FORMATS = {each.name: each for each in _TABLE}
-# What graphs are exported in.
+# The precisions of exported graphs.
 PLAIN = ("fp32", "bf16")
 
 
@@ -156,10 +156,10 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Of several formats, the one that needs the newest GPU; of those that need the same, the narrowest."""
+    """Return the format that needs the newest GPU; in a tie, the narrowest."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 
 def weight_limits() -> dict[str | None, float]:
-    """Return the relative error that a matrix may have, by its format; None is one that is not quantized."""
+    """Return the relative error that a matrix may have, by format; None is for unquantized ones."""
     return {None: 0.005, **{name: each.weight_error for name, each in FORMATS.items()}}

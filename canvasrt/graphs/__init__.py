@@ -1,1 +1,1 @@
-"""ONNX graphs as files: their weights, low-precision number formats, and the form that a CPU runs."""
+"""Edits ONNX graph files: weights, low-precision formats, and lowering for a CPU."""

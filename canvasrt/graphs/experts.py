@@ -1,8 +1,7 @@
 """Experts for a CPU: each expert's product has exactly its own rows.
 
-The exported form, one batched product over a capacity of slots, suits a GPU. On a CPU, empty slots
-cost time, and only a product with a constant matrix is packed ahead, when the session is created.
-Packing doubled the measured arithmetic per second.
+The exported form, one batched product over expert slots, suits a GPU. On a CPU, empty slots waste time,
+and ONNX Runtime packs only constant matrices ahead, which doubled the measured throughput.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ GATE_UP, DOWN = ".experts.gate_up", ".experts.down"
 
 
 def split_experts(model: ModelProto) -> bool:
-    """Rewrite the experts of every layer of a body graph, in place; False where there is nothing to rewrite.
+    """Rewrite the experts of every layer of a body graph in place. Return False if there is nothing to rewrite.
 
     Rows are sorted by expert, split at the experts' counts, and put back in order. No capacity is needed, so no call
     can overflow: the `load` output becomes 0. The weights stay where they are, in the graph's external data.
-    A graph whose experts are neither plain nor INT4 weights stays as it is; `lower` makes others plain.
+    Only plain and INT4 weights are handled; `lower` makes the others plain first.
     """
     graph = model.graph
     weights = _weights(graph)
@@ -49,7 +48,7 @@ def split_experts(model: ModelProto) -> bool:
 
 
 class _Stack:
-    """The matrices `[out, in]` of all experts, stacked; `value` is what the exported form transposes."""
+    """All experts' matrices `[out, in]`, stacked; `value` is the value that the exported form transposes."""
 
     def __init__(self, values: TensorProto, value: str) -> None:
         self._values, self.value = values, value
@@ -57,18 +56,18 @@ class _Stack:
 
     @property
     def is_external(self) -> bool:
-        """Whether it can be taken apart without moving a byte."""
+        """Whether it can be split without copying."""
         return bool(self._values.external_data)
 
     def product(self, graph: GraphProto, x: str, expert: int, output: str) -> NodeProto:
-        """Return the node that multiplies `x` with one expert's matrix, which becomes an initializer."""
+        """Return the node that multiplies `x` by one expert's matrix, which becomes an initializer."""
         matrix = _slice(self._values, expert)
         graph.initializer.append(matrix)
         return make_node("Gemm", [x, matrix.name], [output], output + "_node", transB=1)
 
 
 class _Int4(_Stack):
-    """The same in INT4."""
+    """A stack of INT4 matrices."""
 
     def __init__(self, codes: TensorProto, scales: TensorProto, value: str) -> None:
         super().__init__(codes, value)
@@ -180,7 +179,7 @@ class _Layer:
         return order, sizes, top_k
 
     def _multiply(self, rows: str, sizes: str, weight: _Stack, what: str) -> str:
-        """Multiply each expert's rows with its own matrix, and join the results."""
+        """Multiply each expert's rows by its own matrix, and concatenate the results."""
         parts = [f"{what}_{expert}" for expert in range(weight.experts)]
         self._add("Split", [rows, sizes], *parts, axis=0)
         outputs = [self._name(f"{part}_out") for part in parts]
@@ -210,7 +209,7 @@ class _Layer:
             value = node.output[0]
 
     def _ancestors(self, value: str) -> Iterator[NodeProto]:
-        """Return the nodes that a value comes from, nearest first."""
+        """Yield the nodes that a value comes from, nearest first."""
         queue, seen = [value], {value}
         while queue:
             node = self._producer.get(queue.pop(0))

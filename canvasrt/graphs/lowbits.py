@@ -37,13 +37,13 @@ _INT4 = np.array([*range(8), *range(-8, 0)], np.float32)
 
 
 def _pairs(values: Floats) -> Floats:
-    """Both numbers of every byte."""
+    """Return the two numbers that each byte encodes."""
     code = np.arange(256)
     return np.stack([values[code & 15], values[code >> 4]], axis=-1)
 
 
 _E2M1_PAIRS, _INT4_PAIRS = _pairs(_E2M1), _pairs(_INT4)
-# XOR of an INT4 byte and the byte of the same two numbers plus 8, without a sign.
+# XOR with this turns a byte of two signed INT4 codes into unsigned ones, plus 8.
 INT4_OFFSET = np.uint8(0x88)
 # Midpoints of neighbouring E2M1 magnitudes. At the odd ones, the even code is the upper one.
 _E2M1_MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
@@ -107,7 +107,7 @@ def dequantize_nvfp4(values: Bytes, block_scales: Bytes, scale: npt.ArrayLike) -
 
 
 def dequantize_int4(values: Bytes, scales: npt.NDArray[np.float32]) -> Floats:
-    """`values` `[…, in / 2]` times their block's scale; `scales` `[…, in / block]` say how long a block is."""
+    """Return `values` `[…, in / 2]` times their block's scale; `scales`, `[…, in / block]`, tell its length."""
     blocks = _INT4_PAIRS[values].reshape(*scales.shape, -1)
     return (blocks * scales[..., None]).reshape(*values.shape[:-1], -1)
 
@@ -115,7 +115,7 @@ def dequantize_int4(values: Bytes, scales: npt.NDArray[np.float32]) -> Floats:
 def dequantize(
     format: str, values: Bytes, scale: npt.ArrayLike | None, blocks: npt.NDArray[Any] | None
 ) -> Floats:
-    """What packed `values` stand for in a format, by its `scale` and the scales of its `blocks`, if it has them."""
+    """Return the values of packed codes in a format, with its `scale` and its `blocks`' scales, if it has them."""
     if format == "int4":
         assert blocks is not None
         return dequantize_int4(values, blocks)

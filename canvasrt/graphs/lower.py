@@ -1,8 +1,8 @@
-"""Graphs for ONNX Runtime on a CPU: everything in float32, with quantized weights and activations rounded as they are.
+"""Graphs for ONNX Runtime on a CPU: everything in float32, rounded exactly as in the quantized graph.
 
-A CPU multiplies neither bfloat16 nor FP8 nor NVFP4. The lowered graph holds the weights' dequantized values, and
-rounds each activation to the same grid at the same place. INT4 weights stay packed, and a function that the graph
-carries with it unpacks them: `nbits` has what runs. Weights are streamed, one piece in memory at a time.
+A CPU cannot multiply bfloat16, FP8 or NVFP4. The lowered graph holds dequantized weights and rounds activations to the
+same grid in the same places. INT4 weights stay packed behind a function that `nbits` replaces by the operator that
+runs. Weights are streamed, one piece in memory at a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
 # Attributes that name a dtype.
 _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
-# How many numbers are widened at a time.
+# Numbers widened at a time.
 _PIECE = 1 << 22
 
 
@@ -77,11 +77,11 @@ def lower_graph(source: Path, out: Path) -> None:
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
-    """Put what a CPU reads in the place of every packed weight; the initializers to be written, by name."""
+    """Replace every packed weight by what a CPU reads. Return the initializers to write, by name."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if packed[name] == _INT8:  # the table, which stays as it is: `table` has what runs
+        if packed[name] == _INT8:  # the table stays as it is: `table` makes it run
             continue
         kind = _Int4Weight if packed[name] == _INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()
@@ -90,7 +90,7 @@ def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
 
 
 class _Weight:
-    """A packed weight of a graph, and how it is written."""
+    """A packed weight of a graph, and its replacement."""
 
     def __init__(self, graph: ir.Graph, name: str) -> None:
         self.graph, self.name = graph, name
@@ -100,7 +100,7 @@ class _Weight:
         self.shape = tuple(int(size) for size in self.tensors[_VALUES].shape.numpy())
 
     def rewrite(self) -> list[Stored]:
-        """Put the plain weight, its factor included, in the place of its parts; the initializers to be written."""
+        """Replace the parts by the plain weight, its factor included. Return the initializers to write."""
         plain = ir.Value(name=self.name, type=ir.TensorType(_FLOAT), shape=ir.Shape(self.shape))
         self.graph.initializers[self.name] = plain
         (dequantize,) = self.values[_VALUES].consumers()
@@ -142,7 +142,7 @@ class _Weight:
 
 
 class _Int4Weight(_Weight):
-    """An INT4 weight: its codes plus 8, so that they have no sign, and its scales in float32."""
+    """An INT4 weight as unsigned codes (plus 8) and float32 scales."""
 
     def rewrite(self) -> list[Stored]:
         *rows, width = self.shape

@@ -1,7 +1,7 @@
-"""Products with INT4 matrices for a CPU: ONNX Runtime's MatMulNBits reads a graph's codes and scales as they are.
+"""INT4 products on a CPU: ONNX Runtime's MatMulNBits reads a lowered graph's codes and scales as they are.
 
-Its weight is `[out, in / block, block / 2]` bytes, two codes plus 8 per byte, the first one low: the bytes of the
-lowered graph, cut into blocks.
+Its weight is `[out, in / block, block / 2]` bytes of two unsigned codes each, the first in the low bits: the lowered
+graph's bytes, reshaped into blocks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from canvasrt.graphs.protos import CONTRIB, import_contrib, make_node, replace, 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-# The function of a lowered graph that stands for an INT4 weight, and what its two inputs are called behind the name.
+# The lowered graph's function that unpacks an INT4 weight, and the suffixes of its two inputs' names.
 UNPACK, CODES, SCALES = "UnpackInt4", ".codes", ".scales"
-# How inputs are read. With few rows a product in int8 takes half the time; with a canvas's rows it gains nothing.
+# Accuracy levels. Inputs in int8 halve the time of a product with few rows, and gain nothing for a whole canvas.
 EXACT, INT8 = 0, 4
 
 
 def use_nbits(model: ModelProto) -> bool:
-    """Rewrite every product with an INT4 matrix `[out, in]`, in place; False where there is none."""
+    """Rewrite every product with an INT4 matrix `[out, in]` in place. Return False if there is none."""
     graph = model.graph
     weights = {item.name: item for item in graph.initializer}
     unpacked = {
@@ -51,7 +51,7 @@ def use_nbits(model: ModelProto) -> bool:
 
 
 def cut(codes: TensorProto, scales: TensorProto) -> int:
-    """Make the bytes `[out, in / 2]` those of `[out, in / block, block / 2]`; the block's length."""
+    """Reshape the codes from `[out, in / 2]` to `[out, in / block, block / 2]`. Return the block's length."""
     out, width = codes.dims
     count = scales.dims[1]
     codes.dims[:] = [out, count, width // count]
@@ -61,7 +61,7 @@ def cut(codes: TensorProto, scales: TensorProto) -> int:
 def product(
     x: str, codes: TensorProto, scales: TensorProto, block: int, output: str, level: int
 ) -> NodeProto:
-    """Return the node that multiplies `x` `[…, in]` with a matrix whose bytes are `cut`."""
+    """Return the node that multiplies `x` `[…, in]` by a matrix whose codes are in blocks, after `cut`."""
     out, count, _ = codes.dims
     sizes = {"K": count * block, "N": out, "block_size": block}
     return make_node(
@@ -77,7 +77,7 @@ def product(
 
 
 def _drop(graph: GraphProto, nodes: list[NodeProto]) -> None:
-    """Remove those of `nodes`, in their order in the graph, whose result nothing reads."""
+    """Remove the nodes whose result nothing reads, last first."""
     for each in reversed(nodes):
         if not users(graph, each.output[0]):
             replace(graph, each, [])

@@ -1,10 +1,10 @@
-"""Editing graphs as protobufs, whose weights stay in external data: what a CPU build needs, and no more."""
+"""Edits graphs as protobufs, with weights left in external data: only what a CPU build needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# onnx is imported where it is needed: an image that serves has this package and not that one.
+# onnx is imported inside functions: a serving image has this package, but not onnx.
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
@@ -15,19 +15,19 @@ CONTRIB = "com.microsoft"
 def make_node(
     kind: str, inputs: list[str], outputs: list[str], name: str, **attributes: Any
 ) -> NodeProto:
-    """A node; `domain` among the attributes is its operator's."""
+    """Return a node; `domain` among the attributes is its operator's."""
     from onnx import helper
 
     return helper.make_node(kind, inputs, outputs, name, **attributes)
 
 
 def users(graph: GraphProto, value: str) -> list[NodeProto]:
-    """The nodes that read a value."""
+    """Return the nodes that read a value."""
     return [each for each in graph.node if value in each.input]
 
 
 def replace(graph: GraphProto, old: NodeProto, new: list[NodeProto]) -> None:
-    """Puts nodes in the place of one."""
+    """Replace one node by others."""
     nodes = list(graph.node)
     place = next(number for number, each in enumerate(nodes) if each is old or each == old)
     del graph.node[:]
@@ -35,7 +35,7 @@ def replace(graph: GraphProto, old: NodeProto, new: list[NodeProto]) -> None:
 
 
 def import_contrib(model: ModelProto) -> None:
-    """Names the domain of ONNX Runtime's operators in the model, once."""
+    """Import the domain of ONNX Runtime's operators into the model, once."""
     from onnx import helper
 
     if not any(opset.domain == CONTRIB for opset in model.opset_import):
@@ -43,7 +43,7 @@ def import_contrib(model: ModelProto) -> None:
 
 
 def rows_of(tensor: TensorProto, first: int, count: int, name: str) -> TensorProto:
-    """Part of a tensor along its first axis, as an initializer of its own: the same bytes of external data."""
+    """Return part of a tensor along its first axis as an initializer of its own, over the same external data."""
     from onnx import TensorProto
 
     external = {entry.key: entry.value for entry in tensor.external_data}

@@ -1,4 +1,4 @@
-"""Rounding to FP8 and NVFP4, and unpacking INT4, in standard ONNX operators: functions that a graph carries with it."""
+"""Rounding to FP8 and NVFP4, and unpacking INT4, as functions inside the graph, in standard operators."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _nvfp4(body: _Body) -> ir.Value:
 
 
 def _int4(body: _Body) -> ir.Value:
-    """`lowbits.dequantize_int4` of codes plus 8; `scale` `[…, in / block]`."""
+    """Build `lowbits.dequantize_int4` for unsigned codes (plus 8); `scale` is `[…, in / block]`."""
     low = body.add("BitwiseAnd", body.x, body.byte(15))
     high = body.add("BitShift", body.x, body.byte(4), direction="RIGHT")
     last = body.integers(-1)

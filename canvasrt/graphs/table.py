@@ -1,4 +1,4 @@
-"""The embedding table in a graph: where its bytes are, and on a CPU how it is multiplied a piece at a time."""
+"""The embedding table in a graph: where its bytes are, and its products in pieces for a CPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 TABLE, VALUES, SCALE = "table", "table.values", "table.scale"
-# Of a piece in float32: what a product needs beside the table itself, which stays mapped.
+# Size of a piece in float32: the memory that a product needs beyond the mapped table.
 PIECE_BYTES = 1 << 27
 
 
 def embedding_entry(file: Path) -> dict[str, Any]:
-    """What a manifest says of the embeddings: file, dtype and shape, of INT8 ones also where their scales are.
+    """Return the manifest's entry for the embeddings: file, dtype and shape, and for INT8 also where the scales are.
 
-    Args: `file` the head's graph.
+    `file` is the head's graph.
     """
     import onnx_ir as ir
 
@@ -41,9 +41,9 @@ def embedding_entry(file: Path) -> dict[str, Any]:
 
 
 def split_table(model: ModelProto) -> bool:
-    """Multiplies with an INT8 table in pieces, in place, so that it is never whole in float32; False without one.
+    """Multiply by an INT8 table in pieces, so that it is never whole in float32. Return False without one.
 
-    The pieces are parts of the same bytes. Rows that are looked up are dequantized after that.
+    The graph is edited in place. The pieces are parts of the same bytes. Looked-up rows are dequantized afterwards.
     """
     graph = model.graph
     stored = {item.name: item for item in graph.initializer}
@@ -74,7 +74,7 @@ class _Pieces:
         self._cuts = [tokens * number // count for number in range(count + 1)]
 
     def turned(self, x: str, output: str) -> list[NodeProto]:
-        """`x` `[…, D]` times the transpose: `[…, V]`."""
+        """Return the nodes for `x` `[…, D]` times the transpose: `[…, V]`."""
         nodes, parts = [], []
         for number, wide in enumerate(self._wide("logits")):
             parts.append(f"{TABLE}/logits_{number}")
@@ -83,7 +83,7 @@ class _Pieces:
         return [*nodes, _node("Concat", parts, output, axis=-1)]
 
     def straight(self, x: str, output: str) -> list[NodeProto]:
-        """`x` `[…, V]` times the table: `[…, D]`."""
+        """Return the nodes for `x` `[…, V]` times the table: `[…, D]`."""
         from onnx import numpy_helper
 
         sizes = np.diff(self._cuts).astype(np.int64)
@@ -97,8 +97,8 @@ class _Pieces:
         return [*nodes, _node("Sum", parts, output)]
 
     def _wide(self, use: str) -> Iterator[NodeProto]:
-        """What dequantizes each piece. Each use has initializers of its own, or ONNX Runtime would keep the pieces of
-        the first product for the second."""
+        """Yield the node that dequantizes each piece. Each use has its own initializers, or ONNX Runtime would keep the
+        first product's pieces for the second."""
         for number, first in enumerate(self._cuts[:-1]):
             count = self._cuts[number + 1] - first
             parts = [
@@ -111,7 +111,7 @@ class _Pieces:
 
 
 def _look_up_first(graph: GraphProto, unit: NodeProto) -> None:
-    """Puts the lookup of rows before the dequantizer of all of them."""
+    """Look rows up before dequantizing them, instead of dequantizing the whole table."""
     (gather,) = users(graph, unit.output[0])
     codes = f"{gather.output[0]}_codes"
     new = [

@@ -1,4 +1,4 @@
-"""The kernels of an engine as its builder printed them: what they are, what they cost, what a pass should take.
+"""An engine's kernels, as its builder lists them: what they move and compute, and how long a pass should take.
 
 Nothing here runs on a GPU; every time is a prediction.
 """

@@ -1,4 +1,4 @@
-"""Takes the kernel list of an engine from the messages of its builder."""
+"""Captures an engine's kernel list from its builder's messages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from canvasrt.kernels.shapes import shapes_of
 
 
 class Capture:
-    """Sees every message of a builder, and keeps the one that lists the kernels."""
+    """Looks at a builder's messages and keeps the kernel list."""
 
     def __init__(self) -> None:
         self.message: str | None = None
 
     def see(self, message: str) -> None:
-        """Call it with each message, of any severity."""
+        """Look at one message, whatever its severity."""
         if is_kernel_list(message):
             self.message = message
 
     def write(
         self, trt: Any, network: Any, fixed: Mapping[str, Mapping[str, int]], file: Path
     ) -> bool:
-        """Write the kernels that were seen to `file`; False when the builder listed none.
+        """Write the kernel list to `file`; return False if the builder printed none.
 
-        `network` is a parsed one, of which nothing will be built any more; `fixed` by profile, in the engine's order,
-        the dimensions that have one size alone.
+        `network` is the parsed network; nothing can be built from it afterwards. `fixed` holds, per profile in the
+        engine's order, the dimensions that have a single size.
         """
         if self.message is None:
             return False

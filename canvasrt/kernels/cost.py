@@ -1,8 +1,8 @@
 """What a kernel must move and compute at given sizes. Pure functions over the kernel list.
 
-Bytes are what a kernel reads and writes of memory, each byte once: caches between kernels are not counted on. A gather
-or a slice counts the elements that it takes. Operations of a product are two for each multiply-add; those of
-everything else one for each step that its name tells and each element.
+Bytes: what a kernel reads and writes, each byte once, as if no cache helped. A gather or a slice counts the elements
+that it takes. Operations: two per multiply-add of a product; for other kernels, one per element and step in the
+kernel's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BITS = {
     "Int32": 32,
     "Int64": 64,
 }
-# The format of a product by its narrower operand; weights narrower than what they are multiplied with are widened first.
+# The format that a product of this dtype runs in. If operands differ, the wider one counts: the other is widened first.
 _FORMATS = {
     "FP4E2M1": "fp4",
     "FP8": "fp8",
@@ -40,16 +40,16 @@ _FORMATS = {
     "Float": "fp32",
 }
 _ATTENTION = "mha"
-# Myelin's names are of four letters a step: `MulMeanAddSqrt`; `Fc` is a product.
+# Myelin, TensorRT's compiler, names a fused kernel by its steps: `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
-# What launches nothing on the GPU: shapes computed, and memory taken from the program's own piece.
+# Entries that launch nothing on the GPU: shape arithmetic and memory bookkeeping.
 _HOST = ("shape_call", "allocate", "deallocate")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`moved` bytes; `operations` in `format`, a key of a GPU's rates; whether it is a matrix product or attention."""
+    """Bytes moved, and operations in `format`, a key of a GPU's rates. `is_product`: a matrix product or attention."""
 
     moved: float
     operations: float
@@ -58,30 +58,30 @@ class Cost:
 
 
 def launches(kernel: Kernel) -> bool:
-    """Return whether the GPU runs something for it."""
+    """Return whether the kernel launches work on the GPU."""
     return kernel.kind not in _HOST
 
 
 def is_attention(kernel: Kernel) -> bool:
-    """Return whether it is attention in one kernel: both products and the softmax between them."""
+    """Return whether the kernel is fused attention: both products and the softmax between them."""
     return _ATTENTION in kernel.name.split("_")
 
 
 def is_product(kernel: Kernel) -> bool:
-    """Return whether it is a product of two matrices, alone or with what follows it."""
+    """Return whether the kernel is a matrix product, fused with later steps or not."""
     if is_attention(kernel):
         return False
     return kernel.kind == "gemm" or bool(_PRODUCT.search(step_names(kernel)))
 
 
 def step_names(kernel: Kernel) -> str:
-    """Return what Myelin says that a fused kernel computes, step by step; empty for others."""
+    """Return the steps in a fused kernel's name; empty for other kernels."""
     found = re.match(r"__myl_([A-Za-z]+)_", f"{kernel.tactic or kernel.name}_")
     return found[1] if found else ""
 
 
 def weight(kernel: Kernel) -> Tensor | None:
-    """Return the constant matrix of a product; None where both operands are computed."""
+    """Return the constant matrix of a product; None if both operands are computed."""
     matrices = [each for each in kernel.constants if sum(_is_long(d) for d in each.dims) >= 2]
     return max(matrices, key=lambda each: volume(each.dims, {}), default=None)
 
@@ -93,20 +93,20 @@ def _is_long(dim: int | str) -> bool:
 def costs(kernels: Sequence[Kernel], sizes: Sizes) -> list[Cost]:
     """Return the cost of each kernel of a program at these sizes.
 
-    Raises CanvasError for a kernel with a size that is not known, or that `sizes` does not have.
+    Raises CanvasError for a size that is unknown or missing from `sizes`.
     """
     try:
         whole = _whole(kernels, sizes)
         return [_cost(kernel, sizes, whole) for kernel in kernels]
     except KeyError as error:
         raise CanvasError(
-            f"the size {error.args[0]!r} of a kernel's tensor is not known",
-            "this list of kernels cannot be evaluated: build the engines again",
+            f"the kernel list has a size that is unknown: {error.args[0]!r}",
+            "build the engines again with this version",
         ) from None
 
 
 def _whole(kernels: Iterable[Kernel], sizes: Sizes) -> dict[str, int]:
-    """Return the elements of every tensor: kernels may be shown a part of it."""
+    """Return each tensor's full number of elements; a kernel may list only a part of it."""
     whole: dict[str, int] = {}
     for kernel in kernels:
         for tensor in kernel.tensors:
@@ -132,14 +132,14 @@ def _cost(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> Cost:
 
 
 def product_format(kernel: Kernel) -> str:
-    """Return the format that a product is computed in: that of its wider operand, 16 bits where operands are cast first."""
+    """Return the format that a product runs in: its wider operand's, or bf16 if narrower operands are cast first."""
     operands = [kernel.inputs[0]]
     if (constant := weight(kernel)) is not None:
         operands.append(constant)
     elif len(kernel.inputs) > 1:
         operands.append(kernel.inputs[1])
     widest = max(operands, key=lambda each: BITS[each.dtype])
-    # `CastMulCastFc`: numbers are dequantized on their way into the product.
+    # `CastMulCastFc` dequantizes its operands before the product.
     before, product, _ = step_names(kernel).partition("Fc")
     cast = bool(product) and "Cast" in before
     return "bf16" if cast and BITS[widest.dtype] < 16 else _FORMATS[widest.dtype]
@@ -159,7 +159,7 @@ def _moved(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> float:
     total = float(sum(count * bits for count, bits in written.values()))
     for name, (count, bits) in read.items():
         if name in in_place:
-            # A scatter writes as many elements as it is given, and leaves the others.
+            # A scatter writes only the elements that it is given.
             given = [volume(each.dims, sizes) for each in kernel.inputs if each.name != name]
             total += min(whole[name], max(given, default=whole[name])) * bits
         else:

@@ -1,4 +1,4 @@
-"""Sizes that depend on a call: sums of products of named dimensions, such as `8*octets_full+length` or `8*capacity+1`.
+"""Sizes that depend on the call: sums of products of named dimensions, such as `8*octets_full+length`.
 
 `batch*length/128` is the number of blocks of 128 that hold the product, rounded up.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Dim = int | str
-# What a builder prints as −1 and nothing here could name.
+# A size that the builder prints as −1 and that could not be named.
 UNKNOWN = "?"
 
 
@@ -44,7 +44,7 @@ def volume(dims: Sequence[Dim], sizes: Mapping[str, int]) -> int:
 
 
 def times(factors: Sequence[Dim]) -> Dim:
-    """Return the product of sizes none of which is a sum, except one that stands alone."""
+    """Return the product of sizes. A sum can only be returned as it is; multiplying one gives UNKNOWN."""
     known, named = 1, []
     for factor in factors:
         if isinstance(factor, int):
@@ -78,7 +78,7 @@ def from_terms(terms: Mapping[tuple[str, ...], int]) -> Dim:
 
 
 def fix(dim: Dim, sizes: Mapping[str, int]) -> Dim:
-    """Return a size with the dimensions that are fixed put in as numbers."""
+    """Return a size with the dimensions in `sizes` replaced by their numbers."""
     if isinstance(dim, int) or dim == UNKNOWN or not names_in(dim) & set(sizes):
         return dim
     known, terms = 0, []

@@ -1,4 +1,4 @@
-"""Which layer and which part of the network a kernel belongs to, by the names of the graph's nodes that it came from.
+"""Assigns each kernel to a layer and a part of the network, by the names of the nodes that it came from.
 
 The export names a node by its module, and a quantized product by its weight: `layers.2.attention/node_mul_141`,
 `layers.2.experts.gate_up/product`.
@@ -26,7 +26,7 @@ _INTEGERS = {"Int32", "Int64", "Bool"}
 
 @dataclass(frozen=True)
 class Place:
-    """`layer` is the model's number of it; None outside of layers. `is_product` tells matrix products and attention."""
+    """`layer` is its index in the model; None outside the layers. `is_product`: a matrix product or attention."""
 
     layer: int | None
     part: str
@@ -34,7 +34,7 @@ class Place:
 
 
 def places(kernels: Sequence[Kernel], segment: str, layers: Sequence[int] = ()) -> list[Place]:
-    """Return the place of each kernel of a segment, `layers` being the model's layers that it holds."""
+    """Return the place of each kernel of a segment; `layers` are the model's layers in the segment."""
     return [_place(kernel, segment, layers) for kernel in kernels]
 
 
@@ -47,7 +47,7 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     found = Counter(_named(node) for node in kernel.nodes)
     if not found:
         return Place(None, OTHER, product)
-    # Of several equally frequent ones the first: a kernel's nodes are not in order, so this is as good as any.
+    # Nodes are in no order, so in a tie any will do, except that norms lose.
     number, part = max(found, key=lambda place: (found[place], place[1] != NORMS))
     if part == EXPERTS and not product and _is_integer(kernel):
         part = ROUTING
@@ -56,7 +56,7 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
 
 
 def _named(node: str) -> tuple[int | None, str]:
-    """Return the layer's number in its segment, and the part, of one node."""
+    """Return a node's layer, by its number in the segment, and its part."""
     found = _LAYER.match(node)
     if found is None:
         return None, MASKS

@@ -16,12 +16,12 @@ Json = dict[str, Any]
 
 FILES = ("kernels.json", "kernels.html")
 _COLOUR = dict(zip(PARTS, COLOURS, strict=True))
-# Labels that would not fit into a bar's piece are left out.
+# Pieces narrower than this share of the longest bar get no label.
 _LABELLED = 0.06
 
 
 def write_page(data: Json, name: str, folder: Path) -> None:
-    """Write `FILES` into a folder that holds nothing yet. Raises CanvasError where matplotlib is not installed."""
+    """Write `FILES` into a folder that holds nothing yet. Raises CanvasError if matplotlib is not installed."""
     with staging(folder) as tmp:
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
         (tmp / FILES[0]).write_text(text, encoding="utf-8")
@@ -29,14 +29,14 @@ def write_page(data: Json, name: str, folder: Path) -> None:
 
 
 def page(data: Json, title: str) -> str:
-    """HTML."""
+    """Return the page as HTML."""
     gpu, sizes = data["gpu"], data["sizes"]
     where = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
     subjects = [
         data["note"],
         f"{gpu['name']}, {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached, "
         f"{gpu['arithmetic']:.0%} of the rates of products ({where}); batch {sizes['batch']}, "
-        f"context {sizes['context']:,}, {sizes['capacity']} slots an expert",
+        f"context {sizes['context']:,}, {sizes['capacity']} slots per expert",
     ]
     return render(title, subjects, list(_blocks(data)), "Written by canvasrt inspect --kernels.")
 
@@ -50,7 +50,7 @@ def _blocks(data: Json) -> Iterator[Json]:
         )
         plot = drawing(f"parts-{kind}", f"Milliseconds by part of a {kind} pass", _parts, made)
         yield block(f"A pass: {kind}", note, plot, [(_HEADS, _rows(made))], last_is_total=True)
-    for by, label in (("batch", "requests a pass"), ("context", "cached tokens of each request")):
+    for by, label in (("batch", "requests per pass"), ("context", "cached tokens per request")):
         grown = data["growth"][by]
         if len(grown) > 1:
             plot = drawing(
@@ -61,7 +61,7 @@ def _blocks(data: Json) -> Iterator[Json]:
                 by,
                 label,
             )
-            heads = [by, "slots an expert", "ms", "floor, ms", "times the floor"]
+            heads = [by, "slots per expert", "ms", "floor, ms", "times the floor"]
             rows = [
                 [
                     f"{each[by]:,}",
@@ -108,7 +108,7 @@ def _rows(made: Json) -> list[list[str]]:
 
 
 def _parts(made: Json) -> Any:
-    """Return a bar a segment, in pieces by part, and the floor as a line in the pass's bar."""
+    """Draw one bar per segment, split by part."""
     names = [each["segment"] for each in made["segments"]]
     figure, axes = figure_of(1.3 + 0.34 * len(names))
     times: dict[str, dict[str, float]] = {name: {} for name in names}
@@ -139,7 +139,7 @@ def _stacked(axes: Any, names: Sequence[str], times: Sequence[Json]) -> None:
 
 
 def _growth(grown: Sequence[Json], by: str, label: str) -> Any:
-    """Pieces by part over sizes, which are written out, and the floor as a line."""
+    """Draw one bar per size, split by part, with its total, and the floor as a line."""
     figure, axes = figure_of(3.2)
     places = list(range(len(grown)))
     below = [0.0] * len(grown)

@@ -1,7 +1,7 @@
-"""The builder's message that lists every kernel of an engine, read into plain data.
+"""Parses the builder's list of an engine's kernels.
 
-TensorRT and TensorRT-RTX print it as one VERBOSE message when the profiling verbosity is DETAILED: a line a kernel,
-in the order in which they run, one program after the other where an engine has several profiles.
+With a profiling verbosity of DETAILED, TensorRT and TensorRT-RTX print it as one VERBOSE message: one line per kernel
+in the order in which they run, profile after profile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TENSOR = re.compile(
 )
 _TACTIC = re.compile(r"TacticName: (\S*?), ")
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Behind the names of what later profiles compute, and of what Myelin, the compiler inside, made of a tensor.
+# Suffixes of names: the profile, except for the first, and the numbers of Myelin, TensorRT's compiler.
 _PROFILE = re.compile(r" \[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl(\d+)(_\d+)?$")
 
@@ -34,7 +34,7 @@ UNRESOLVED = -1
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a kernel reads or writes. `read` is the number of elements it reads, where that is not all of them."""
+    """What a kernel reads or writes. `read` is the number of elements it reads, if that is not all of them."""
 
     name: str
     dtype: str
@@ -44,7 +44,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel. `nodes` are the graph's nodes that it came from; `tactic` says what it computes, in Myelin's words."""
+    """One kernel. `nodes` are the graph's nodes that it came from; `tactic` is Myelin's name for what it computes."""
 
     name: str
     kind: str
@@ -56,23 +56,23 @@ class Kernel:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that it touches."""
+        """Everything that the kernel reads or writes."""
         return (*self.inputs, *self.constants, *self.outputs)
 
 
 def is_kernel_list(message: str) -> bool:
-    """Return whether a message of the builder is the list."""
+    """Return whether a message of the builder is the kernel list."""
     return message.startswith(HEADING)
 
 
 def parse(message: str) -> list[list[Kernel]]:
-    """Return the kernels of each optimization profile, in order. Sizes that a call decides are −1 still.
+    """Return the kernels of each optimization profile, in order. Sizes that depend on the call are still −1.
 
-    Raises CanvasError for a line that is not understood: another version of the builder may print another form.
+    Raises CanvasError for a line that it cannot parse: another version of the builder may print it differently.
     """
     lines = [line for line in message.split("\n\n")[0].splitlines() if line.startswith("Name: ")]
     read = [_kernel(line) for line in lines]
-    # Only what has a graph's name says its profile; a program's kernels share Myelin's number of it.
+    # Only kernels named after the graph state their profile. The others share Myelin's number with one of them.
     known = {
         name: profile
         for kernel, profile in read
@@ -92,12 +92,12 @@ def _program(kernel: Kernel) -> str | None:
 
 
 def _kernel(line: str) -> tuple[Kernel, int | None]:
-    """Return one line, and the profile that it names."""
+    """Return one line's kernel, and the profile that the line names."""
     found = _KERNEL.match(line)
     if found is None:
         raise CanvasError(
-            f"the builder's list of kernels has a line of another form: {line[:120]}",
-            "this version of the builder is not known here",
+            f"cannot parse a line of the builder's kernel list: {line[:120]}",
+            "build with the version of TensorRT or TensorRT-RTX in constraints.txt",
         )
     tactic = _TACTIC.search(found["rest"] + " ")
     profile = _PROFILE.search(line)
@@ -136,5 +136,5 @@ def _without_profile(kernel: Kernel) -> Kernel:
 
 
 def base_name(name: str) -> str:
-    """Return the graph's name of a tensor, where it has one: `layer_0/linear.1_83_myl3` → `layer_0/linear`."""
+    """Strip the builder's suffixes from a tensor's name: `layer_0/linear.1_83_myl3` → `layer_0/linear`."""
     return re.sub(r"(\.\d+)?(_\d+)?(_myl\d+)?$", "", name)

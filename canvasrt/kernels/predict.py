@@ -1,4 +1,4 @@
-"""What a pass of a bundle's engines should take on a GPU: a prediction from the kernel lists, and the floor beside it."""
+"""Predicts how long a pass takes on a GPU, from the engines' kernel lists, and the floor below that."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from canvasrt.kernels.rates import Gpu
 Json = dict[str, Any]
 
 DENOISE, ENCODE = "denoise", "encode"
-# Sizes that a pass may give its experts, as many as keep the shapes few.
+# The expert capacities that a prediction chooses from.
 CAPACITIES = (32, 64, 128, 256, 512, 1024)
-# Denoising steps of a block, where a figure for a whole block is given.
+# Denoising steps that a block is assumed to take.
 STEPS = 16
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A call's sizes: `batch` requests of `length` tokens, `context` tokens cached by each, `capacity` slots an expert."""
+    """A call's sizes: `batch` requests of `length` tokens, each with `context` cached; `capacity` slots per expert."""
 
     batch: int
     length: int
@@ -37,7 +37,7 @@ class Sizes:
     capacity: int
 
     def dims(self, model: ModelConfig, shared: bool = False) -> dict[str, int]:
-        """By the names of the graphs' dimensions; with `shared`, all tokens feed every expert's first product."""
+        """Return the sizes by dimension name. With `shared`, every expert's first product takes all tokens."""
         return {
             "batch": self.batch,
             "length": self.length,
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass
 class Pass:
-    """The kernels of one pass in order, of all segments that it runs."""
+    """One pass's kernels in order, over all its segments."""
 
     kind: str
     sizes: Sizes
@@ -71,7 +71,7 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """The sum over the kernels: one runs after the other."""
+        """The sum over the kernels: they run one after another."""
         return sum(row.seconds for row in self.rows)
 
     def segments(self) -> dict[str, float]:
@@ -91,7 +91,7 @@ def _sums(rows: Sequence[Row], key: Any) -> dict[str, float]:
 
 
 def usual_capacity(model: ModelConfig, tokens: int) -> int:
-    """Slots an expert that hold the fullest one with near-uniform routing: eight deviations above the mean load."""
+    """Return slots per expert that suffice for nearly uniform routing: eight deviations above the mean load."""
     mean = tokens * model.top_k_experts / model.num_experts
     wanted = mean + 8 * math.sqrt(mean)
     return min(tokens, next((size for size in CAPACITIES if size >= wanted), tokens))
@@ -101,10 +101,10 @@ class Predictor:
     """The kernel lists of a bundle's engines, read once."""
 
     def __init__(self, bundle: Bundle, repeat: Mapping[int | None, int] | None = None) -> None:
-        """Raise CanvasError for a bundle whose engines have none.
+        """Read the lists. Raises CanvasError if an engine has none.
 
-        `repeat` lets few layers stand for many: how often a layer's kernels run, and for None those of a body segment
-        that belong to no layer.
+        `repeat` lets a few layers stand for many: how often each layer's kernels count; None is for a body segment's
+        kernels outside its layers.
         """
         manifest = bundle.manifest
         self.repeat = dict(repeat or {})
@@ -113,8 +113,8 @@ class Predictor:
         without = [name for name, entry in self.entries.items() if "kernels" not in entry]
         if manifest.kind != "engines" or without:
             raise CanvasError(
-                f"{bundle.path} holds no lists of kernels",
-                "TensorRT-RTX's builder gives them: build for an RTX target with this version",
+                f"{bundle.path} has no kernel lists",
+                "only TensorRT-RTX's builder writes them: build for an RTX target with this version",
             )
         self.lists = {
             name: store.read(bundle.file(entry["kernels"])) for name, entry in self.entries.items()
@@ -130,7 +130,7 @@ class Predictor:
     def encode(
         self, gpu: Gpu, batch: int, length: int, context: int, capacity: int | None = None
     ) -> Pass:
-        """Return an encoding pass of `length` clean tokens a request: the body segments alone."""
+        """Return an encoding pass of `length` clean tokens per request: only the body segments."""
         capacity = capacity or usual_capacity(self.model, batch * length)
         sizes = Sizes(batch, length, context, capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
@@ -138,7 +138,7 @@ class Predictor:
     def block_seconds(
         self, gpu: Gpu, batch: int, context: int, capacity: int | None = None
     ) -> float:
-        """Return a block of `STEPS` denoising steps and the encoding of its result."""
+        """Return the seconds for one block: `STEPS` denoising steps and the encoding of its result."""
         encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
         return STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
 
@@ -161,7 +161,7 @@ class Predictor:
     def _program(
         self, segment: str, kind: str, sizes: Sizes
     ) -> tuple[Sequence[Kernel], dict[str, int]]:
-        """Return the kernels of the profile that such a call takes, and the call's dimensions, as the runtime chooses both."""
+        """Return the kernels and the dimensions of such a call, with the profile chosen as the runtime does."""
         for shared in (True, False):
             dims = sizes.dims(self.model, shared)
             holding = [
@@ -182,9 +182,9 @@ class Predictor:
         )
 
     def _floor(self, made: Pass, gpu: Gpu) -> float:
-        """Weights and cached keys and values read once, and the products that are needed at their peak: the larger.
+        """Return the longer of reading weights and caches once, and computing the necessary products at the peak rate.
 
-        Of the experts' products only the rows that tokens were routed to are needed, whatever the capacity.
+        Of the experts' products only the rows with routed tokens are necessary, whatever the capacity.
         """
         sizes, model = made.sizes, self.model
         needed = sizes.batch * sizes.length * model.top_k_experts
@@ -207,7 +207,7 @@ def _rows(row: Row, dims: Mapping[str, int]) -> int:
 
 
 def weight_bytes(rows: Sequence[Row]) -> float:
-    """Bytes of the matrices that these kernels multiply by, with their scales; the head's table counts once."""
+    """Return the bytes of these kernels' weight matrices and scales; the head's table counts once."""
     total, tables = 0.0, {}
     for row in rows:
         if not row.cost.is_product:
@@ -223,7 +223,7 @@ def weight_bytes(rows: Sequence[Row]) -> float:
 
 
 def _cached(rows: Sequence[Row], dims: Mapping[str, int]) -> float:
-    """Bytes of the cached keys and values that a pass reads, each once a layer."""
+    """Return the bytes of the cached keys and values that a pass reads, each once per layer."""
     return sum(
         volume(each.dims, dims) * BITS[each.dtype] / 8
         for row in rows

@@ -1,4 +1,4 @@
-"""What GPUs can do: bandwidth and dense rates of matrix products, quoted from memory of their makers' tables."""
+"""Bandwidth and dense rates of matrix products by GPU, quoted from NVIDIA's documents but unchecked."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from canvasrt.errors import CanvasError, UsageError
 
-# What kernels are taken to reach of a table's figures. A guess, until a GPU is measured: large copies reach 0.85 to
-# 0.93 of the bandwidth on most cards, products of a few hundred rows 0.6 to 0.8 of the peak.
+# The shares of these rates that kernels are assumed to reach: guesses until a GPU is measured. On most cards, large
+# copies reach 0.85 to 0.93 of the bandwidth, and products of a few hundred rows 0.6 to 0.8 of the peak.
 BANDWIDTH_REACHED = 0.85
 ARITHMETIC_REACHED = 0.75
 # Seconds between two kernels of a captured graph: a guess too.
@@ -21,10 +21,10 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """`bandwidth` in bytes a second; `rates` in operations a second, dense, by the format of what is multiplied.
+    """`bandwidth` is in bytes per second, `rates` in dense operations per second by the operands' format.
 
-    Products of bf16, fp8 and fp4 accumulate in fp32. A format that is not in `rates` is multiplied in the next wider
-    one. `reached` and `arithmetic` are the parts of bandwidth and rates that kernels are taken to reach.
+    Products of bf16, fp8 and fp4 accumulate in fp32. A format without a rate runs in the next wider one. `reached` and
+    `arithmetic` are the shares of bandwidth and rates that kernels are assumed to reach.
     """
 
     name: str
@@ -37,23 +37,23 @@ class Gpu:
     measured: str = ""
 
     def rate(self, format: str) -> float:
-        """Operations a second of products in a format, at the peak."""
+        """Return the peak rate of products in a format, in operations per second."""
         for each in _WIDER[format]:
             if each in self.rates:
                 return self.rates[each]
         raise KeyError(format)
 
     def bytes_per_second(self) -> float:
-        """Return what a large copy reaches."""
+        """Return the bandwidth that a large copy reaches."""
         return self.bandwidth * self.reached
 
     def seconds(self, moved: float, operations: float, format: str) -> float:
-        """Seconds of one kernel, its launch included."""
+        """Return the seconds that one kernel takes, its launch included."""
         computing = operations / (self.rate(format) * self.arithmetic) if operations else 0.0
         return max(moved / self.bytes_per_second(), computing) + self.launch
 
 
-# Where a GPU has no units for a format, the next one that can hold its values.
+# If a GPU has no units for a format: the next one that can hold its values.
 _WIDER = {
     "fp4": ("fp4", "fp8", "bf16"),
     "fp8": ("fp8", "bf16"),
@@ -72,7 +72,7 @@ _ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
 _AMPERE = "NVIDIA Ampere GA102 whitepaper"
 _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
 
-# By the name of the target, or else the card's. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
+# By target. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
 GPUS: dict[str, Gpu] = {
     "rtx-3090": _gpu("GeForce RTX 3090", 936, _AMPERE, bf16=71, int8=284, fp32=35.6),
     "rtx-4090": _gpu("GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6),
@@ -99,8 +99,8 @@ GPUS: dict[str, Gpu] = {
     "dgx-spark": _gpu(
         "GB10",
         273,
-        "DGX Spark datasheet: 273 GB/s, 1 PFLOP of sparse FP4; the rest by the ratios of RTX PRO Blackwell, which a"
-        " measured 92 TFLOPS in bf16 and 218 GB/s (huggingface/kernels, pull request 283) agree with",
+        "DGX Spark datasheet: 273 GB/s, 1 PFLOP of sparse FP4; the rest scaled like RTX PRO Blackwell, and consistent"
+        " with a measured 92 TFLOPS in bf16 and 218 GB/s (huggingface/kernels, pull request 283)",
         fp4=500,
         fp8=250,
         bf16=125,
@@ -152,20 +152,18 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the row of that name; UsageError names the others."""
+    """Return a GPU by name; UsageError lists the known ones."""
     gpu = GPUS.get(name.strip().lower())
     if gpu is None:
-        raise UsageError(
-            f"no rates are known for the GPU {name!r}", f"there are: {', '.join(GPUS)}"
-        )
+        raise UsageError(f"unknown GPU {name!r}", f"GPUs with known rates: {', '.join(GPUS)}")
     return gpu
 
 
 def measured(gpu: Gpu, file: Path) -> Gpu:
-    """Return the same with what `python -m bench.gpu` measured on one, from its gpu.json.
+    """Return the GPU with the rates that `python -m bench.gpu` measured, from its gpu.json.
 
-    A copy's bytes a second, read and written ones together, become the bandwidth that kernels reach; a product's
-    operations a second say what part of the peak they reach.
+    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach; the rate of a matrix
+    product becomes the share of the peak.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -176,7 +174,7 @@ def measured(gpu: Gpu, file: Path) -> Gpu:
         format = str(rates.get("matrix", "")).rpartition(" ")[2]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CanvasError(
-            f"{file} holds no measured rates: {error!r}",
+            f"{file} has no measured rates: {error!r}",
             "give the gpu.json that `python -m bench.gpu -o DIR` writes",
         ) from error
     if device == "cpu":

@@ -16,8 +16,8 @@ from canvasrt.kernels.rates import Gpu
 Json = dict[str, Any]
 
 NOTE = (
-    "A prediction, not a measurement: each kernel takes the longer of its bytes at the bandwidth and its operations at"
-    " the rate of their format, and a launch; kernels run one after the other, and caches do not help."
+    "A prediction, not a measurement. Each kernel takes the longer of its bytes at the bandwidth and its operations at"
+    " their format's rate, plus a launch. Kernels run one after another, and caches are ignored."
 )
 BATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
@@ -26,7 +26,7 @@ CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 def report(
     predictor: Predictor, gpu: Gpu, batch: int, context: int, capacity: int | None = None
 ) -> Json:
-    """Return the passes of these sizes, and how a denoising pass grows. Times in milliseconds."""
+    """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds."""
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, batch, predictor.model.canvas_length, context, capacity)
     return {
@@ -71,7 +71,7 @@ def _named_sums(rows: Sequence[Row], names: Sequence[str], key: str) -> list[Jso
 
 
 def _groups(rows: Sequence[Row], model: ModelConfig) -> list[Json]:
-    """By kind of layer and part; the layers of a kind are alike, and counted together."""
+    """Return sums by kind of layer and part. Layers of a kind are alike and are summed."""
     found: dict[tuple[str, str], list[Row]] = {}
     layers: dict[str, set[int]] = {}
     for row in rows:
@@ -106,7 +106,7 @@ def _sum(rows: Iterable[Row]) -> Json:
 
 
 def formats(rows: Iterable[Row]) -> list[str]:
-    """Return what the products among these kernels are computed in; without one, the types that are written."""
+    """Return the formats of the products among these kernels; without any, the dtypes that are written."""
     rows = list(rows)
     products = {row.cost.format for row in rows if row.cost.is_product}
     return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})
@@ -132,7 +132,7 @@ def _row(row: Row) -> Json:
 
 
 def _growth(predictor: Predictor, gpu: Gpu, sizes: Iterable[tuple[int, int]]) -> list[Json]:
-    """Denoising passes of these batches and contexts, as far as the engines' profiles hold them."""
+    """Return denoising passes at these batches and contexts, without those that no profile holds."""
     found = []
     for batch, context in sizes:
         try:

@@ -1,4 +1,4 @@
-"""Names for the sizes that a builder prints as −1: each kernel's tensors are matched with those of the graph."""
+"""Names the sizes that the builder prints as −1, by matching each kernel's tensors with the graph's."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from canvasrt.kernels.dims import UNKNOWN, fix, times
 from canvasrt.kernels.parse import UNRESOLVED, Kernel, Tensor, base_name
 from canvasrt.kernels.shapes import Dims, Node, Shapes
 
-# The layout of NVFP4's block scales that tensor cores take: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
+# The layout of NVFP4's block scales for tensor cores: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
 _TILE_ROWS = 128
 
 
 def resolve(
     kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
 ) -> list[Kernel]:
-    """Return the same kernels with every size that the graph tells; what it does not is `dims.UNKNOWN`.
+    """Return the kernels with every size that the graph determines; the rest is `dims.UNKNOWN`.
 
-    `fixed` are the dimensions that have one size in the profile that the kernels are for.
+    `fixed` holds the dimensions that have a single size in this profile.
     """
     resolver = _Resolver(shapes, fixed or {})
     found = [resolver.kernel(kernel) for kernel in kernels]
-    # Some tensors are recognised only where a later kernel reads them.
+    # Some tensors are recognised only when a later kernel reads them.
     return [resolver.kernel(kernel) for kernel in found]
 
 
@@ -72,7 +72,7 @@ class _Resolver:
         return replace(tensor, dims=tuple(UNKNOWN if d == UNRESOLVED else d for d in unknown))
 
     def _own(self, tensor: Tensor) -> Iterator[Dims]:
-        """The shape that was found of the tensor before, and that of the graph's tensor of its name."""
+        """Yield the shape found for the tensor before, and that of the graph's tensor of the same name."""
         if tensor.name in self.known:
             yield self.known[tensor.name]
         name = base_name(tensor.name)
@@ -81,7 +81,7 @@ class _Resolver:
 
 
 def _with_read(tensor: Tensor, taken: Iterable[tuple[Dims, Dims]]) -> Tensor:
-    """Note how much of a tensor is read, where all that a kernel's gathers and slices take of it is less."""
+    """Record how much of a tensor is read, if the kernel's gathers and slices take a part of it."""
     parts = [part for source, part in taken if times(source) == times(tensor.dims)]
     if not parts or tensor.read is not None:
         return tensor
@@ -89,14 +89,14 @@ def _with_read(tensor: Tensor, taken: Iterable[tuple[Dims, Dims]]) -> Tensor:
 
 
 def match(wanted: Dims, candidate: Dims) -> Dims | None:
-    """`wanted` with its −1s replaced, read as a reshape of `candidate`; None where it cannot be one."""
+    """Return `wanted` with its −1s filled in, as a reshape of `candidate`; None if it cannot be one."""
     return closest(wanted, [candidate])
 
 
 def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
-    """Return `wanted` with its −1s replaced by the candidate that it is the least rearranged form of; None without one.
+    """Return `wanted` with its −1s filled in from the candidate that it rearranges least; None if none fits.
 
-    A sum over tokens, `[1, E, C]`, must not be taken for its operand `[T, E, C]`, of which it could be a reshape too.
+    A sum over tokens, `[1, E, C]`, must not be taken for a reshape of its operand, `[T, E, C]`.
     """
     known = [each for each in candidates if UNKNOWN not in each]
     for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, _reduced):
@@ -119,7 +119,7 @@ def _same_axes(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _squeezed(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Return the same axes but for some of size 1."""
+    """Match the same axes, apart from some of size 1."""
     found = _same_axes(_without_ones(wanted), _without_ones(candidate))
     if found is None:
         return None
@@ -132,7 +132,7 @@ def _without_ones(dims: Dims) -> Dims:
 
 
 def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Return each size of `wanted` is the product of a run of the candidate's, in order."""
+    """Match each size of `wanted` with the product of consecutive sizes of the candidate."""
     if not wanted:
         return () if all(dim == 1 for dim in candidate) else None
     first, rest = wanted[0], wanted[1:]
@@ -152,7 +152,7 @@ def _grouped(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _split(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Return the candidate's first size is the product of several: heads that are an axis of their own."""
+    """Match a candidate whose first size splits into several, such as heads as an axis of their own."""
     size = candidate[0] if candidate else 1
     if not isinstance(size, int) or not isinstance(wanted[0], int) or wanted[0] < 2:
         return None
@@ -163,7 +163,7 @@ def _split(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Return the same sizes in another order, with one that is not known."""
+    """Match the same sizes in another order, one of them unknown."""
     named = [dim for dim in candidate if isinstance(dim, str)]
     if wanted.count(UNRESOLVED) != 1 or not named:
         return None
@@ -181,7 +181,7 @@ def _permuted(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Block scales, `[…, rows, blocks]` in the graph, in the order that tensor cores read them."""
+    """Match block scales, `[…, rows, blocks]` in the graph, in the tiles that tensor cores read."""
     if len(wanted) < 5 or wanted[-5] != UNRESOLVED or wanted[-4:-2] != (4, 32) or wanted[-1] != 4:
         return None
     before = len(wanted) - 5
@@ -192,7 +192,7 @@ def _tiled(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Return the same axes, some of them reduced to 1."""
+    """Match the same axes, some of them reduced to 1."""
     if len(wanted) != len(candidate) or 1 not in wanted:
         return None
     pairs = list(zip(wanted, candidate, strict=True))

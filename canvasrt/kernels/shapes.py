@@ -1,8 +1,8 @@
-"""The shapes of everything in a parsed network, in terms of the names of its dynamic dimensions.
+"""The shapes of a parsed network's tensors, as formulas of its dynamic dimensions.
 
-A builder prints the sizes that a call decides as −1. The network itself knows them once its inputs have sizes: it is
-asked at two sizes of each dimension, all combinations, and the sizes in between follow, since every one is a sum of
-products of dimensions.
+The builder prints sizes that depend on the call as −1. The network can compute them once its inputs have sizes, so it
+is evaluated at all combinations of two sizes per dimension. Every size is a sum of products of dimensions, so these
+samples determine it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _LOW, _HIGH, _CHECK = 3, 4, 7
 
 @dataclass
 class Node:
-    """A node of the graph: the tensors that it reads and writes, and what it takes of a larger one."""
+    """A node of the graph: the tensors that it reads and writes, and what its gathers and slices take."""
 
     inputs: list[tuple[str, Dims]] = field(default_factory=list)
     outputs: list[tuple[str, Dims]] = field(default_factory=list)
-    # Of a gather or a slice: the shape of what it reads from, and of what it takes.
+    # Per gather or slice: the shape of what it reads from, and of what it takes.
     taken: list[tuple[Dims, Dims]] = field(default_factory=list)
 
 
@@ -41,9 +41,9 @@ class Shapes:
 
 
 def shapes_of(trt: Any, network: Any, profiles: Sequence[Mapping[str, int]]) -> list[Shapes]:
-    """Read the shapes off a network, once per profile with the dimensions that the profile fixes at their size.
+    """Return the shapes once per profile, with the dimensions that the profile fixes as numbers.
 
-    Its inputs are given sizes, so nothing must be built from it afterwards. `trt` is the module that parsed it.
+    This sets the sizes of the network's inputs, so it cannot be built afterwards. `trt` is the module that parsed it.
     """
     layers = [network.get_layer(number) for number in range(network.num_layers)]
     hidden = _skip_block_quantization(trt, layers)
@@ -80,10 +80,10 @@ def _shapes(
 
 
 def _skip_block_quantization(trt: Any, layers: Sequence[Any]) -> dict[str, str]:
-    """Have what reads a tensor in blocks of FP4 read the one that was quantized: both are of one shape.
+    """Bypass FP4 block quantization: let readers of a dequantized tensor read the original, which has the same shape.
 
-    With all sizes known, TensorRT-RTX 1.7 refuses to tell the shape of such a dequantized tensor ("ScaleMode is
-    illegal"). Returns the tensors that cannot be asked, each with one of its shape.
+    With all sizes known, TensorRT-RTX 1.7 fails to infer the dequantized shape ("ScaleMode is illegal"). Returns the
+    bypassed tensors, each with its original.
     """
     quantized = {
         layer.get_output(0).name: layer.get_input(0)
@@ -138,7 +138,7 @@ def _named_shape(value: Any) -> Dims:
 
 
 def _fit(sizes: Sequence[int], names: Sequence[str], last: int, check: Mapping[str, int]) -> Dim:
-    """Return the sum of products of distinct dimensions that takes these sizes at all corners, and `last` at `check`."""
+    """Fit a sum of products of distinct dimensions to the corners' sizes; UNKNOWN unless it is `last` at `check`."""
     factors = list(sizes)
     count = len(names)
     for place in range(count):

@@ -1,4 +1,4 @@
-"""The kernel list of an engine as a file of its bundle: compact JSON, compressed, the same bytes for the same kernels."""
+"""Reads and writes an engine's kernel list: gzipped JSON, the same bytes for the same kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class KernelList:
-    """The kernels of an engine by the name of the profile that they are compiled for."""
+    """An engine's kernels by profile."""
 
     programs: Mapping[str, tuple[Kernel, ...]]
 
@@ -32,12 +32,12 @@ def write(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
         "programs": {name: [_to_json(k) for k in kernels] for name, kernels in programs.items()},
     }
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
-    # No time of writing: a bundle names no moment.
+    # No time of writing: a bundle records no time.
     file.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def read(file: Path) -> KernelList:
-    """Raise CanvasError for a file that is none, or of another version."""
+    """Read a kernel list. Raises CanvasError if the file is not one, or has another schema."""
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
         if data["schema"] != SCHEMA:

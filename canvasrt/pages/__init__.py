@@ -1,4 +1,4 @@
-"""Reports as one page that needs nothing else: tables, and plots drawn into it."""
+"""Self-contained HTML reports: tables and inline plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def render(
     footer: str,
     verdict: Json | None = None,
 ) -> str:
-    """HTML. `subjects` are lines below the title, `verdict` says `ok` and `text`; `blocks` come from `block`."""
+    """Return HTML. `subjects` are lines below the title; `verdict` has `ok` and `text`; `block` makes the `blocks`."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         files("canvasrt.pages").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def block(
     last_is_total: bool = False,
     empty: str = "",
 ) -> Json:
-    """Return a section: `plot` is SVG, `tables` are pairs of heads and rows, `empty` stands for a table without rows."""
+    """Return a section: `plot` is SVG, `tables` are pairs of heads and rows, `empty` replaces a table without rows."""
     return {
         "title": title,
         "note": note,

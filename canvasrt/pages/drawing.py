@@ -1,4 +1,4 @@
-"""Plots for pages: one style, drawn as SVG with the same bytes each time."""
+"""Plots for pages: one style, as reproducible SVG."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from canvasrt.extras import require
 
-# Okabe and Ito's, which readers with any colour vision can tell apart.
+# From Okabe and Ito's palette, which is safe for colour-blind readers.
 OURS, THEIRS, THIRD = "#0072B2", "#E69F00", "#56B4E9"
 # For more series, dark enough for white labels.
 COLOURS = (
@@ -44,7 +44,7 @@ STYLE = {
 
 
 def drawing(name: str, description: str, draw: Callable[..., Any], *data: Any) -> str:
-    """Return the SVG of the figure that `draw(*data)` makes. Raises CanvasError where matplotlib is not installed."""
+    """Return the SVG of the figure that `draw(*data)` makes. Raises CanvasError if matplotlib is not installed."""
     matplotlib = require("matplotlib", "report")
     # Plots on one page must not share the names of their parts.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"canvasrt-{name}"}):
@@ -52,7 +52,7 @@ def drawing(name: str, description: str, draw: Callable[..., Any], *data: Any) -
 
 
 def figure_of(height: float, columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure `height` inches high, and its axes, several side by side where asked."""
+    """Return a figure `height` inches high, and its axes: `columns` of them side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")

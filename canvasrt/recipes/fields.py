@@ -43,7 +43,7 @@ class Fields:
         """Return the raw value. Raises CanvasError if it is missing and there is no default."""
         self._taken.add(key)
         if key not in self._data and default is _MISSING:
-            raise CanvasError(f"{self.where} has no {self._name(key)}", self._hint)
+            raise CanvasError(f"{self.where} lacks {self._name(key)}", self._hint)
         return self._data.get(key, default)
 
     def wrong(self, key: str, wanted: str, found: Any) -> CanvasError:
@@ -68,16 +68,16 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.take(key)
         if not isinstance(value, str) or not value.strip():
-            raise self.wrong(key, "a text", value)
+            raise self.wrong(key, "a string", value)
         return value.strip()
 
     def texts(self, key: str, required: bool = True) -> list[str]:
-        """Return a text or a list of texts as a list without empty ones."""
+        """Return a string or a list of strings as a list; none may be empty."""
         value = self.take(key, _MISSING if required else [])
         values = [value] if isinstance(value, str) else value
         whole = isinstance(values, list) and all(isinstance(v, str) and v for v in values)
         if not whole or (required and not values):
-            raise self.wrong(key, "a text or a list of texts", value)
+            raise self.wrong(key, "a string or a list of strings", value)
         return values
 
     def items(self, key: str, required: bool = True) -> list[Fields]:

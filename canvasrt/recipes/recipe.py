@@ -24,7 +24,7 @@ Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 
 SCHEMA = 1
-# The embeddings, which are the final projection too.
+# The embeddings, which are also the final projection.
 TABLE = "table"
 _CACHES = (None, *(each.name for each in FORMATS.values() if each.caches))
 _README = "canvasrt/recipes/README.md shows how a recipe is written"
@@ -63,10 +63,10 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How a model is observed at work.
+    """How a model is calibrated.
 
     Attributes:
-        prompts: the most lines of the calibration file to use.
+        prompts: the maximum number of lines of the calibration file to use.
         max_new_tokens: per prompt; None takes the checkpoint's own.
         all_steps: the share of prompts, from 0 to 1, whose blocks take every denoising step. The
             others stop early, as in use.
@@ -113,12 +113,12 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """What a GPU must be able to multiply in: a name from a target's `precisions`."""
+        """The precision that a GPU must support: one of a target's `precisions`."""
         return most_demanding({rule.choice.format for rule in self.rules})
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether it needs prompts: for the scales of inputs, or of a cache."""
+        """Whether it needs prompts, to calibrate the scales of inputs or of the cache."""
         formats = {rule.choice.format for rule in self.rules}
         return self.kv_cache is not None or any(FORMATS[name].rounds_inputs for name in formats)
 
@@ -161,7 +161,7 @@ class Recipe:
             if not format.divides(widths[name]):
                 fitting = [each.name for each in FORMATS.values() if each.divides(widths[name])]
                 raise self._wrong(
-                    f"{name} has rows of {widths[name]}, and {format.name} has {format.blocks_text}",
+                    f"{name} has rows of {widths[name]}, but {format.name} has {format.blocks_text}",
                     f"give it the format {' or '.join(fitting)} in a later rule, or exclude it",
                 )
             chosen[name] = choice
@@ -219,7 +219,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     file = shipped or Path(name_or_path).expanduser()
     if shipped is None and not file.is_file():
         raise UsageError(
-            f"there is no recipe {str(name_or_path)!r}",
+            f"unknown recipe {str(name_or_path)!r}",
             f"recipes: {', '.join(SHIPPED)}; or give the path of a YAML file",
         )
     source = str(name_or_path) if shipped is None else f"recipe {name_or_path}"

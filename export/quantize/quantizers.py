@@ -135,7 +135,7 @@ def _checked(part: np.ndarray, format: str, name: str) -> Tensor:
         )
     if not FORMATS[format].divides(weight.shape[-1]):
         raise CanvasError(
-            f"{name} has rows of {weight.shape[-1]}, and {format} has {FORMATS[format].blocks_text}",
+            f"{name} has rows of {weight.shape[-1]}, but {format} has {FORMATS[format].blocks_text}",
             "leave it out of the recipe, or quantize it to fp8",
         )
     return weight

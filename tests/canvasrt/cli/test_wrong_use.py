@@ -182,7 +182,7 @@ FILES = {
 ELSEWHERE = {
     "there is no bundle to package": "tests/containers/package/test_package.py",
     "Triton does not stream over": "tests/containers/client/test_client.py",
-    "no rates are known for the GPU": "tests/canvasrt/kernels/test_predict.py",
+    "unknown GPU": "tests/canvasrt/kernels/test_predict.py",
     "no profile of": "tests/canvasrt/kernels/test_predict.py",
     "unknown device": "tests/runtime/backends/test_onnxruntime_cuda.py",
     "holds graphs, but --adapter": "tests/build/test_checks.py",

@@ -147,6 +147,6 @@ def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -
 
 
 def test_an_unknown_gpu_is_refused() -> None:
-    with pytest.raises(UsageError, match="no rates are known for the GPU 'warp'") as refused:
+    with pytest.raises(UsageError, match="unknown GPU 'warp'") as refused:
         find_gpu("warp")
     assert "rtx-5090" in refused.value.hint

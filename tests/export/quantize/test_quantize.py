@@ -236,4 +236,4 @@ def test_the_command_refuses(plain_graphs: Bundle, tmp_path: Path, command: Comm
     assert f"error: {file}, line 1: it is not JSON" in done.stderr
     done = command("quantize", plain_graphs.path, "-p", "fp9", "-o", tmp_path / "out")
     assert done.returncode == 2
-    assert "there is no recipe 'fp9'" in done.stderr
+    assert "unknown recipe 'fp9'" in done.stderr

@@ -265,7 +265,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     bad[3, 3] = np.nan
     with pytest.raises(CanvasError, match=r"mlp\.down contains numbers that are not finite"):
         quantize([bad], "fp8", 1.0, name="mlp.down")
-    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, and nvfp4 has blocks of 16"):
+    with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, but nvfp4 has blocks of 16"):
         quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
     with pytest.raises(CanvasError, match="rows of 40, and int4 has blocks of 64, 32 or 16"):
         quantize([weight(16, 40)], "int4", None)
