@@ -103,12 +103,10 @@ class ResponseBuilder:
 
     def _begin_text(self, kind: str) -> Iterator[Event]:
         item_type = _TEXT[kind][0]
-        item: dict[str, Any] = {"id": _new(_IDS[item_type]), "type": item_type, "content": []}
-        item["role" if item_type == "message" else "summary"] = (
-            "assistant" if item_type == "message" else []
-        )
+        more: dict[str, Any] = {"role": "assistant"} if kind == "content" else {"summary": []}
+        item = {"id": _new(_IDS[item_type]), "type": item_type, "status": "in_progress"}
         self._open, self._text = kind, ""
-        yield from self._begin_item({**item, "status": "in_progress"})
+        yield from self._begin_item({**item, **more, "content": []})
         yield self._in_part("response.content_part.added", part=_part(kind, ""))
 
     def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
