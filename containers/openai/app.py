@@ -22,7 +22,14 @@ from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
 from canvasrt.containers.openai.middleware import DISCONNECTED, ID, Middleware, internal_error
 from canvasrt.containers.openai.page import add_page
-from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest, read_body
+from canvasrt.containers.openai.respond import respond
+from canvasrt.containers.openai.responses import ResponsesRequest
+from canvasrt.containers.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Sampling,
+    read_body,
+)
 from canvasrt.containers.openai.state import FrontSettings, State
 from canvasrt.containers.openai.upstream import Upstream
 
@@ -61,9 +68,7 @@ class Front:
             return unavailable("The model is not ready.", "model_not_ready")
         return refusal
 
-    async def generate(
-        self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]
-    ) -> Response:
+    async def generate(self, request: Request, kind: type[Sampling]) -> Response:
         """Answer one request for text."""
         self.keys.check(request.headers.get("authorization"))
         if (refusal := self.state.refusal()) is not None:
@@ -71,6 +76,9 @@ class Front:
         body = read_body(kind, await request.body())
         self.check_model(body.model)
         assert self._completions is not None
+        if isinstance(body, ResponsesRequest):
+            return await respond(self._completions, request, body)
+        assert isinstance(body, (ChatRequest, CompletionRequest))
         return await self._completions.reply(request, body)
 
     def check_model(self, name: str) -> None:
@@ -125,6 +133,10 @@ def _add_inference(app: FastAPI, front: Front) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await front.generate(request, CompletionRequest)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await front.generate(request, ResponsesRequest)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

@@ -40,23 +40,29 @@ class Completions:
 
     async def reply(self, request: Request, body: Body) -> Response:
         """Return the answer to one request. ApiError, or Disconnected once the caller has left."""
+        run = self.start(request, body)
+        if not body.stream:
+            answer = await unless_disconnected(request.receive, run.whole())
+            return JSONResponse(answer)
+        events = run.events()
+        return await streamed(request, events)
+
+    def start(self, request: Request, body: Body) -> Run:
+        """Return one request, ready to be sent. ApiError for what is wrong with it."""
         inputs = inputs_of(body)
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
         shape = Shape(chat, body.model, self._fingerprint, seed, body.wants_usage)
         if isinstance(body, ChatRequest):
             shape.reader = reader_of(body)
-        run = _Run(self, body, inputs, shape, request.url.path)
-        if not body.stream:
-            answer = await unless_disconnected(request.receive, run.whole())
-            return JSONResponse(answer)
-        events = run.events()
-        # Until the first event, an error still has its own status.
-        first = await unless_disconnected(request.receive, _first(events))
-        return EventStream(_resumed(first, events))
+        return Run(self, body, inputs, shape, request.url.path)
+
+    def answers(self, inputs: list[dict[str, Any]]) -> Answers:
+        """Return the answers to requests that Triton has yet to get."""
+        return Answers(self._upstream, inputs)
 
 
-class _Run:
+class Run:
     """One request, while Triton answers it."""
 
     def __init__(
@@ -71,20 +77,26 @@ class _Run:
         self._body = body
         self._inputs = inputs
         self._shape = shape
+        self.seed = shape.seed
+        self.reader = shape.reader
         self._endpoint = endpoint
         self._begin = time.perf_counter()
+
+    def answers(self) -> Answers:
+        """Return the answers, which iterating over them asks for."""
+        return self._owner.answers(self._inputs)
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         finals: dict[int, StreamEvent] = {}
         try:
-            async with Answers(self._owner._upstream, self._inputs) as answers:
+            async with self.answers() as answers:
                 async for number, event in answers:
                     if event.event == "final":
                         finals[number] = event
-                        self._count(number, event)
+                        self.count(number, event)
         except (ApiError, CanvasError) as error:
-            raise self._named(error) from error
+            raise self.named(error) from error
         return self._shape.whole([finals[number] for number in range(len(self._inputs))])
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -92,7 +104,7 @@ class _Run:
         shape, open_choices = self._shape, set()
         begun = False
         try:
-            async with Answers(self._owner._upstream, self._inputs) as answers:
+            async with self.answers() as answers:
                 async for number, event in answers:
                     begun = True
                     if event.event == "draft":
@@ -100,18 +112,18 @@ class _Run:
                         continue
                     if number not in open_choices:
                         open_choices.add(number)
-                        self._first_piece()
+                        self.first_piece()
                         if (opening := shape.opening(number)) is not None:
                             yield _event(opening)
                     if event.event == "final":
-                        self._count(number, event)
+                        self.count(number, event)
                         chunks = shape.closing(number, event.finish_reason)
                     else:
                         chunks = shape.pieces(number, event.text)
                     for chunk in chunks:
                         yield _event(chunk)
         except (ApiError, CanvasError) as error:
-            failure = self._named(error)
+            failure = self.named(error)
             if not begun:
                 raise failure from error
             yield _event(failure.to_json())
@@ -120,7 +132,8 @@ class _Run:
             yield _event(shape.usage_chunk())
         yield b"data: [DONE]\n\n"
 
-    def _count(self, number: int, final: StreamEvent) -> None:
+    def count(self, number: int, final: StreamEvent) -> None:
+        """Add a finished answer to the usage and the metrics."""
         metrics = self._owner._metrics
         first = number % (self._body.n or 1) == 0
         self._shape.usage.add(final, first_of_prompt=first)
@@ -128,11 +141,12 @@ class _Run:
         metrics.tokens["completion"] += len(final.token_ids)
         metrics.steps += sum(final.steps)
 
-    def _first_piece(self) -> None:
+    def first_piece(self) -> None:
+        """Measure the time to an answer's first text."""
         seconds = time.perf_counter() - self._begin
         self._owner._metrics.first[self._endpoint].add(seconds)
 
-    def _named(self, error: ApiError | CanvasError) -> ApiError:
+    def named(self, error: ApiError | CanvasError) -> ApiError:
         """Return the error, with the caller's name for the parameter that is wrong."""
         if isinstance(error, CanvasError):  # a value that does not fit its tensor
             error = ApiError(400, f"{error.message}: {error.hint}.", code="invalid_value")
@@ -146,6 +160,12 @@ class _Run:
         elif error.param not in type(self._body).model_fields or error.param in _PROMPTS:
             error.param = "messages" if chat else "prompt"
         return error
+
+
+async def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
+    """Return a streamed reply. Until the first event, an error still has its own status."""
+    first = await unless_disconnected(request.receive, _first(events))
+    return EventStream(_resumed(first, events))
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:

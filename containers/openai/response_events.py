@@ -1,0 +1,172 @@
+"""A response and its events, built from the pieces of an answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.answer import Call, Piece
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.responses import ResponsesRequest
+
+Event = dict[str, Any]
+# An item's type, the type of its content, and the name of its events, by kind of piece.
+_TEXT = {
+    "content": ("message", "output_text", "response.output_text"),
+    "reasoning": ("reasoning", "reasoning_text", "response.reasoning_text"),
+}
+_IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+
+
+class ResponseBuilder:
+    """Follows one answer. Each method returns the events that tell a caller of it."""
+
+    def __init__(self, request: ResponsesRequest, seed: int) -> None:
+        self._request = request
+        self._seed = seed
+        self._id = _new("resp_")
+        self._created = int(time.time())
+        self._output: list[dict[str, Any]] = []
+        self._open: str | None = None  # the kind of piece that the last item is made of
+        self._text = ""
+        self._number = 0
+
+    def begin(self) -> list[Event]:
+        """Return the events before the answer."""
+        return [
+            self._event(f"response.{name}", response=self.response("in_progress"))
+            for name in ("created", "in_progress")
+        ]
+
+    def add(self, pieces: Sequence[Piece]) -> list[Event]:
+        """Take more of the answer."""
+        return [event for piece in pieces for event in self._piece(piece)]
+
+    def end(self, final: StreamEvent) -> list[Event]:
+        """Return the last events; the very last holds the whole response."""
+        status = "incomplete" if final.finish_reason == "length" else "completed"
+        events = list(self._close())
+        return [*events, self._event(f"response.{status}", response=self.response(status, final))]
+
+    def failed(self, error: ApiError) -> list[Event]:
+        """Return the events of an answer that fails after its first event."""
+        response = self.response("failed")
+        response["error"] = {"code": "server_error", "message": error.message}
+        return [self._event("response.failed", response=response)]
+
+    def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
+        """Return the response as it is now."""
+        asked = self._request.model_dump(exclude_none=True)
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "instructions": asked.get("instructions"),
+            "max_output_tokens": asked.get("max_output_tokens"),
+            "metadata": asked.get("metadata", {}),
+            "model": self._request.model,
+            "output": list(self._output),
+            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.get("reasoning", {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": asked.get("temperature"),
+            "text": {"format": {"type": "text"}, **asked.get("text", {})},
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "tools": asked.get("tools", []),
+            "top_p": asked.get("top_p"),
+            "truncation": "disabled",
+            "usage": _usage(final) if final else None,
+            "user": asked.get("user"),
+            "canvasrt": {"seed": self._seed},
+        }
+
+    def _piece(self, piece: Piece) -> Iterator[Event]:
+        if piece.call is not None:
+            yield from self._close()
+            yield from self._call(piece.call)
+            return
+        if self._open != piece.kind:
+            yield from self._close()
+            yield from self._begin_text(piece.kind)
+        self._text += piece.text
+        extra: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
+        name = _TEXT[piece.kind][2]
+        yield self._in_part(f"{name}.delta", delta=piece.text, **extra)
+
+    def _begin_text(self, kind: str) -> Iterator[Event]:
+        item_type = _TEXT[kind][0]
+        more: dict[str, Any] = {"role": "assistant"} if kind == "content" else {"summary": []}
+        item = {"id": _new(_IDS[item_type]), "type": item_type, "status": "in_progress"}
+        self._open, self._text = kind, ""
+        yield from self._begin_item({**item, **more, "content": []})
+        yield self._in_part("response.content_part.added", part=_part(kind, ""))
+
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
+        self._output.append(item)
+        yield self._in_output("response.output_item.added", item=dict(item))
+
+    def _close(self) -> Iterator[Event]:
+        """End the item that is open, if any."""
+        if self._open is None:
+            return
+        kind, part = self._open, _part(self._open, self._text)
+        extra: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
+        yield self._in_part(f"{_TEXT[kind][2]}.done", text=self._text, **extra)
+        yield self._in_part("response.content_part.done", part=part)
+        yield self._end_item(content=[part])
+        self._open = None
+
+    def _end_item(self, **changes: Any) -> Event:
+        self._output[-1] = {**self._output[-1], **changes, "status": "completed"}
+        return self._in_output("response.output_item.done", item=self._output[-1])
+
+    def _call(self, call: Call) -> Iterator[Event]:
+        item = {"id": _new(_IDS["function_call"]), "type": "function_call", "call_id": call.id}
+        item |= {"name": call.name, "arguments": "", "status": "in_progress"}
+        yield from self._begin_item(item)
+        name = "response.function_call_arguments"
+        where = {"item_id": item["id"]}
+        yield self._in_output(f"{name}.delta", delta=call.arguments, **where)
+        yield self._in_output(f"{name}.done", name=call.name, arguments=call.arguments, **where)
+        yield self._end_item(arguments=call.arguments)
+
+    def _in_part(self, name: str, /, **fields: Any) -> Event:
+        return self._in_output(name, item_id=self._output[-1]["id"], content_index=0, **fields)
+
+    # An event may have a field of its own called `name`.
+    def _in_output(self, name: str, /, **fields: Any) -> Event:
+        return self._event(name, output_index=len(self._output) - 1, **fields)
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": name, "sequence_number": self._number - 1, **fields}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _TEXT[kind][1], "text": text}
+    return part | ({"annotations": [], "logprobs": []} if kind == "content" else {})
+
+
+def _usage(final: StreamEvent) -> dict[str, Any]:
+    prompt, answer = len(final.prompt_token_ids), len(final.token_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": answer,
+        # Thoughts count as output; how many of its tokens they took is not known here.
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + answer,
+        "denoising_steps": sum(final.steps),
+    }
+
+
+def _new(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex
