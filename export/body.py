@@ -92,12 +92,12 @@ class BodySegment(nn.Module):
 
         Args:
             hidden: `[B, L, D]`, the embeddings or the previous segment's output.
-            positions: `[B, L]` int64; −1 marks padding, whose outputs mean nothing.
+            positions: `[B, L]` int64; −1 marks padding, whose outputs are undefined.
             groups: `[B, L]` int64; tokens of one image share a number ≥ 0 and see each other, −1 elsewhere.
             causal: `[B]` bool; true for a row of clean tokens (encode), false for a canvas (denoise).
             slots, gate_slots, gate_queues: int64 `[C]`, `[S]`, `[Q]`; see `canvasrt.export.moe.Slots`.
             past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.
-            past: a layer, cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
+            past: per layer, the cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
         Returns:
             hidden `[B, L, D]`, the largest expert load per layer `[layers]` int64, and this call's
             key and value per layer.

@@ -79,7 +79,7 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
 
 
 def _node_name(name: str, number: int) -> str:
-    """Nodes are named by their module; what belongs to no layer, such as a mask, by the layer that it was traced with."""
+    """Return a node's name in the chain: by its module, or outside of modules, such as a mask, by the layer traced."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

@@ -21,7 +21,7 @@ from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.lowbits import Bytes, Floats, dequantize_nvfp4, from_e4m3
 
-# The dtype of a quantized weight in the file tells its format.
+# Formats by the dtype of a quantized weight in the file.
 _FORMATS = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
 _NAN = 0x7F  # of E4M3, without its sign
 _AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
@@ -29,7 +29,7 @@ _AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one wi
 
 @dataclass(frozen=True)
 class Codes:
-    """One weight of a graph as the checkpoint has it in FP8 or NVFP4; `input_scale` is None if the checkpoint has none."""
+    """One weight of a graph in the checkpoint's FP8 or NVFP4 form; `input_scale` is None if the checkpoint has none."""
 
     weight: Weight
     form: Form
@@ -157,7 +157,7 @@ def _read(weight: Weight, format: NumberFormat) -> Codes:
 
 
 def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:
-    """Scales of each row `[E, out]` as the graph takes them: what stands before the product, and factors behind it."""
+    """Split the rows' scales `[E, out]` into a scale before the product and factors after it."""
     if (scales == scales[0, 0]).all():
         return np.array(scales[0, 0]), None
     if not format.blocks and not batched:

@@ -139,7 +139,7 @@ def _check_options(
         )
     if how is not None and adapters:
         raise CanvasError(
-            f"{folder} is quantized ({how.algorithm}), and an adapter cannot be merged into codes",
+            f"{folder} is quantized ({how.algorithm}), but adapters need plain weights",
             "give the bf16 checkpoint that the adapter was trained on; `canvasrt build --precision`"
             " quantizes it with the adapter merged",
         )

@@ -1,7 +1,7 @@
-"""INT4 weights that a checkpoint holds packed, as compressed-tensors writes them (AWQ and GPTQ by llm-compressor, W4A16).
+"""INT4 weights that compressed-tensors packed in a checkpoint (llm-compressor's W4A16, also by AWQ or GPTQ).
 
-A module has `weight_packed`, int32 words of eight codes plus 8, the first one lowest, and `weight_scale`, one per group
-of inputs. The words' bytes are those of the graph, but for the 8.
+A module has `weight_packed`, int32 words of eight unsigned codes (plus 8), the first in the lowest bits, and
+`weight_scale`, one scale per group of inputs. XOR with 0x88 turns the words' bytes into the graph's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
 
 _AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
-_HERE = "take one with symmetric weights in groups, or quantize the bf16 checkpoint with canvasrt"
-# What a group's length may be: powers of two that TensorRT and ONNX Runtime both multiply.
+_HERE = "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
+# The group lengths that TensorRT and ONNX Runtime both support.
 _GROUPS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Int4Codes:
-    """One weight of a graph as the checkpoint has it; its inputs stay as they are."""
+    """One weight of a graph in the checkpoint's INT4 form; its inputs are not quantized."""
 
     weight: Weight
     form: Form
@@ -45,7 +45,7 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield what it stands for in float32, a part at a time, in the order of `Weight.read`."""
+        """Yield its values in float32, part by part, in the order of `Weight.read`."""
         for part in self.weight.parts:
             codes, scales = self._read(part)
             yield torch.from_numpy(lowbits.dequantize_int4(codes, scales))
@@ -56,29 +56,29 @@ class Int4Codes:
         return True
 
     def _read(self, part: str) -> tuple[Bytes, Floats]:
-        """Codes `[out, in / 2]` and scales `[out, in / block]` of one part."""
+        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
         scales = _scales(self.weight, part)
-        # Fewer scales than blocks: a scale per output, which each of its blocks gets.
+        # With one scale per output, every block of the row gets it.
         return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
 
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table, which the checkpoint has plain, and the graphs as the recipe of the other weights has it."""
+    """The embedding table: plain in the checkpoint, and quantized for the graphs as in the other weights' recipe."""
 
     weight: Weight
     form: Form
 
     def pack(self, input_scale: float | None = None) -> Packed:
-        """Quantize the table, a part in float32 at a time."""
+        """Quantize the table, with one part in float32 at a time."""
         parts = (part.numpy() for part in self.weight.read(torch.float32))
         return quantize(parts, self.form.format, None, name=self.weight.name)
 
     def wide(self) -> Iterator[Tensor]:
-        """The table in float32, a part at a time."""
+        """Yield the table in float32, part by part."""
         return self.weight.read(torch.float32)
 
     @property
@@ -88,15 +88,15 @@ class TableCodes:
 
 
 def table_codes(weight: Weight, format: str) -> TableCodes:
-    """The table as `format` has it; its own checks are made here."""
+    """Return the table in `format`, after checking the checkpoint's."""
     weight.check()
     return TableCodes(weight, form_of(weight.shape, format))
 
 
 def read_int4(weight: Weight) -> Int4Codes | None:
-    """Return the INT4 form of a graph's weight in its checkpoint, or None if it is not packed there.
+    """Return a weight's INT4 form, or None if the checkpoint does not pack it.
 
-    Raises `CanvasError`, naming the tensor, for zero points, reordered inputs, groups that no product takes, shapes that
+    Raises `CanvasError`, naming the tensor, for zero points, reordered inputs, unsupported group lengths, shapes that
     disagree with the configuration, scales that are missing, not positive or not finite, and parts in several formats.
     """
     held = weight.checkpoint
@@ -124,9 +124,7 @@ def _rows(weight: Weight, part: str) -> int:
     for kind, what in (("weight_zero_point", "zero points"), ("weight_g_idx", "reordered inputs")):
         found = name.removesuffix(PACKED) + kind
         if found in held:
-            raise CanvasError(
-                f"{found} in {held.path}: INT4 with {what} has no product here", _HERE
-            )
+            raise CanvasError(f"{found} in {held.path}: INT4 with {what} is not supported", _HERE)
     shape = held.shape(name)
     if len(shape) != 2 or held.dtype(name) != torch.int32 or shape[1] * 8 != width:
         said = f"{str(held.dtype(name)).removeprefix('torch.')} {shape}"
@@ -148,12 +146,14 @@ def _block(weight: Weight, part: str) -> int:
     if shape[1] < FORMATS["int4"].least_blocks and short:
         return short
     if group not in _GROUPS:
-        raise CanvasError(f"{name} in {held.path} has groups of {group}: none of {_GROUPS}", _HERE)
+        raise CanvasError(
+            f"{name} in {held.path} has groups of {group}, not one of {_GROUPS}", _HERE
+        )
     return group
 
 
 def _scales(weight: Weight, part: str) -> Floats:
-    """Scales in the bfloat16 that products are in, as float32; float16 ones are rounded to it."""
+    """Return a part's scales as float32, rounded to the bfloat16 of the products."""
     name = _scale_name(part)
     values = weight.checkpoint.read(name).to(torch.bfloat16).to(torch.float32).numpy()
     wrong = values[~(np.isfinite(values) & (values > 0))]

@@ -96,14 +96,14 @@ def inverse_frequencies(layer: Layer) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[B, 1, L, head_dim]` in float32 of the rotation at `positions` `[B, L]`."""
+    """Return the rotation's cosine and sine at `positions` `[B, L]`, float32 `[B, 1, L, head_dim]`."""
     angles = positions[:, :, None].to(torch.float32) * frequencies
     angles = torch.cat([angles, angles], dim=-1)[:, None]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` `[B, heads, L, head_dim]` turned by the rotation, halves paired as in GPT-NeoX."""
+    """Rotate `x` `[B, heads, L, head_dim]`; its halves are paired as in GPT-NeoX."""
     first, second = halves(x)
     return x * cos.to(x.dtype) + torch.cat([-second, first], dim=-1) * sin.to(x.dtype)
 
@@ -167,7 +167,7 @@ class Attention(nn.Module):
         L, head_dim]`."""
         batch, length, _ = x.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
-        # One norm for queries, keys and values: it is over single heads, and only its weights differ.
+        # One norm for queries, keys and values: it normalises each head, and only its weights differ.
         states = rms_norm(self.qkv(x).view(batch, length, -1, size), self.eps).transpose(1, 2)
         keys = states[:, self.heads : self.heads + kv_heads]
         query = rotate(states[:, : self.heads] * self.q_norm.weight, *turn)
@@ -193,11 +193,11 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 def folded_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> Tensor:
-    """Return the same in primitives, over cached and new keys apart: joining them would copy the whole cache.
+    """Attend in primitives, with cached and new keys kept apart: joining them would copy the whole cache.
 
-    Each side has a softmax of its own, in float32; both are put under one at the end. Queries of a group become rows,
-    so that keys are never expanded to all heads; a few heads of each group at a time, since the scores of all of them
-    over a long context would be gigabytes.
+    Each side gets its own softmax in float32, and both are merged at the end. A group's queries become rows, so keys
+    are never repeated for every head. A few heads of each group are taken at a time: the scores of all of them over a
+    long context would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
@@ -222,9 +222,10 @@ def folded_attention(
 def side(
     rows: Tensor, key: Tensor, value: Tensor, mask: Tensor, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised attention of `rows` `[B, kv_heads, count·L, d]`: the largest score, the sum of exponentials, the values.
+    """Return the unnormalised attention of `rows` `[B, kv_heads, count·L, d]` to one side's keys.
 
-    `mask` is `[B, 1, L, K]`; the first two results are float32 `[B, kv_heads, count·L, 1]`.
+    `mask` is `[B, 1, L, K]`. The results are the largest score and the sum of exponentials, float32
+    `[B, kv_heads, count·L, 1]`, and the weighted values.
     """
     batch, kv_heads, total, _ = rows.shape
     keys = key.shape[2]
@@ -238,7 +239,7 @@ def side(
 
 
 def under_one_softmax(sides: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-    """Both sides' values as one softmax over all of their keys would weigh them, in float32."""
+    """Merge both sides in float32, as if one softmax ran over all keys."""
     (first, first_sum, first_out), (second, second_sum, second_out) = sides
     largest = torch.maximum(first, second)
     one, other = (first - largest).exp(), (second - largest).exp()

@@ -196,8 +196,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _check_known(folder: Path, name: str, shard: Shard) -> None:
     if any(f".{table}." in f".{name}" for table in _TABLE):
         raise CanvasError(
-            f"{folder / WEIGHTS} holds {name}, but embedding and output are one table, which the"
-            " host reads too",
+            f"{folder / WEIGHTS} adapts {name}, but the embedding table cannot be adapted: it is also"
+            " the output projection, and the host reads it",
             _HINT,
         )
     partner = name.replace(".lora_B.weight", ".lora_A.weight")

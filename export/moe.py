@@ -2,8 +2,8 @@
 expert's weights once.
 
 Tokens are gathered into `capacity` slots per expert, all experts run as one batched matrix product,
-and the results are gathered back. The capacity is a dynamic dimension. A call that needs more slots
-reports it through its load.
+and the results are gathered back. The first product may take all tokens instead, for every expert.
+The capacity is a dynamic dimension; if it is too small, the `load` output says so.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Router(nn.Module):
         self.per_expert_scale = placeholder(config.num_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` `[T, D]` → the chosen experts' indices and weights, both `[T, top_k]`."""
+        """Map `x` `[T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
         scores = self.proj(rms_norm(x, self.eps) * self.scale * self.root).to(torch.float32)
-        # Probabilities over all experts, renormalised over the best: the same as a softmax over the best alone.
+        # Renormalising a softmax over all experts to the best equals a softmax over just those.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         weights = torch.softmax(best, dim=-1)
         scales = F.embedding(index, self.per_expert_scale[:, None]).squeeze(-1)
@@ -55,16 +55,20 @@ class Experts(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Run each token through its experts.
 
-        Args: `x` `[T, D]`; `index`, `weights` `[T, top_k]`; `valid` `[T]` false for padding, which takes no slot;
-        `slots` how many rows the two products take, and of which queues.
-        Returns: the weighted sum `[T, D]`, and the largest number of tokens that one expert was given, a 0-D int64.
-        With a load above a number of slots, tokens past them were dropped and the sum is wrong.
+        Args:
+            x: `[T, D]`.
+            index, weights: `[T, top_k]`.
+            valid: `[T]`, false for padding, which takes no slot.
+            slots: the rows of both products, see `Slots`.
+        Returns:
+            the weighted sum `[T, D]`, and the load: the most tokens given to one expert, a 0-D int64. If the load
+            exceeds the slots, tokens were dropped and the sum is wrong.
         """
         queue = queues(index, valid, self.experts)
-        # The first product: a row for each token in the queues that feed it.
+        # The first product: one row per token of the queues that feed it.
         both = F.embedding(waiting(queue[:, slots.gate_queues], slots.gate), x)
         both = both @ self.gate_up.transpose(1, 2)
-        # Its result for the tokens in each expert's own queue.
+        # Of its results, those for the tokens in each expert's own queue.
         token = waiting(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
         place = queue[token, slots.gate_queues[:, None]].to(torch.int64) - 1
@@ -77,11 +81,12 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class Slots:
-    """How the experts' products are filled.
+    """Which tokens the experts' products take.
 
-    gate_queues: int64, the queue that feeds each expert's gate and up projections: `[E]` its own, or `[1]` the queue of
-        all tokens, number E, for every expert.
-    gate, down: int64 `[S]` and `[C]`, 0 … : their lengths are the rows that gate and up, and down, take of a queue.
+    gate_queues: int64, the queue that feeds each expert's gate and up projections: `[E]`, its own; or `[1]` holding E,
+        the queue of all tokens, for every expert.
+    gate, down: int64, 0 … S − 1 and 0 … C − 1. Their lengths are the rows per expert in the product with gate and up,
+        and in the product with down.
     """
 
     gate_queues: Tensor
@@ -90,27 +95,28 @@ class Slots:
 
 
 def taken(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
-    """Rows of `[E, S, n]` by expert and place; some row, which nothing reads, where there is no such place."""
+    """Gather rows of `[E, S, n]` by expert and place. A place out of range gives an arbitrary row that nothing reads."""
     experts, places, size = rows.shape
     number = (expert * places + place).clamp(min=0, max=experts * places - 1)
     return F.embedding(number, rows.view(experts * places, size))
 
 
 def waiting(queue: Tensor, slots: Tensor) -> Tensor:
-    """Return the token `[Q, C]` in each slot of queues `[T, Q]`; an empty slot holds the last token, which nothing reads.
+    """Return the token in each slot, `[Q, C]`, from the running counts `[T, Q]`.
 
-    It is the first token whose queue is longer than the slot's number: as many come before it as have no longer one.
+    Slot c holds the first token whose count exceeds c, so its index is the number of counts that do not. An empty slot
+    holds the last token, which nothing reads.
     """
     before = (queue[:, :, None] <= slots.to(torch.int32)).sum(dim=0, dtype=torch.int32)
     return before.clamp(max=queue.shape[0] - 1).to(torch.int64)
 
 
 def queues(index: Tensor, valid: Tensor, experts: int) -> Tensor:
-    """Return how many tokens up to and with each one wait for each expert, int32 `[T, E + 1]`; padding waits for none.
+    """Return running counts of the tokens in each expert's queue, int32 `[T, E + 1]`, without padding.
 
-    A token's place in the queue of an expert that it chose is one less. The last queue is that of all tokens.
+    The last column counts all tokens. A token's place in its expert's queue is the count there, less one.
     """
-    # A token's experts are distinct, so the sum over its choices is 0 or 1. (`any` has no form that TensorRT takes.)
+    # A token's experts are distinct, so the sum over its choices is 0 or 1. (TensorRT does not support `any`.)
     given = torch.where(valid[:, None], index, -1)
     given = torch.cat([given, torch.full_like(index[:, :1], experts)], dim=1)
     chosen = (given[:, :, None] == torch.arange(experts + 1)).sum(dim=1, dtype=torch.int32)

@@ -76,7 +76,7 @@ def trace(
 
 
 def _scoped_name(node: ir.Node) -> str:
-    """Return the node's name behind that of its module: `layers.0.attention/node_mul_182`."""
+    """Return the node's name, prefixed with its module's: `layers.0.attention/node_mul_182`."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     module = scopes[-2] if len(scopes) > 1 else ""
     return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)

@@ -53,7 +53,7 @@ class Prequantized:
         """Find the quantized weights, and check their scales.
 
         Args:
-            dtype: the graphs'.
+            dtype: of the graphs.
             packs: whether codes go into the graphs. If not, the weights are widened. Weights
                 without a quantized form, such as the vision tower's, always are.
         """
@@ -75,7 +75,7 @@ class Prequantized:
         self._prompts = ""
         if not set(self._held) - {TABLE} or (packs and not set(self._packed) - {TABLE}):
             raise CanvasError(
-                f"{source.path} says that it is quantized ({how.algorithm}), but has no quantized weight",
+                f"{source.path} declares {how.algorithm}, but has no quantized weights",
                 "fetch the checkpoint again, or remove the quantization from its configuration",
             )
 

@@ -104,7 +104,7 @@ def trace_layer(
     `docs/design/export.md` lists names and shapes of all inputs and outputs.
     """
     batch, length, slots, past = 2, 3, 4, 5
-    # Two tensors: the tracer takes one given twice for one input.
+    # Two tensors: the tracer merges inputs that are given the same one.
     cached = (batch, layer.num_kv_heads, past, OCTET, layer.head_dim)
     key, value = (torch.zeros(cached, dtype=dtype) for _ in "kv")
     inputs: dict[str, Any] = {
@@ -141,9 +141,9 @@ def trace_layer(
 
 
 def _either_queue(model: ir.Model) -> None:
-    """Let `gate_queues` have one element too, which torch cannot trace: the products then share their left operand.
+    """Allow `gate_queues` to have one element, which torch cannot trace: all experts then share one input.
 
-    Sizes that were derived from it are dropped.
+    Shapes derived from it are dropped.
     """
     queues = next(value for value in model.graph.inputs if value.name == "gate_queues")
     queues.shape = ir.Shape(["gate_queues"])

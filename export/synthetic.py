@@ -68,8 +68,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# `nvfp4` is the released NVFP4 checkpoint's choice, as ModelOpt writes it: experts alone, each a tensor of its own.
-# `int4` is what llm-compressor makes of all linear modules of the layers (W4A16), in groups of 64.
+# `nvfp4`: as in the released NVFP4 checkpoint by ModelOpt, only experts, one tensor each.
+# `int4`: llm-compressor's W4A16 of every linear module in the layers, in groups of 64.
 FORMATS = ("bf16", "fp32", "nvfp4", "int4")
 _BLOCK = 16
 # E4M3 bits of block scales from 128 to 448.
@@ -78,9 +78,9 @@ _SCALES = np.concatenate([128 * (1 + np.arange(8) / 8), 256 * (1 + np.arange(7) 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 # Root mean square of a random code times a random block scale, for a global scale of one.
 _PACKED_RMS = math.sqrt(float((_E2M1**2).mean() * (_SCALES**2).mean()))
-# Largest value of a normalised activation, and of one between the products of an expert, that calibration would see.
 _GROUP = 64
 _INT4_RMS = math.sqrt(float((np.arange(-8.0, 8.0) ** 2).mean()))
+# The largest normalised activation, and the largest between an expert's products, as calibration would find them.
 _INPUT_AMAX = {"gate_up_proj": 6.0, "down_proj": 10.0}
 
 
@@ -195,7 +195,7 @@ class _Noise:
             yield bytes_of((self._normal[start : start + size] * std).to(dtype))
 
     def near(self, count: int, value: float, dtype: torch.dtype) -> Iterator[memoryview]:
-        """Numbers of which most are within a fifth of `value`; all are positive."""
+        """Return positive numbers, mostly within a fifth of `value`."""
         for start, size in self._cuts(count):
             spread = self._normal[start : start + size] * 0.1
             yield bytes_of((spread.exp() * value).to(dtype))
@@ -247,7 +247,7 @@ def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> It
 
 
 def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piece]:
-    """Yield the tensors of all experts of a layer, in place of the batched `source` of `shape` `[E,
+    """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E,
     out, in]`."""
     experts, rows, width = shape
     prefix, _, name = source.rpartition(".")

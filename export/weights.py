@@ -160,8 +160,8 @@ class Weight:
         dtype = self.checkpoint.dtype(part)
         if dtype not in _NUMBERS:
             raise CanvasError(
-                f"{part} in {self.checkpoint.path} is {str(dtype).removeprefix('torch.')}, which"
-                " needs scales: they, or the configuration that lists them, are missing",
+                f"{part} in {self.checkpoint.path} is {str(dtype).removeprefix('torch.')}, but"
+                " its scales, or the configuration that lists them, are missing",
                 "fetch the checkpoint again with its hf_quant_config.json, or use the bf16 one",
             )
         kept = len(self.shape) - 1 if self.rows == self.shape[0] else 1
@@ -195,7 +195,7 @@ def parts_of(
 
 
 def packed_name(part: str) -> str:
-    """Return what stands in a checkpoint in place of a weight that compressed-tensors packed."""
+    """Return the name under which compressed-tensors packs a weight in a checkpoint."""
     return part.removesuffix("weight") + PACKED
 
 

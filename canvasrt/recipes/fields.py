@@ -43,7 +43,7 @@ class Fields:
         """Return the raw value. Raises CanvasError if it is missing and there is no default."""
         self._taken.add(key)
         if key not in self._data and default is _MISSING:
-            raise CanvasError(f"{self.where} lacks {self._name(key)}", self._hint)
+            raise CanvasError(f"{self.where} has no {self._name(key)}", self._hint)
         return self._data.get(key, default)
 
     def wrong(self, key: str, wanted: str, found: Any) -> CanvasError:

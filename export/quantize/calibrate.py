@@ -43,7 +43,7 @@ class Calibration:
 
     Attributes:
         amax: the largest magnitude of each weight's input, by the weight's global name. The experts
-            of a layer share one, over the tokens of all of them.
+            of a layer share one.
         cache: the same for cached values, by `layers.<i>.key` and `layers.<i>.value`; empty without
             an FP8 cache.
         routed: per layer, the tokens given to each expert.
@@ -60,7 +60,7 @@ class Calibration:
 
     @property
     def idle_experts(self) -> dict[int, list[int]]:
-        """By layer, the experts that no token was routed to."""
+        """The experts that got no token, by layer."""
         idle = {
             layer: [expert for expert, count in enumerate(counts) if not count]
             for layer, counts in self.routed.items()
@@ -172,7 +172,7 @@ def _generate(
 
 @dataclass(frozen=True)
 class _Watched:
-    """What to observe in a segment: initializers by global name, cache outputs by name, and the layers."""
+    """What a segment's observers need: initializers by global name, cache outputs by name, and the layers."""
 
     weights: dict[str, str]
     cached: dict[str, str]

@@ -1,13 +1,13 @@
-"""Quantized weights in an exported graph, in the forms that TensorRT keeps in low precision during the product.
+"""Writes quantized weights into an exported graph, in the forms that TensorRT keeps packed during the product.
 
-Each `weight → Transpose → MatMul` becomes, with every scale in float32 and T the graph's dtype,
+Each `weight → Transpose → MatMul` becomes the following, with T the graph's dtype, and scales in float32 if not in T:
 
 - FP8: `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the weight;
 - INT4: `DequantizeLinear → Transpose` of the weight, with scales in T, the input as it is;
 - NVFP4: `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input, `DequantizeLinear → Cast(T) → Transpose`
-  of the weight, the block scales being dequantized by the global scale first;
+  of the weight, after dequantizing its block scales by the global scale;
 
-then the MatMul, and where there are factors a multiplication with them after it.
+then the MatMul, followed by a multiplication if there are factors.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
 
 
 def _scales(packed: Packed) -> ir.DataType:
-    """Return what stands for the scales of blocks."""
+    """Return the dtype of the block scales."""
     blocks = packed.block_scales
     return FLOAT if blocks is not None and blocks.dtype == np.float32 else E4M3
 
@@ -116,8 +116,8 @@ def quantize_file(
     """Quantize the graph file `source` to `out`, with its weights next to it under the suffix
     `.bin`.
 
-    Weights in a file of their own, which others read too, stay there unless they are quantized: the
-    caller takes that file over. A quantized one gets a file of the same name beside `out`.
+    Weights in a file of their own, which other graphs share, stay there unless they are quantized: the
+    caller links that file. Quantized ones get a file of the same name beside `out`.
 
     Args:
         forms: by initializer name.
@@ -143,7 +143,7 @@ def quantize_file(
 
 
 def _place(value: ir.Value, source: Path) -> str | None:
-    """The file of a weight, if it is not the graph's own."""
+    """Return a weight's file, if it is not the graph's own."""
     location = getattr(value.const_value, "location", None)
     if location is None or str(location) == source.with_suffix(".bin").name:
         return None
@@ -197,13 +197,13 @@ class _Quantized:
 
 
 class _Table(_Quantized):
-    """The embedding table: it multiplies as it is and turned, and its rows are looked up."""
+    """The embedding table: a product uses it, another its transpose, and its rows are looked up."""
 
     def rewrite(self) -> None:
-        """Put a dequantized table before the products, and dequantize the rows that are looked up by themselves.
+        """Put a dequantized table before the products, and dequantize looked-up rows by themselves.
 
-        Those have a scale of 1 first and their own behind the lookup: TensorRT then reads codes there. Of a table that
-        is dequantized by its scales, it would write every row out.
+        Those are dequantized at a scale of 1 before the lookup and scaled after it, so TensorRT looks up codes. With
+        the scales before the lookup, it would write out every row.
         """
         first = self.graph[0]
         values = self._initializer(VALUES, INT8, self.form.shape)
@@ -238,7 +238,7 @@ class _Product(_Quantized):
         self.node = self._find()
 
     def rewrite(self, inputs: dict[tuple[str, str], ir.Value]) -> None:
-        """Replace the product by the quantized form. `inputs` are already quantized ones."""
+        """Replace the product by the quantized form. `inputs` caches inputs that are quantized already."""
         x = self.node.inputs[0]
         assert x is not None
         rank = len(self.form.shape)
@@ -302,7 +302,7 @@ class _Product(_Quantized):
         block = self.form.block
         assert block is not None
         values = self._initializer(VALUES, INT4, self.form.shape)
-        # In another dtype than the graph's TensorRT would write the whole weight out, wide.
+        # In any other dtype, TensorRT would write out the whole widened weight.
         scales = self._initializer(BLOCK_SCALES, self.dtype, (*rows, last // block))
         return self._add("DequantizeLinear", [values, scales], "weight", axis=-1, block_size=block)
 
@@ -343,7 +343,7 @@ class _Product(_Quantized):
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a format stands in a graph: its numbers, a quantized input if any, and a dequantized weight."""
+    """A format's nodes in a graph: the dtype of its numbers, a quantized input if any, and a dequantized weight."""
 
     numbers: ir.DataType
     input: Callable[[_Product, ir.Value], ir.Value] | None

@@ -1,4 +1,4 @@
-"""A quantized weight: what the graph has to know of it, and its numbers."""
+"""A quantized weight: its form in the graph, and its numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from canvasrt.graphs.lowbits import Bytes, Floats
 
 @dataclass(frozen=True)
 class Form:
-    """A quantized weight's format and shapes, without its numbers; the attributes are `Packed`'s, `block` their length."""
+    """A quantized weight's format and shapes, named as in `Packed`; `block` is the length of its blocks."""
 
     format: str
     shape: tuple[int, ...]
@@ -32,11 +32,11 @@ class Packed:
     Attributes:
         format: a name in the table of number formats.
         values: uint8; a code per byte `[…, out, in]`, or two 4-bit codes `[…, out, in / 2]`, the first one low.
-        scale: float32, a scalar; of a 2-D FP8 weight also one per output, `[out]`, as of an INT8 table; None for INT4.
-        input_scale: float32 scalar, the scale of what the weight is multiplied with; None if that is not quantized.
+        scale: float32, a scalar, or one per output, `[out]`, for 2-D FP8 weights and the INT8 table; None for INT4.
+        input_scale: float32 scalar, the input's scale; None if inputs are not quantized.
         block_scales: NVFP4's E4M3 codes `[…, out, in / 16]`; INT4's scales `[…, out, in / block]`, float32 numbers that
             a bfloat16 holds exactly.
-        factor: float32 by which the product is multiplied: `[E, 1, 1]`, `[E, 1, out]`, of a 2-D weight `[out]`.
+        factor: float32, multiplies the product: `[E, 1, 1]` or `[E, 1, out]`, for a 2-D weight `[out]`.
     """
 
     format: str
@@ -63,7 +63,7 @@ class Packed:
 
     @property
     def form(self) -> Form:
-        """The form, which is what the graph needs to know."""
+        """The weight's form in the graph."""
         factor = None if self.factor is None else self.factor.shape
         scale = () if self.scale is None else self.scale.shape
         blocks = self.block_scales

@@ -128,7 +128,7 @@ class Prompts:
             ) from error
         kinds = [kind for kind in KINDS if isinstance(data, dict) and kind in data]
         if len(kinds) != 1:
-            raise self._wrong(number, f"it does not have exactly one of {', '.join(KINDS)}")
+            raise self._wrong(number, f"it needs exactly one of {', '.join(KINDS)}")
         (kind,) = kinds
         value = data[kind]
         if not _FITS[kind](value):

@@ -27,7 +27,7 @@ from canvasrt.recipes.recipe import TABLE, Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, scratch, staging
 
 CALIBRATION_FILE = "calibration.json"
-# Of a matrix, in float32 at a time.
+# Rows of a matrix in float32 at a time.
 _ROWS = 16_384
 _PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
 
@@ -42,11 +42,14 @@ def quantize(
 ) -> Bundle:
     """Write the quantized graph bundle of `graphs` to `out`.
 
-    Args: `graphs` a bundle that `canvasrt export` wrote, bf16 for GPUs or fp32; `recipe` one of canvasrt's by name, a
-    file, or a loaded one; `calibration_file` JSONL prompts, by default those that come with canvasrt; `calibration` what
-    was observed before, in place of running any; none is needed when weights alone are quantized. Raises
-    `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and when
-    `out` holds something; then nothing is left behind.
+    Args:
+        graphs: a bundle that `canvasrt export` wrote, bf16 for GPUs, or fp32.
+        recipe: one of canvasrt's by name, a file, or a loaded one.
+        calibration_file: prompts as JSONL; by default those that come with canvasrt.
+        calibration: an earlier result, to skip the run. Recipes that only quantize weights need none.
+
+    Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
+    if `out` is not empty. Nothing is left behind then.
     """
     report = progress or no_progress
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -105,7 +108,7 @@ def _write(
     report: Progress,
 ) -> None:
     """Write every file of the bundle except its manifest: graphs with quantized weights anew, the
-    rest taken over."""
+    rest as links."""
     from canvasrt.staging import link_or_copy
 
     changed = {}
@@ -172,7 +175,7 @@ class _Segment:
         choice, tensor = self._choices[name], self._tensor(local)
         amax = None
         if FORMATS[choice.format].rounds_inputs:
-            # If calibration saw only zeros, any scale works: 1.
+            # If calibration saw only zeros, any scale works; use 1.
             amax = self._calibration.amax[name] or FORMATS[choice.format].largest
         packed = quantizers.quantize(
             _matrices(tensor),
@@ -206,7 +209,7 @@ def _shape(tensor: ir.ExternalTensor) -> tuple[int, ...]:
 
 
 def _matrices(tensor: ir.ExternalTensor) -> Iterator[np.ndarray]:
-    """Yield an expert's matrix `[out, in]` at a time, or rows of another weight, in float32."""
+    """Yield one expert's matrix `[out, in]` at a time, or some rows of another weight, in float32."""
     shape = _shape(tensor)
     narrow = tensor.dtype == ir.DataType.BFLOAT16
     stored = external.mapped(tensor).view(np.uint16 if narrow else np.float32)

@@ -1,4 +1,4 @@
-"""Weights into FP8, NVFP4 and INT4 by ModelOpt's quantizers.
+"""Quantizes weights to the table's formats with ModelOpt.
 
 Imports neither torch nor ModelOpt until something is quantized.
 """
@@ -21,7 +21,7 @@ from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX, Bytes, Floats
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of a block's largest magnitude, what the search for its scale tries at least: less never won in any weight seen.
+# The search for a block's scale starts at this share of its largest magnitude; smaller shares never won.
 _LEAST_REACH = 0.7
 
 
@@ -61,12 +61,16 @@ def quantize(
 ) -> Packed:
     """Quantize a weight with ModelOpt.
 
-    Args: `parts` float32 matrices `[out, in]`, read one at a time: one an expert with `experts`, else stacked along
-    the first axis to one weight; `input_amax` the largest magnitude of what it is multiplied with, which formats for
-    weights alone do not ask for; `method` how scales are chosen, `max` so that nothing saturates and `mse` for the
-    least squared error; `weights` whether FP8 has a scale for each output; `name` what errors call it. Raises
-    `CanvasError` for numbers that are not finite, an `input_amax` that is not positive, and rows that the format's
-    blocks do not divide.
+    Args:
+        parts: float32 matrices `[out, in]`, read one at a time: one per expert with `experts`, else stacked along the
+            first axis to one weight.
+        input_amax: the largest magnitude of the input; unused by formats that quantize only weights.
+        method: how scales are chosen: `max`, so that nothing saturates, or `mse`, for the least squared error.
+        weights: whether FP8 has one scale per output.
+        name: for errors.
+
+    Raises `CanvasError` for numbers that are not finite, an `input_amax` that is not positive, and rows that the
+    format's blocks do not divide.
     """
     if not FORMATS[format].rounds_inputs:
         return _quantize_weights(parts, format, method, experts, name)
@@ -114,9 +118,9 @@ def _quantize_one(
 def _quantize_weights(
     parts: Iterable[np.ndarray], format: str, method: str, experts: bool, name: str
 ) -> Packed:
-    """Return a weight whose inputs stay as they are."""
+    """Quantize to a format whose inputs stay unquantized."""
     encode, join = _WEIGHTS_ALONE[format], np.stack if experts else np.concatenate
-    # Rows have scales of their own, so parts of a matrix can be quantized one by one.
+    # Every row has its own scales, so parts of a matrix can be quantized one by one.
     made = [encode(_checked(part, format, name), method == "mse") for part in parts]
     values, scales = join([each for each, _ in made]), join([each for _, each in made])
     if FORMATS[format].blocks:
@@ -181,9 +185,9 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Codes `[out, in / 2]` and bfloat16 scales in float32 `[out, in / block]`, each block's for itself.
+    """Return codes `[out, in / 2]` and one bfloat16 scale per block, as float32 `[out, in / block]`.
 
-    With `search`, a scale may let a block's largest numbers saturate, if that makes the squared error smaller.
+    With `search`, a block's largest numbers may saturate, if that lowers the squared error.
     """
     import torch
     from modelopt.torch.quantization.calib.mse import MseCalibrator
@@ -217,7 +221,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Codes `[out, in]` and bfloat16 scales in float32 `[out]`; `search` changes nothing, so many codes are there."""
+    """Return codes `[out, in]` and bfloat16 scales as float32 `[out]`; `search` gains nothing with so many codes."""
     import torch
 
     amax = weight.abs().amax(dim=-1)
@@ -248,10 +252,10 @@ def _round_up(scale: Tensor) -> Tensor:
 
 Search = Callable[["Tensor", "Tensor"], "Tensor"]
 Encode = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor | None]"]
-# By format and method: what finds the largest magnitude that the scale reaches, if not the weight's own, and what encodes.
+# By format and method: the search for the largest magnitude (None: the weight's own), and the encoder.
 _QUANTIZERS: dict[str, dict[str, tuple[Search | None, Encode]]] = {
     "fp8": {"max": (None, _fp8), "mse": (_least_error_fp8, _fp8)},
     "nvfp4": {"max": (None, _nvfp4_max), "mse": (None, _nvfp4_mse)},
 }
-# Formats for weights alone: what gives codes and scales, with or without a search for the scales.
+# For formats that quantize only weights: the encoder, with or without a search for the scales.
 _WEIGHTS_ALONE = {"int4": _int4, "int8": _int8}

@@ -214,7 +214,7 @@ def test_not_into_codes(base: Path, tmp_path: Path) -> None:
     settings = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
     (quantized / "hf_quant_config.json").write_text(json.dumps(settings))
     folder = adapter(tmp_path / "a", r=2, target_modules=DECODER + r"self_attn\.q_proj")
-    with pytest.raises(CanvasError, match="an adapter cannot be merged into codes"):
+    with pytest.raises(CanvasError, match="but adapters need plain weights"):
         export(quantized, tmp_path / "graphs", adapters=[(folder, 1.0)])
 
 

@@ -180,6 +180,6 @@ def test_files(tmp_path: Path) -> None:
     file.write_text("- a\n- b\n")
     with pytest.raises(CanvasError, match="should be a mapping"):
         load_recipe(file)
-    with pytest.raises(UsageError, match="no recipe 'fp16'") as caught:
+    with pytest.raises(UsageError, match="unknown recipe 'fp16'") as caught:
         load_recipe("fp16")
     assert "nvfp4-experts" in caught.value.hint

@@ -267,7 +267,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
         quantize([bad], "fp8", 1.0, name="mlp.down")
     with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, but nvfp4 has blocks of 16"):
         quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
-    with pytest.raises(CanvasError, match="rows of 40, and int4 has blocks of 64, 32 or 16"):
+    with pytest.raises(CanvasError, match="rows of 40, but int4 has blocks of 64, 32 or 16"):
         quantize([weight(16, 40)], "int4", None)
     one = np.ones((), np.float32)
     for scale in (-one, 0 * one, np.float32("nan") * one):
