@@ -77,7 +77,7 @@ def _check_base(target: Target, graphs: Bundle) -> None:
     base = graphs.manifest.options.get("base_precision", "bf16")
     if target.capability is not None and base != "bf16":
         raise CanvasError(
-            f"the graphs were quantized from {base} ones, but engines for {target.name} need bf16 ones",
+            f"the graphs were quantized from {base}, but engines for {target.name} need ones from bf16",
             "quantize graphs of `canvasrt export CHECKPOINT --precision bf16 -o DIR`",
         )
 

@@ -37,8 +37,8 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. `module` is `tensorrt_rtx` or `tensorrt`. If `capability` is None, this
-    machine's GPU counts."""
+    """What to build. `module` is `tensorrt_rtx` or `tensorrt`. A `capability` of None builds for this
+    machine's GPU."""
 
     module: str
     graph: Path
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def kernels(self) -> Path:
-        """The list of the engine's kernels, written beside it."""
+        """The file of the kernel list, next to the engine."""
         return self.engine.with_name(self.engine.stem + store.SUFFIX)
 
     def to_json(self) -> str:
@@ -149,7 +149,7 @@ def compile_graph(job: Job, children: Children | None = None) -> Made:
         )
     said = errors[0] if errors else f"it ended with code {process.returncode} and said nothing"
     raise CanvasError(
-        f"{name}: {job.module} built no engine: {said}", "--debug shows all that it said"
+        f"{name}: {job.module} built no engine: {said}", "--debug shows the builder's full log"
     )
 
 
@@ -190,7 +190,7 @@ def build(job: Job) -> None:
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """An engine is whole without the list, so what goes wrong with it is only a warning."""
+    """Write the kernel list. The engine works without it, so failures are only warnings."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}
         for name, sizes in job.profiles.items()
@@ -215,10 +215,10 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     """Return the builder's configuration: the GPU, the profiles, and one stream."""
     config = builder.create_builder_config()
-    # With auxiliary streams, the pieces of attention could run at once, and so would all be in
-    # memory at once.
+    # With auxiliary streams, the pieces of attention could run at once and would need memory for
+    # all of them.
     config.max_aux_streams = 0
-    # The list of kernels comes with it; neither the engine's size nor the time of a build changes.
+    # This makes the builder list its kernels, and changes neither the engine's size nor the build's time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if job.capability is not None:
         config.num_compute_capabilities = 1
@@ -256,7 +256,7 @@ def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
 
 
 def _logger(trt: Any, capture: Capture) -> Any:
-    """Return a TensorRT logger that prints a line a message, and shows `capture` all of them."""
+    """Return a TensorRT logger that prints one line per message, and passes all of them to `capture`."""
 
     class Lines(trt.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:

@@ -1,6 +1,6 @@
-"""Engines for the CPU: ONNX Runtime runs the graphs; experts and INT4 products get a form that suits it better.
+"""Builds engines for the CPU: ONNX Runtime runs the graphs, with experts and quantized products rewritten for speed.
 
-Quantized graphs are lowered first: the same numbers in float32, or for INT4 the same codes and scales.
+Quantized graphs are lowered first: to the same numbers in float32, or for INT4 to the same codes and scales.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         else:
             embedding, taken = manifest.embedding, list(manifest.files)
         for number, name in enumerate(taken):
-            progress(f"taking over graphs for {plan.target.name}", number, len(taken))
+            progress(f"copying graphs for {plan.target.name}", number, len(taken))
             link_or_copy(graphs.path / name, tmp / name)
         files = [entry["file"] for entry in manifest.segments]
         rewritten = [name for name in files if _rewrite(tmp / name)]
@@ -47,7 +47,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
 
 def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any], list[str]]:
     """Write quantized graphs in float32. Return the embedding table's entry, and the other files to
-    take over."""
+    link."""
     require("onnx_ir", "export")
     from canvasrt.graphs.lower import lower
 
@@ -56,7 +56,7 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 
 
 def _rewrite(file: Path) -> bool:
-    """Give experts, INT4 products and an INT8 table the form that suits a CPU; weights stay in the file that was taken over."""
+    """Rewrite experts, INT4 products and an INT8 table for a CPU. Weights stay in the linked file."""
     onnx = require("onnx", "export")
     from canvasrt.graphs.experts import split_experts
     from canvasrt.graphs.nbits import use_nbits

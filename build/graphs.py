@@ -11,7 +11,7 @@ from canvasrt import extras
 from canvasrt.build.plan import Plan
 from canvasrt.cache import GraphCache, code_hash
 
-# Distributions whose versions affect what they produce.
+# Distributions whose versions affect the graphs.
 _EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
 _QUANTIZED_BY = (*_EXPORTED_BY, "nvidia-modelopt", "onnxruntime", "numpy")
 
@@ -34,7 +34,7 @@ def is_quantized_here(plan: Plan) -> bool:
 
 
 def exported_precision(plan: Plan) -> str:
-    """Return the precision to export in: a quantized checkpoint's own, if that is the one asked for."""
+    """Return the precision to export in: a quantized checkpoint's own, if that is the one wanted."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 

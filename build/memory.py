@@ -1,4 +1,4 @@
-"""Estimates the memory that a model takes at a precision, for `canvasrt build --dry-run`."""
+"""Estimates the memory that a model takes at a precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPARE = 1.1
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of device memory while serving. `buffers` are between engines and caches."""
+    """Bytes of device memory while serving. `buffers` are what engines and caches exchange."""
 
     weights: int
     kv_cache: int
@@ -92,7 +92,7 @@ def segment_bytes(
     formats: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> dict[str, int]:
-    """Bytes of the weights of each segment, on a CPU in the form that it reads."""
+    """Return each segment's bytes of weights; on a CPU, in the lowered form."""
     base = "fp32" if on_cpu or precision == "fp32" else "bf16"
     if formats is None:
         formats = _default_formats(model, precision)
@@ -156,7 +156,7 @@ def vision_parameters(model: ModelConfig) -> int:
 
 
 def _default_formats(model: ModelConfig, precision: str) -> dict[str, str]:
-    """Return the format of each quantized weight if nothing else says so: that of the precision's recipe."""
+    """Return the default format of each quantized weight: that of the recipe named like the precision."""
     if precision not in FORMATS:
         return {}
     chosen = load_recipe(precision).formats(model)
@@ -200,7 +200,7 @@ def _buffers(
 
 
 def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, element: int) -> int:
-    """Return what one body segment computes at once: its layers' largest attention, or its experts' slots."""
+    """Return a body segment's peak bytes: its largest attention, or its experts' slots."""
     length = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
     attention = max(
         _attention_workspace(model, layer, max_context, length, element) for layer in model.layers
@@ -217,7 +217,7 @@ def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, elemen
 def _attention_workspace(
     model: ModelConfig, layer: Layer, max_context: int, length: int, element: int
 ) -> int:
-    """For one row: keys and values joined, or without a fused kernel the keys turned and two sets of scores."""
+    """Return one row's bytes: joined keys and values, or if not fused, transposed keys and two sets of scores."""
     keys = _cached_tokens(model, layer, max_context) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:

@@ -17,10 +17,10 @@ from canvasrt.formats import FORMATS
 from canvasrt.machine import available_bytes
 
 # A builder's memory without weights, and bytes per byte of a segment's weights if no format says
-# more. Measured with TensorRT-RTX; docs/benchmarks.md has the runs.
+# more. Measured with TensorRT-RTX; docs/benchmarks.md lists the peaks of whole builds.
 BUILDER_BASE = 600 * 10**6
 BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
-# The share of free memory for parallel builders. The rest holds the files that they read and write.
+# Parallel builders use a third of the free memory. The rest caches the files that they read and write.
 SHARE = 3
 
 

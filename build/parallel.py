@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Task(Generic[Result]):
-    """A task for a thread of its own, and the bytes of memory that it needs meanwhile."""
+    """A task for a thread of its own, and the bytes of memory that it needs while it runs."""
 
     name: str
     memory: int

@@ -25,7 +25,7 @@ Adapters = tuple[tuple[Path, float], ...]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask of a build. None means: whatever suits the source and the target."""
+    """What a user may choose. None lets the source and the target decide."""
 
     precision: str | None = None
     max_context: int | None = None
@@ -58,7 +58,7 @@ class Plan:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The part of the manifest that the user chose."""
+        """The manifest's `options` that the user chose."""
         chosen: dict[str, Any] = {
             "precision": self.precision.name,
             "max_context": self.max_context,

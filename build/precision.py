@@ -64,8 +64,8 @@ def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) 
     """Choose the precision for each target.
 
     of_source: the precision of graphs or a quantized checkpoint; None for a plain one. Without
-    `asked`, each target gets the source's if it supports it, else its own first. A CPU among other
-    targets keeps its own if it does not support what was asked for.
+    `asked`, each target gets the source's if it supports it, else its default. A CPU among other
+    targets keeps its default if it does not support `asked`.
     """
     if asked is None:
         return [_default(target, of_source) for target in targets]
@@ -93,12 +93,13 @@ def _check(target: Target, wanted: Precision, several: bool) -> None:
     if several and wanted.name not in target.precisions:
         raise UsageError(
             f"{target.name} does not support precision {wanted.name!r}",
-            f"leave --precision out so that each target gets its own first ({target.name}:"
-            f" {target.precisions[0]}), or build {target.name} by itself",
+            f"leave out --precision to give each target its default ({target.name}:"
+            f" {target.precisions[0]}), or build {target.name} separately",
         )
     check_precision(target, wanted.name)
     if wanted.recipe is not None and not wanted.recipe.suits(target):
         raise UsageError(
-            f"the recipe {wanted.recipe.name} is not meant for {target.name}",
-            f"it names {', '.join(wanted.recipe.targets)}; --precision {target.precisions[0]} is",
+            f"the recipe {wanted.recipe.name!r} is not for {target.name}",
+            f"it is for {', '.join(wanted.recipe.targets)}; for {target.name}, use --precision"
+            f" {target.precisions[0]}",
         )

@@ -95,17 +95,17 @@ def _body(
 
 
 def _slots(model: ModelConfig, slots: Range, tokens: int | None = None) -> Profile:
-    """Rows of the experts' products: `slots` of each expert's own queue, or first all `tokens` for every expert."""
+    """Return the experts' dimensions: `slots` per expert, or for the first product, all `tokens` for every expert."""
     if tokens is None:
         return {"capacity": slots, "gate_rows": slots, "gate_queues": _always(model.num_experts)}
     return {"capacity": slots, "gate_rows": _always(tokens), "gate_queues": _always(1)}
 
 
 def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
-    """Whether the first product of a lone canvas takes all of its tokens for every expert.
+    """Return whether a single canvas feeds all its tokens to every expert's first product.
 
-    That pays where the arithmetic of a format is fast enough: the product waits for its weights either way,
-    and tokens are quantized once, not once per slot. Slower formats would wait for the arithmetic.
+    That pays if a format's arithmetic is fast enough: reading the weights dominates either way, and tokens are
+    quantized once, not once per slot. In slower formats, arithmetic would dominate.
     """
     formats = segment.get("quantized") or {}
     return any(

@@ -90,9 +90,8 @@ def plan_all(
     precisions = choose(targets, options.precision, found.precision)
     if options.calibration is not None and not any(each.is_calibrated for each in precisions):
         raise UsageError(
-            f"--calibration is for recipes whose scales depend on prompts, and {precisions[0].text}"
-            " has none of these",
-            "name another recipe with --precision, or leave --calibration out",
+            f"--calibration has no effect: {precisions[0].text} needs no calibration",
+            "leave --calibration out, or choose another recipe with --precision",
         )
     for target in targets if check else ():
         check_buildable(target)

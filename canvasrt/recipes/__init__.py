@@ -3,4 +3,4 @@
 from pathlib import Path
 
 # The recipes that come with canvasrt, by name.
-SHIPPED = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.yaml"))}
+SHIPPED = dict(sorted((file.stem, file) for file in Path(__file__).parent.glob("*.yaml")))

@@ -127,7 +127,7 @@ def test_several_targets_share_an_export_a_precision(
     assert [plan.precision.name for plan, _ in made] == ["fp32", "bf16", "bf16"]
     assert [line for line in dict.fromkeys(said) if not line.startswith("checking")] == [
         "exporting graphs (fp32)",
-        "taking over graphs for cpu",
+        "copying graphs for cpu",
         "exporting graphs (bf16)",
         *(f"reusing {name} for rtx-4090" for name in ("body_0", "head")),
         *(f"reusing {name} for rtx-pro-6000" for name in ("body_0", "head")),

@@ -170,7 +170,7 @@ def test_other_kinds_are_refused(
 
 def test_embeddings_are_refused(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "adapter", r=2, target_modules=["lm_head"])
-    with pytest.raises(CanvasError, match="embedding and output are one table"):
+    with pytest.raises(CanvasError, match="the embedding table cannot be adapted"):
         load_adapter(folder)
 
 

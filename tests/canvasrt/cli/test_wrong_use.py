@@ -167,11 +167,11 @@ quantize:
 FILES = {
     "build demo -t rtx-4090 -p mine.yaml -o out": (
         *("mine.yaml", RECIPE),
-        "the recipe mine is not meant for rtx-4090",
+        "the recipe 'mine' is not for rtx-4090",
     ),
     "build demo -t cpu -p int4 --calibration mine.jsonl -o out": (
         *("mine.jsonl", '{"prompt": "1+2="}'),
-        "--calibration is for recipes whose scales depend on prompts",
+        "--calibration has no effect: int4 needs no calibration",
     ),
     "verify image --reference demo": (
         *("image/index.json", "{}"),

@@ -129,5 +129,5 @@ def test_where_such_graphs_are_refused(graphs: Path) -> None:
     """They are not engines, and a GPU's engines are built from bf16 graphs."""
     with pytest.raises(CanvasError, match="quantized to fp8 and only run as engines"):
         open_model(graphs, check=False)
-    with pytest.raises(CanvasError, match="quantized from fp32 ones, but engines for rtx-5090"):
+    with pytest.raises(CanvasError, match="quantized from fp32, but engines for rtx-5090"):
         check_source(find_target("rtx-5090"), Precision("fp8"), read_source(graphs))
