@@ -1,8 +1,8 @@
 """Measures what building a model takes: seconds, peak memory and bytes of each stage and segment.
 
-    python bench/build_full.py --layers 30 -o DIR     # the released shape, in NVFP4, for rtx-5090
-    python bench/build_full.py --shape narrow -o DIR  # the same in a minute
-    python bench/build_full.py --format int4 --target rtx-4090,cpu --layers-per-segment 3 -o DIR
+    python -m bench.build_full --layers 30 -o DIR     # the released shape, in NVFP4, for rtx-5090
+    python -m bench.build_full --shape narrow -o DIR  # the same in a minute
+    python -m bench.build_full --format int4 --target rtx-4090,cpu --layers-per-segment 3 -o DIR
 
 It writes a random checkpoint, exports it and builds its engines, each as `canvasrt` does, with
 nothing cached. Results go to `DIR/build.json` and `DIR/build.md`. Memory is sampled over all

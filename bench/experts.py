@@ -1,4 +1,4 @@
-"""The mixture of experts alone: every expert on every token, against slots for the routed ones."""
+"""The mixture of experts by itself: every expert on every token, against slots for the routed ones."""
 
 from __future__ import annotations
 

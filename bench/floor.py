@@ -21,7 +21,7 @@ def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
     """Return bytes per second of a copy (reads and writes both count), and operations per second of
     a matrix product.
 
-    On a GPU products are in bf16 or fp8. Others are not measured: their floor is what reading takes.
+    On a GPU, only products in bf16 and fp8 are measured. For other formats, the floor is the time of reading.
     """
     if is_installed("torch"):
         import torch

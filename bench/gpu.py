@@ -4,7 +4,7 @@ the floor.
     python -m bench.gpu -o results            on a GPU: the released shape, 30 layers
     python -m bench.gpu --small -o results    anywhere: a reduced shape, to check the script
 
-Nothing is downloaded. What is not installed is left out and named.
+Nothing is downloaded. Missing tools are skipped and listed.
 """
 
 from __future__ import annotations
@@ -311,7 +311,10 @@ def _target() -> Target:
     here = gpus()[0]
     found = [target for target in TARGETS if target.capability == here.capability]
     if not found:
-        raise CanvasError(f"no target has the capability of {here.name}", "canvasrt targets")
+        raise CanvasError(
+            f"no target has the capability of {here.name}",
+            "`canvasrt targets` lists the capabilities",
+        )
     require(*BUILDER_MODULES[found[0].builder])
     # If two targets share a capability, the one with more memory refuses less.
     return max(found, key=lambda target: target.memory or 0)

@@ -1,10 +1,10 @@
-"""Predicted times of the released shape, by recipe, GPU, batch and context, from the kernels that the builder lists.
+"""Predicts times of the released shape, by recipe, GPU, batch and context, from the builder's kernel lists.
 
     python -m bench.predict -o predicted --work /path/with/30GB
 
-Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a calibration that is made up,
-builds its engines, and lets the second layer stand for the other sliding ones: `--layers 6` builds whole segments
-instead, which takes twice the memory. `DIR/predicted.json` and `DIR/predicted.md` are the tables.
+Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a made-up calibration, and
+builds its engines. The second layer stands for the other sliding ones; `--layers 6` builds whole segments instead,
+which takes twice the memory. The tables are `DIR/predicted.json` and `DIR/predicted.md`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from canvasrt.targets import Target, find_target
 
 Json = dict[str, Any]
 
-# What stands for what: of the released 30 layers every sixth is a full one.
+# How often each layer counts: every sixth of the released 30 layers is a full one.
 SEGMENTS = 5
 REPEAT = {
     3: {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS},
     6: dict.fromkeys((None, *range(6)), SEGMENTS),
 }
-# All are built for one target, which has every format and the memory for the longest contexts; their kernels stand for
-# those of the other GPUs.
+# All are built for one target, with every format and enough memory for the longest contexts. Its kernels stand for
+# the other GPUs'.
 BUILT_FOR = "rtx-pro-6000"
 PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nvfp4", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
@@ -52,7 +52,7 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
 )
 MAX_CONTEXT, MAX_BATCH = 262_144, 8
-# Slots that a canvas half full of padding asks for: all of its padding goes to the same experts.
+# Slots for a canvas that is half padding: all of its padding goes to the same experts.
 PADDED = 256
 
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def engines(recipe: str, layers: int, work: Path) -> Bundle:
-    """The engines of a recipe, what is missing in `work` being made."""
+    """Return a recipe's engines; make what `work` lacks."""
     out = work / f"engines-{recipe}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
@@ -106,7 +106,7 @@ def predictions(
     batches: Sequence[int],
     contexts: Sequence[int],
 ) -> Iterator[Json]:
-    """Milliseconds of passes and the floor: routed nearly evenly, and with half a canvas of padding."""
+    """Yield milliseconds of passes and the floor, with nearly even routing and with half a canvas of padding."""
     model = whole(predictor.model)
     for name, batch, context in itertools.product(gpus, batches, contexts):
         gpu = find_gpu(name)
@@ -128,13 +128,13 @@ def predictions(
 
 
 def whole(model: ModelConfig) -> ModelConfig:
-    """The released model, of whose layers `model` has the first and the last."""
+    """Return the released model; `model` has its first and last layer."""
     sliding, full = model.layers[0], model.layers[-1]
     return replace(model, layers=(*[sliding] * 5, full) * SEGMENTS)
 
 
 def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: int) -> bool:
-    """Whether weights and caches of such requests fit the target's memory."""
+    """Return whether the weights, and the caches of such requests, fit the target's memory."""
     formats, precision = {}, recipe
     if recipe != "bf16":
         loaded = load_recipe(recipe)
@@ -145,7 +145,7 @@ def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: i
 
 
 def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> float:
-    """Canvases half full of padding; where the engines have no room for so skewed a batch, its rows run one by one."""
+    """Return the seconds for canvases that are half padding. A batch too skewed for the engines runs row by row."""
     try:
         return predictor.denoise(gpu, batch, context, batch * PADDED).seconds
     except UsageError:
@@ -153,7 +153,7 @@ def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> 
 
 
 def markdown(rows: Sequence[Json]) -> str:
-    """A table a batch: a line a recipe and GPU, by context the pass, the padded one and the floor."""
+    """Return one table per batch size, with one row per recipe and GPU: the pass, in floors, and the padded one."""
     contexts = sorted({row["context"] for row in rows})
     parts = []
     for batch in sorted({row["batch"] for row in rows}):

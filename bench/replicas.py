@@ -1,4 +1,4 @@
-"""One segment's engine or graph in place of another, with renumbered layers, and timed."""
+"""Runs one segment's engine or graph in place of others, with renumbered layers, and times it."""
 
 from __future__ import annotations
 
