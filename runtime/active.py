@@ -104,6 +104,7 @@ class ActiveRequest:
                 output.accepted,
                 output.canvas,
                 len(self._settled.tokens),
+                self._cached,
             ),
         ]
         self._hidden = output.next_hidden

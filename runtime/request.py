@@ -93,6 +93,7 @@ class Draft:
     accepted: np.ndarray = field(repr=False)  # bool [canvas]
     canvas: np.ndarray | None = field(default=None, repr=False)  # int64 [canvas]
     settled: int = 0
+    cached_tokens: int = 0  # of the prompt, from the prefix cache
 
 
 @dataclass(frozen=True)
