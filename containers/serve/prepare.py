@@ -68,7 +68,7 @@ def prepare(
 def set_aside_damaged(out: Path, notify: Notify, stop: threading.Event) -> bool:
     """Return whether the engines that `prepare` returned are damaged. If so, rename their folder,
     so that `prepare` builds them again."""
-    with _alone(out, notify, stop):
+    with alone(out, notify, stop):
         try:
             load_bundle(out, kind="engines")
         except CanvasError as error:
