@@ -18,11 +18,11 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python
+$(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python .ci/install-torch
 	@test -x $(BIN)/python || { python=$$(.ci/find-python) && $$python -m venv $(VENV); }
 	$(BIN)/python -m pip install -qq --upgrade pip
-	@# torch first: whichever build the index offers then satisfies every later requirement.
-	$(BIN)/python -m pip install -qq -c constraints.txt torch
+	@# torch first: whichever build is installed then satisfies every later requirement.
+	.ci/install-torch $(BIN)/python
 	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@# Tests read one file of trl, the model's own chat template; it would bring 200 MB of packages along.
 	$(BIN)/python -m pip install -qq -c constraints.txt --no-deps trl

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
 
 from canvasrt.containers.names import API_PORT
+from canvasrt.defaults import PREFIX_CACHE
 from canvasrt.errors import CanvasError
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -69,6 +70,7 @@ class ModelOptions:
     threads: int | None = None  # CPU threads; None for every core
     max_model_len: int | None = field(default=None, metadata=nim("NIM_MAX_MODEL_LEN", read_count))
     share_passes: bool = False
+    prefix_cache: int = PREFIX_CACHE  # MiB
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that say this. An option that is None is left to the environment."""

@@ -62,6 +62,7 @@ RESULT = (
     Tensor("finish_reason", "BYTES", (1,), "`stop` or `length`; empty before `final`"),
     Tensor("steps", "INT32", (-1,), "denoising steps of each finished block"),
     Tensor("seed", "UINT64", (1,), "the seed that was used"),
+    Tensor("cached_tokens", "INT32", (1,), "prompt tokens that came from the prefix cache"),
 )
 PROGRESS = (
     Tensor("event", "BYTES", (1,), "`draft`, `settled`, `block` or `final`"),

@@ -10,6 +10,7 @@ import numpy as np
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden
+from canvasrt.runtime.prefix import Chunk, chunks_of
 from canvasrt.runtime.request import (
     Block,
     Draft,
@@ -37,6 +38,10 @@ class ActiveRequest:
         # Tokens not in the cache yet: first the prompt, then each finished block that another one
         # follows.
         self.pending = np.array(request.prompt_token_ids, np.int64)
+        # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
+        self.chunks = chunks_of(self.pending, model.prefill_chunk)
+        self.shares = request.is_text
+        self._cached = 0
         self._prompt = [int(token) for token in request.prompt_token_ids]
         self._params = request.params
         self._blocks = request.params.blocks(model.canvas_length)
@@ -49,6 +54,22 @@ class ActiveRequest:
         self._hidden: Hidden = None
         self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
         self._settled = SettledPrefix(request.params)
+
+    def skip(self, count: int) -> None:
+        """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
+        size = sum(chunk.size for chunk in self.chunks[:count])
+        self.chunks, self.pending = self.chunks[count:], self.pending[size:]
+        self._cached += size
+
+    def next_tokens(self) -> np.ndarray:
+        """Return the tokens to encode next."""
+        size = self.chunks[0].size if self.chunks else self._model.prefill_chunk
+        return self.pending[:size]
+
+    def encoded(self) -> Chunk | None:
+        """Count those tokens as encoded; return their chunk if they are part of the prompt."""
+        self.pending = self.pending[len(self.next_tokens()) :]
+        return self.chunks.pop(0) if self.chunks else None
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step. The first step of a block creates its
@@ -83,6 +104,7 @@ class ActiveRequest:
                 output.accepted,
                 output.canvas,
                 len(self._settled.tokens),
+                self._cached,
             ),
         ]
         self._hidden = output.next_hidden
@@ -102,6 +124,7 @@ class ActiveRequest:
             seed=self._params.seed,
             steps=self._steps,
             timings=Timings(self._first_block, time.perf_counter() - self._added),
+            cached_tokens=self._cached,
         )
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
 from canvasrt.runtime.model import Input, Model
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.tables import Table, map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
@@ -92,6 +92,15 @@ class HostModel(Model):
 
     def new_row(self) -> Row:
         return Row(RequestCache(self.config))
+
+    def saved_bytes(self, tokens: int) -> int:
+        return RequestCache(self.config).saved_bytes(tokens)
+
+    def _save(self, row: Row, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        return row.cache.save(tokens)
+
+    def _restore(self, row: Row, saved: Sequence[Saved]) -> None:
+        row.cache.restore([each.data for each in saved], sum(each.tokens for each in saved))
 
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
         if self.rows_apart:

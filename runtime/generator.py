@@ -13,6 +13,7 @@ from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
+from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 
 __all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result", "Settled"]
@@ -26,7 +27,10 @@ class Generator:
     calls `step`.
     """
 
-    def __init__(self, model: Model, max_batch: int = MAX_BATCH) -> None:
+    def __init__(
+        self, model: Model, max_batch: int = MAX_BATCH, prefixes: PrefixCache | None = None
+    ) -> None:
+        """With `prefixes`, the beginnings that prompts share are encoded once."""
         if max_batch < 1:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
@@ -36,6 +40,7 @@ class Generator:
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._denoised = 0
+        self._prefixes = prefixes
 
     @property
     def idle(self) -> bool:
@@ -129,11 +134,26 @@ class Generator:
 
     def _encode(self) -> None:
         """Encode one chunk of every request that has tokens to encode."""
-        chunk = self.model.prefill_chunk
-        ready = [each for each in self._running if each.pending.size]
-        self.model.encode([EncodeInput(each.row, each.pending[:chunk]) for each in ready])
+        ready = self._to_encode()
+        self.model.encode([EncodeInput(each.row, each.next_tokens()) for each in ready])
         for each in ready:
-            each.pending = each.pending[chunk:]
+            chunk = each.encoded()
+            if chunk and self._prefixes is not None and each.shares:
+                self._prefixes.add(each.row, chunk)
+
+    def _to_encode(self) -> list[ActiveRequest]:
+        """Return the requests with tokens to encode. Of those with the same chunk, all but one wait
+        for the prefix cache to have it."""
+        ready, keys = [], set()
+        for each in self._running:
+            if self._prefixes is not None and each.shares and each.chunks:
+                each.skip(self._prefixes.fill(each.row, each.chunks))
+                if each.chunks and each.chunks[0].key in keys:
+                    continue
+                keys |= {chunk.key for chunk in each.chunks[:1]}
+            if each.pending.size:
+                ready.append(each)
+        return ready
 
     def _denoise(self) -> list[Event]:
         """Run one step of every request whose tokens are all encoded."""

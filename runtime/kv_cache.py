@@ -42,6 +42,33 @@ class RequestCache:
         self.keys[layer] = self._joined(layer, self.keys[layer], keys)
         self.values[layer] = self._joined(layer, self.values[layer], values)
 
+    def saved_bytes(self, count: int) -> int:
+        """Return the bytes of the copy of that many tokens."""
+        pairs = zip(self.keys, self._sliding, strict=True)
+        sizes = [
+            array.shape[1] * array.shape[3] * (min(count, self._window - 1) if sliding else count)
+            for array, sliding in pairs
+        ]
+        return 2 * np.dtype(np.float32).itemsize * sum(sizes)
+
+    def save(self, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return copies of every layer's keys and values of the last `count` tokens, as far as the
+        layer keeps them."""
+
+        def last(array: np.ndarray) -> np.ndarray:
+            return array[:, :, max(0, array.shape[2] - count) :].copy()
+
+        pairs = zip(self.keys, self.values, strict=True)
+        return [(last(keys), last(values)) for keys, values in pairs]
+
+    def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
+        """Append copies that `save` returned, which hold `count` tokens together."""
+        for layer in range(len(self.keys)):
+            # A sliding layer's copies have gaps, but not within its last tokens.
+            keys, values = zip(*(each[layer] for each in saved), strict=True)
+            self.append(layer, np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
+        self.advance(count)
+
     def advance(self, count: int) -> None:
         """Count `count` tokens as cached, once every layer has them."""
         self.length += count

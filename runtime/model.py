@@ -6,7 +6,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from copy import copy
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,10 +21,20 @@ from canvasrt.runtime.passes import (
     EncodeInput,
     Hidden,
     Row,
+    Saved,
 )
 from canvasrt.runtime.tables import Table
 
-__all__ = ["Counters", "DenoiseInput", "DenoiseOutput", "EncodeInput", "Hidden", "Model", "Row"]
+__all__ = [
+    "Counters",
+    "DenoiseInput",
+    "DenoiseOutput",
+    "EncodeInput",
+    "Hidden",
+    "Model",
+    "Row",
+    "Saved",
+]
 
 Input = TypeVar("Input", EncodeInput, DenoiseInput)
 Batch = TypeVar("Batch")
@@ -70,6 +81,35 @@ class Model(ABC):
 
     def check_device(self) -> None:  # noqa: B027 - only a device can be lost
         """Wait for the device. Raises EngineError if it cannot be used any more."""
+
+    def reserve(self, limit: int) -> int:
+        """Take memory for saved chunks: `limit` bytes, or what there is. Return how much."""
+        return limit
+
+    @abstractmethod
+    def saved_bytes(self, tokens: int) -> int:
+        """Return the memory that a saved chunk of that many tokens takes."""
+
+    def save(self, row: Row, tokens: int) -> Saved:
+        """Copy the last `tokens` cached tokens of a row. They must have been encoded by one pass,
+        the row's last."""
+        encode = {key: copy(each) for key, each in row.capacities.items() if key[1] == "encode"}
+        return Saved(tokens, self._save(row, tokens), encode)
+
+    def restore(self, row: Row, saved: Sequence[Saved]) -> None:
+        """Append saved chunks to a row's cache, as if they had been encoded."""
+        self._restore(row, saved)
+        row.capacities |= {key: copy(each) for key, each in saved[-1].capacities.items()}
+        self.counters.cached_tokens += sum(each.tokens for each in saved)
+
+    def forget(self, saved: Saved) -> None:  # noqa: B027 - host memory frees itself
+        """Free the memory of a saved chunk."""
+
+    @abstractmethod
+    def _save(self, row: Row, tokens: int) -> Any: ...
+
+    @abstractmethod
+    def _restore(self, row: Row, saved: Sequence[Saved]) -> None: ...
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Return scaled embeddings, float32 `[..., hidden_size]`, of int64 `tokens` `[...]`."""

@@ -44,12 +44,22 @@ class DenoiseOutput:
     next_hidden: Hidden  # float32 [canvas, hidden_size], or a handle if it stays on a device
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Keys and values of a prompt's chunk, for rows that begin with the same tokens."""
+
+    tokens: int
+    data: Any  # the model's
+    capacities: dict[tuple[str, str], Any]  # of the encoding passes, as they were after it
+
+
 @dataclass
 class Counters:
     """What a model's passes have cost so far; seconds are wall time inside the passes."""
 
     encode_passes: int = 0
     encode_tokens: int = 0
+    cached_tokens: int = 0  # taken from the prefix cache instead
     encode_seconds: float = 0.0
     denoise_passes: int = 0
     denoise_seconds: float = 0.0

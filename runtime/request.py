@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,12 @@ class Request:
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+
+    @property
+    def is_text(self) -> bool:
+        """Whether nothing but tokens decides the prompt's keys and values."""
+        other = set(vars(self)) - {"prompt_token_ids", "params"}
+        return all(_is_empty(getattr(self, name)) for name in other)
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for an empty or foreign prompt, or one that does not fit the context."""
@@ -45,6 +51,10 @@ class Request:
             )
 
 
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, Sized) and len(value) == 0)
+
+
 @dataclass(frozen=True)
 class Timings:
     """Seconds since the request was added."""
@@ -65,6 +75,7 @@ class Result:
     seed: int
     steps: list[int]  # denoising steps per block
     timings: Timings
+    cached_tokens: int = 0  # of the prompt, from the prefix cache
 
 
 @dataclass(frozen=True)
@@ -82,6 +93,7 @@ class Draft:
     accepted: np.ndarray = field(repr=False)  # bool [canvas]
     canvas: np.ndarray | None = field(default=None, repr=False)  # int64 [canvas]
     settled: int = 0
+    cached_tokens: int = 0  # of the prompt, from the prefix cache
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ RUNTIME = (
     "profiles passes capacity noise tables tokenizer",
     "engine sampling",
     "model request backends inputs",
-    "kv_cache gpu settled",
+    "kv_cache gpu settled prefix",
     "active",
     "cpu generator",
     "open",

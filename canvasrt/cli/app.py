@@ -28,6 +28,7 @@ _COMMANDS = {
     "serve": _USE,
     "deploy": _USE,
     "infer": _USE,
+    "chat": _USE,
     "bench": _USE,
     "targets": _LOOK,
     "doctor": _LOOK,

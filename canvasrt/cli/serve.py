@@ -6,17 +6,20 @@ import logging
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli.options import AsJson, Threads
-from canvasrt.console import emit
+from canvasrt.console import console, emit
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
+from canvasrt.defaults import PREFIX_CACHE
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
+    from canvasrt.containers.serve.local import Local
     from canvasrt.containers.serve.settings import Settings
 
 # A default of None marks an option that was not given, which NIM_PASSTHROUGH_ARGS or the
@@ -24,9 +27,10 @@ if TYPE_CHECKING:
 Bundle = Annotated[
     Path | None,
     typer.Argument(
-        metavar="BUNDLE",
+        metavar="BUNDLE_OR_CHECKPOINT",
         show_default=False,
-        help="A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH.",
+        help="A folder that `canvasrt package` or `build` wrote, or a checkpoint (a folder, a hub name or demo),"
+        " which is built first; NIM_MODEL_PATH.",
     ),
 ]
 Host = Annotated[
@@ -207,6 +211,16 @@ SharePasses = Annotated[
         " seed alone.",
     ),
 ]
+PrefixCache = Annotated[
+    int | None,
+    typer.Option(
+        "--prefix-cache",
+        metavar="MIB",
+        min=0,
+        show_default=str(PREFIX_CACHE),
+        help="Memory for the beginnings that prompts share, on the GPU if there is one; 0 for none.",
+    ),
+]
 DryRun = Annotated[
     bool | None,
     typer.Option(
@@ -242,25 +256,54 @@ def serve(
     stall_timeout: StallTimeout = None,
     threads: Threads = None,
     share_passes: SharePasses = None,
+    prefix_cache: PrefixCache = None,
     dry_run: DryRun = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
 
+    A checkpoint is built for this machine first, into the cache: for its GPU, or else for the CPU.
     Options that are not given come from NIM_PASSTHROUGH_ARGS, else from the NIM variables named
     below. If CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of
     its keys.
     """
     given = {name: value for name, value in locals().items() if name in _PARAMETERS}
 
+    from canvasrt.containers.serve import local
     from canvasrt.containers.serve import serve as work
     from canvasrt.containers.serve.settings import resolve
 
     settings = resolve(_given(given), _given(_passthrough()))
+    if settings.bundle is not None and local.is_checkpoint(settings.bundle):
+        found = local.plan(settings.bundle, settings.cache)
+        if settings.dry_run and not found.is_built:
+            _show_decisions(_unbuilt(found), settings.as_json)
+            return
+        _build(found)
+        settings = replace(settings, bundle=found.engines)
     if settings.dry_run:
         _show_decisions(work.decisions(settings), settings.as_json)
         return
     work.run(settings, lambda where: _show_ready(where, settings), sys.stderr)
+
+
+def _build(found: Local) -> None:
+    """Build a checkpoint's engines, and say what is happening, on stderr."""
+    from canvasrt.containers.serve.local import build
+
+    shown = console(stderr=True)
+    if found.why and not found.is_built:
+        shown.print(f"serving from the CPU: {found.why}", markup=False)
+    build(found, lambda text: shown.print(text, markup=False))
+
+
+def _unbuilt(found: Local) -> dict[str, Any]:
+    return {
+        "checkpoint": str(found.checkpoint),
+        "target": found.target.name,
+        "engines": str(found.engines),
+        "builds_first": True,
+    }
 
 
 _PARAMETERS = frozenset(serve.__annotations__) - {"return"}

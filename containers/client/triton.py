@@ -44,6 +44,7 @@ class Answer:
     finish_reason: str
     steps: list[int]
     seed: int
+    cached_tokens: int
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a key per field."""

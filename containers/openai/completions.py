@@ -135,8 +135,9 @@ class Run:
     def count(self, number: int, final: StreamEvent) -> None:
         """Add a finished answer to the usage and the metrics."""
         metrics = self._owner._metrics
-        first = number % (self._body.n or 1) == 0
-        self._shape.usage.add(final, first_of_prompt=first)
+        prompt, index = divmod(number, self._body.n or 1)
+        first = index == 0
+        self._shape.usage.add(final, prompt, first_of_prompt=first)
         metrics.tokens["prompt"] += len(final.prompt_token_ids) if first else 0
         metrics.tokens["completion"] += len(final.token_ids)
         metrics.steps += sum(final.steps)

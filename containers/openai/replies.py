@@ -20,20 +20,25 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     denoising_steps: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # by prompt
 
-    def add(self, final: StreamEvent, first_of_prompt: bool) -> None:
-        """Count one answer."""
+    def add(self, final: StreamEvent, prompt: int, first_of_prompt: bool) -> None:
+        """Count one answer to the request's `prompt`-th prompt."""
         if first_of_prompt:
             self.prompt_tokens += len(final.prompt_token_ids)
+        # The first of several answers encodes the prompt, and the others find it.
+        known = self.cached.get(prompt, final.cached_tokens)
+        self.cached[prompt] = min(known, final.cached_tokens)
         self.completion_tokens += len(final.token_ids)
         self.denoising_steps += sum(final.steps)
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """Return the `usage` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
             "denoising_steps": self.denoising_steps,
         }
 

@@ -49,7 +49,7 @@ def prepare(
     if not profile.builds:
         return profile.path
     out = engines_folder(profile, cache)
-    with _alone(out, notify, stop, watch):
+    with alone(out, notify, stop, watch):
         if stop.is_set():
             return None
         if not (out / MANIFEST).exists():
@@ -68,7 +68,7 @@ def prepare(
 def set_aside_damaged(out: Path, notify: Notify, stop: threading.Event) -> bool:
     """Return whether the engines that `prepare` returned are damaged. If so, rename their folder,
     so that `prepare` builds them again."""
-    with _alone(out, notify, stop):
+    with alone(out, notify, stop):
         try:
             load_bundle(out, kind="engines")
         except CanvasError as error:
@@ -101,7 +101,7 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(
+def alone(
     out: Path, notify: Notify, stop: threading.Event, watch: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """Hold the lock on one profile's engines, since several servers can share a cache."""

@@ -36,6 +36,7 @@ from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Generator
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.tokenizer import Tokenizer
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -64,9 +65,15 @@ class StreamModel:
         max_batch = int(
             parameters.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH
         )
+        prefixes = PrefixCache(self._model, options.prefix_cache * 2**20)
+
+        def generator() -> Generator:
+            prefixes.clear()  # what a failed pass wrote is not known
+            return Generator(self._model, max_batch, prefixes)
+
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
         self._worker = Worker(
-            lambda: Generator(self._model, max_batch=max_batch),
+            generator,
             Metrics(pb_utils).update,
             Heartbeat.at(heartbeat).beat if heartbeat else lambda: None,
             _end_process,

@@ -48,6 +48,7 @@ class ReplyBuilder:
         self._given = ""
         self._spelt: dict[int, str] = {}
         self._prompt = list(prompt)
+        self._cached = 0
         self.ended = False
 
     def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
@@ -60,6 +61,7 @@ class ReplyBuilder:
             result = event.result
             return [] if result.finish_reason == "cancelled" else [self._result(result)]
         if isinstance(event, Draft):
+            self._cached = event.cached_tokens
             wanted = self._drafts and not self._only_final
             return [self._draft(event)] if wanted else []
         replies = [self._settled(event) if isinstance(event, Settled) else self._block(event)]
@@ -175,6 +177,7 @@ class ReplyBuilder:
             "finish_reason": _bytes(finish),
             "steps": _ints(self._steps),
             "seed": np.array([self._seed], np.uint64),
+            "cached_tokens": _ints([self._cached]),
         }
 
 

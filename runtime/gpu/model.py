@@ -19,10 +19,11 @@ from canvasrt.errors import EngineError
 from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
+from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
 from canvasrt.runtime.model import Input, Model
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.tables import Table, map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
@@ -72,6 +73,7 @@ class DeviceModel(Model):
         self.workspace = Workspace(self.device, config, self.segments, self._sizes())
         self._cache = self.workspace.cache
         self._calls: dict[tuple[Any, ...], Call] = {}
+        self._pages: Pages | None = None
 
     @classmethod
     def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
@@ -127,6 +129,27 @@ class DeviceModel(Model):
 
     def check_device(self) -> None:
         self.device.synchronize()
+
+    def reserve(self, limit: int) -> int:
+        if self._pages is None and limit:
+            self._pages = Pages(self.device, self._cache, limit)
+        return self._pages.bytes if self._pages else 0
+
+    def saved_bytes(self, tokens: int) -> int:
+        return self._pages.saved_bytes(tokens) if self._pages else 1
+
+    def forget(self, saved: Saved) -> None:
+        assert self._pages is not None
+        self._pages.free(saved.data)
+
+    def _save(self, row: DeviceRow, tokens: int) -> list[int]:
+        assert self._pages is not None
+        return self._pages.save(row, tokens)
+
+    def _restore(self, row: DeviceRow, saved: Sequence[Saved]) -> None:
+        assert self._pages is not None
+        self._cache.take(row)
+        self._pages.restore(row, [(each.data, each.tokens) for each in saved])
 
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
         for item in inputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,26 +164,66 @@ class DeviceCache:
 
         Call `make_room` before the first layer, and update the row's `length` after the last.
         """
-        cache = self._layers[layer]
-        kept = count if cache.kind == "full" else min(count, self._ring)
-        done = count - kept
-        # A ring ends before a width of whole octets does.
-        end = self.past[cache.kind].width
-        end = end if cache.kind == "full" else min(end, self._ring)
-        while done < count:
-            place = self._place(cache.kind, row.length + done)
-            piece = min(count - done, end - place)
+        cache, after = self._layers[layer], row.length + count
+        begin = after - (count if cache.kind == "full" else min(count, self._ring))
+        for position, place, size in self._pieces(cache, begin, after):
+            done = position - row.length
             for base, new in ((cache.keys, keys), (cache.values, values)):
                 self._device.copy(
-                    Pitched(
-                        self._at(cache, base, row) + place * cache.token,
-                        self.past[cache.kind].width * cache.token,
-                    ),
+                    self._held(cache, base, row, place),
                     Pitched(new + done * cache.token, length * cache.token),
-                    piece * cache.token,
+                    size * cache.token,
                     cache.heads,
                 )
-            done += piece
+
+    def extract(
+        self,
+        row: DeviceRow,
+        layer: int,
+        keys: int,
+        values: int,
+        length: int,
+        begin: int,
+        count: int,
+    ) -> None:
+        """Copy one layer's tokens from position `begin` on, as far as it still has them, to where
+        `append` reads them."""
+        cache = self._layers[layer]
+        oldest = row.length - self._kept(cache.kind, row.length)
+        for position, place, size in self._pieces(cache, max(begin, oldest), begin + count):
+            done = position - begin
+            for base, to in ((cache.keys, keys), (cache.values, values)):
+                self._device.copy(
+                    Pitched(to + done * cache.token, length * cache.token),
+                    self._held(cache, base, row, place),
+                    size * cache.token,
+                    cache.heads,
+                )
+
+    def keeps(self, layer: int, position: int, length: int) -> bool:
+        """Return whether a layer still has this position when `length` tokens are cached."""
+        return position >= length - self._kept(self._layers[layer].kind, length)
+
+    @property
+    def token_sizes(self) -> list[int]:
+        """The bytes of one token's keys in each layer; its values take as many."""
+        return [layer.heads * layer.token for layer in self._layers]
+
+    def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the runs of neighbouring places from one position to another: the first position,
+        its place, and the number of tokens."""
+        # A ring ends before a width of whole octets does.
+        width = self.past[cache.kind].width
+        width = width if cache.kind == "full" else min(width, self._ring)
+        while begin < end:
+            place = self._place(cache.kind, begin)
+            size = min(end - begin, width - place)
+            yield begin, place, size
+            begin += size
+
+    def _held(self, cache: LayerCache, base: int, row: DeviceRow, place: int) -> Pitched:
+        address = self._at(cache, base, row) + place * cache.token
+        return Pitched(address, self.past[cache.kind].width * cache.token)
 
     def make_room(self, rows: Sequence[DeviceRow], counts: Sequence[int]) -> None:
         """Widen the caches if they are too narrow for `counts` more tokens of `rows`."""

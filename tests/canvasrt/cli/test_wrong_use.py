@@ -112,6 +112,8 @@ WRONG = {
     "infer x --protocol openai --url ftp://a": "unsupported scheme ftp",
     "infer x --protocol openai --url a:port": "--url a:port is not an address",
     "infer x --timeout -5": "--timeout",
+    "chat --seed -1": "--seed is -1",
+    "chat --url a:port": "--url a:port is not an address",
     # serving
     "serve b --ready-timeout -5": "--ready-timeout",
     "serve --dry-run": "there is nothing to serve",

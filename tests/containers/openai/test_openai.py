@@ -56,6 +56,7 @@ def test_without_a_seed_one_is_drawn_and_told(openai: OpenAI):
 
 
 def test_a_streamed_chat_completion(openai: OpenAI):
+    chat(openai)  # now both of these find the prompt in the prefix cache
     whole = chat(openai)
     chunks = list(chat(openai, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -76,6 +77,23 @@ def test_without_include_usage_a_stream_ends_with_its_last_choice(openai: OpenAI
     *_, last = chat(openai, stream=True)
     assert last.choices[0].finish_reason == "length"
     assert last.usage is None
+
+
+def test_shared_beginnings_are_encoded_once_and_told(openai: OpenAI):
+    beginning = "".join(chr(97 + index % 26) for index in range(300))
+
+    def ask(text: str, **options: Any) -> Any:
+        messages = [{"role": "user", "content": beginning + text}]
+        return chat(openai, messages=messages, **options)
+
+    first, other = ask("1"), ask("2")
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert other.usage.prompt_tokens_details.cached_tokens == 256
+    again = ask("1")
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens
+    assert again.choices[0].message.content == first.choices[0].message.content
+    several = ask("3", n=3)
+    assert several.usage.prompt_tokens_details.cached_tokens == 256
 
 
 def test_settled_text_is_sent_before_its_block(openai: OpenAI):

@@ -1,0 +1,125 @@
+"""`canvasrt chat`: talks to a running server, and shows each answer while it is denoised."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from canvasrt.cli.infer import Timeout, Url
+from canvasrt.cli.prompt import System
+from canvasrt.cli.sampling import with_sampling
+from canvasrt.errors import CanvasError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from canvasrt.containers.client.openai import OpenAIClient
+
+NEW = "/new"
+Plain = Annotated[
+    bool, typer.Option("--plain", help="Print text once it is final, without the drafts.")
+]
+
+
+@with_sampling
+def chat(
+    url: Url = None,
+    system: System = None,
+    plain: Plain = False,
+    *,
+    sampling: dict[str, Any],
+    timeout: Timeout = 600.0,
+) -> None:
+    """Chat with a running server over the OpenAI API, in the terminal.
+
+    /new starts over, Ctrl-D ends. Without a terminal, every line of standard input is a message.
+    """
+    from canvasrt.containers.client.openai import OpenAIClient
+
+    client = OpenAIClient(url, timeout)
+    drawn = sys.stdout.isatty() and not plain
+    if sys.stdin.isatty():
+        print(f"{client.model} at {client.url}; {NEW} starts over, Ctrl-D ends")
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    for text in _lines():
+        if text == NEW:
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": text})
+        inputs = {**sampling, "messages": json.dumps(messages)}
+        try:
+            answer = _draw(client, inputs) if drawn else _print(client, inputs)
+        except CanvasError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"error: {error.message}", file=sys.stderr)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, without empty lines."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    import readline  # noqa: F401 - gives `input` its history
+
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if text:
+            yield text
+
+
+def _print(client: OpenAIClient, inputs: dict[str, Any]) -> str:
+    """Print the answer as it becomes final; return it."""
+    answer = ""
+    for piece in client.stream(inputs):
+        print(piece, end="", flush=True)
+        answer += piece
+    print(flush=True)
+    return answer
+
+
+def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
+    """Redraw the canvas in place at every step, then print the answer; return it."""
+    from rich.console import Console
+    from rich.live import Live
+
+    answer = finished = ""
+    console = Console(highlight=False, emoji=False)
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+        for piece, draft in client.events(inputs, drafts=True):
+            if draft is None:
+                answer += piece
+                continue
+            if draft["step"] == 1:
+                finished = answer
+            live.update(_canvas(finished, draft), refresh=True)
+    console.print(answer, markup=False)
+    return answer
+
+
+def _canvas(finished: str, draft: dict[str, Any]) -> Text:
+    """Return the finished blocks' text, and the canvas after it: noise is dim, settled text bold."""
+    from rich.text import Text
+
+    drawn = Text(finished)
+    for index in range(draft["end"]):
+        if index < draft["settled"]:
+            drawn.append(draft["best"][index], "bold")
+        elif draft["accepted"][index]:
+            drawn.append(draft["best"][index])
+        else:
+            drawn.append(draft["noisy"][index], "dim")
+    drawn.append(f"\n  block {draft['block'] + 1}, step {draft['step']}", "cyan")
+    return drawn

@@ -1,0 +1,125 @@
+"""Serves a checkpoint directly: chooses what this machine runs best, and builds it once, into the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import canvasrt
+from canvasrt import extras, machine
+from canvasrt.bundle import MANIFEST
+from canvasrt.cache import cache_folder
+from canvasrt.checkpoints.locate import DEMO, resolve
+from canvasrt.containers.processes import die_with_parent
+from canvasrt.containers.serve.prepare import alone
+from canvasrt.errors import CanvasError
+from canvasrt.machine import Gpu
+from canvasrt.targets import TARGETS, Target, find_target
+
+Say = Callable[[str], None]
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+@dataclass(frozen=True)
+class Local:
+    """A checkpoint's engines for this machine. `why` says what kept a GPU's target from being
+    chosen."""
+
+    checkpoint: Path
+    target: Target
+    engines: Path
+    why: str = ""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the engines are in the cache."""
+        return (self.engines / MANIFEST).exists()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether what is to be served is a checkpoint: a folder, `demo`, or a hub name."""
+    if path.exists():
+        return (path / "config.json").exists() and not (path / MANIFEST).exists()
+    return str(path) == DEMO or bool(_HUB_NAME.fullmatch(str(path)))
+
+
+def plan(name: Path, cache: Path | None = None) -> Local:
+    """Return what `build` would build. A hub name is downloaded first."""
+    checkpoint = resolve(name)
+    target, why = best_target()
+    folder = (cache or cache_folder()) / "served" / _key(checkpoint, target)
+    return Local(checkpoint, target, folder, why)
+
+
+def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
+    """Return the target of this machine's GPU, or `cpu` and why no GPU's target was chosen."""
+    gpus = machine.gpus() if gpus is None else gpus
+    reasons = [] if gpus else ["nvidia-smi reports no GPU"]
+    for gpu in sorted(gpus, key=lambda each: -each.memory):
+        alike = [target for target in TARGETS if target.capability == gpu.capability]
+        if not alike:
+            reasons.append(f"no target is for {gpu.name}")
+            continue
+        target = min(alike, key=lambda each: (each.gpu not in gpu.name, abs(_gap(each, gpu))))
+        reason = machine.builds_here(target) or machine.runs_here(target)
+        if not reason:
+            return target, ""
+        reasons.append(f"{target.name} {reason}")
+    return find_target("cpu"), "; ".join(reasons)
+
+
+def build(local: Local, say: Say) -> None:
+    """Build the engines unless the cache has them. The child process shows its progress on stderr.
+
+    It is a process of its own because building takes memory that only its end gives back.
+    """
+    cache = local.engines.parents[1]
+    with alone(local.engines, lambda _, detail: say(detail), threading.Event()):
+        if local.is_built:
+            return
+        say(f"building {local.checkpoint} for {local.target.name}; this happens once")
+        command = [sys.executable, "-m", "canvasrt", "build", str(local.checkpoint)]
+        command += ["--target", local.target.name, "-o", str(local.engines)]
+        done = subprocess.run(
+            command,
+            env={**os.environ, "CANVASRT_CACHE": str(cache)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+            check=False,
+        )
+    if done.returncode:
+        raise CanvasError(
+            f"cannot build {local.checkpoint} for {local.target.name}: the build ended with exit"
+            f" code {done.returncode}",
+            "see its own message above",
+        )
+
+
+def _gap(target: Target, gpu: Gpu) -> int:
+    return (target.memory or 0) - gpu.memory
+
+
+def _key(checkpoint: Path, target: Target) -> str:
+    """Return a name that changes with the checkpoint's files, the target and the versions."""
+    files = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in sorted(checkpoint.iterdir())
+        if path.is_file()
+    ]
+    inputs = {
+        "checkpoint": str(checkpoint),
+        "files": files,
+        "target": target.name,
+        "canvasrt": canvasrt.__version__,
+        target.builder: extras.version(target.builder),
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]

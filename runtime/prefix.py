@@ -1,0 +1,96 @@
+"""Encodes the shared beginnings of prompts once: keys and values of their chunks, in bounded memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from canvasrt.runtime.model import Model, Row, Saved
+
+FIRST = 128  # tokens of a prompt's first chunk
+
+
+class Chunk(NamedTuple):
+    """Part of a prompt that is encoded in one pass. Its key also stands for all tokens before it."""
+
+    size: int
+    key: bytes
+
+
+def chunks_of(tokens: np.ndarray, most: int) -> list[Chunk]:
+    """Cut a prompt into the chunks that it is encoded in, of at most `most` tokens.
+
+    The last bits of keys and values depend on the pass that computed them. So chunks end at fixed
+    positions, whatever follows: 128, 256, 512 and so on up to `most`, then at every multiple of it.
+    Prompts with the same beginning share chunks, and a saved chunk is what its own pass would give.
+    """
+    found: list[Chunk] = []
+    key, begin = b"", 0
+    while begin < len(tokens):
+        end = min(_next_end(begin, most), len(tokens))
+        key = hashlib.sha256(
+            key + np.ascontiguousarray(tokens[begin:end], "<i8").tobytes()
+        ).digest()
+        found.append(Chunk(end - begin, key))
+        begin = end
+    return found
+
+
+def _next_end(position: int, most: int) -> int:
+    if position >= most:
+        return (position // most + 1) * most
+    end = min(FIRST, most)
+    while end <= position:
+        end *= 2
+    return min(end, most)
+
+
+class PrefixCache:
+    """Saved chunks of prompts, the least recently used dropped first. Not thread-safe.
+
+    model: computes the chunks and keeps them where it keeps its caches.
+    limit: bytes that they may take. A device takes them at once, or less if it has less.
+    """
+
+    def __init__(self, model: Model, limit: int) -> None:
+        self._model = model
+        self._left = model.reserve(limit)
+        self._saved: OrderedDict[bytes, Saved] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def fill(self, row: Row, chunks: Sequence[Chunk]) -> int:
+        """Add to a row the leading `chunks` that are saved; return how many they are."""
+        count = next((i for i, c in enumerate(chunks) if c.key not in self._saved), len(chunks))
+        if count:
+            self._model.restore(row, [self._saved[chunk.key] for chunk in chunks[:count]])
+        # A chunk is of no use without those before it, so those are used last.
+        for chunk in reversed(chunks[:count]):
+            self._saved.move_to_end(chunk.key)
+        return count
+
+    def add(self, row: Row, chunk: Chunk) -> None:
+        """Save the last chunk of a row, which is encoded, unless it takes more than the limit."""
+        need = self._model.saved_bytes(chunk.size)
+        if chunk.key in self._saved:
+            return
+        while self._left < need and self._saved:
+            self._drop()
+        if self._left >= need:
+            self._saved[chunk.key] = self._model.save(row, chunk.size)
+            self._left -= need
+
+    def clear(self) -> None:
+        """Drop everything."""
+        while self._saved:
+            self._drop()
+
+    def _drop(self) -> None:
+        _, saved = self._saved.popitem(last=False)
+        self._model.forget(saved)
+        self._left += self._model.saved_bytes(saved.tokens)

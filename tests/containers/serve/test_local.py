@@ -1,0 +1,104 @@
+"""A checkpoint served directly: what is chosen, and that it is built once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from canvasrt import machine
+from canvasrt.checkpoints.locate import demo_checkpoint
+from canvasrt.containers.serve import local
+from canvasrt.errors import CanvasError
+from canvasrt.machine import Gpu
+from tests.conftest import Command
+
+GB = 10**9
+
+
+def gpu(name: str, memory: int, capability: tuple[int, int]) -> Gpu:
+    return Gpu(name, memory * GB, capability, "600.1")
+
+
+@pytest.fixture
+def everything_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "builds_here", lambda target: "")
+    monkeypatch.setattr(machine, "runs_here", lambda target: "")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (gpu("NVIDIA GeForce RTX 4090", 25, (8, 9)), "rtx-4090"),
+        (gpu("NVIDIA L40S", 48, (8, 9)), "l40s"),
+        (gpu("NVIDIA L4", 24, (8, 9)), "l4"),
+        (gpu("NVIDIA H200", 150, (9, 0)), "h200"),
+        (gpu("NVIDIA RTX 5000 Ada Generation", 34, (8, 9)), "rtx-4090"),  # the nearest in memory
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
+def test_the_gpus_target_is_chosen(everything_builds: None, found: Gpu, expected: str) -> None:
+    target, why = local.best_target([found])
+    assert (target.name, why) == (expected, "")
+
+
+def test_the_largest_of_several_gpus_is_chosen(everything_builds: None) -> None:
+    small, large = gpu("NVIDIA L4", 24, (8, 9)), gpu("NVIDIA H100", 80, (9, 0))
+    assert local.best_target([small, large])[0].name == "h100"
+
+
+def test_without_a_usable_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert local.best_target([])[0].name == "cpu"
+    old = gpu("Tesla V100", 32, (7, 0))
+    target, why = local.best_target([old])
+    assert (target.name, why) == ("cpu", "no target is for Tesla V100")
+    monkeypatch.setattr(machine, "builds_here", lambda target: "needs canvasrt[rtx]")
+    target, why = local.best_target([gpu("NVIDIA L4", 24, (8, 9))])
+    assert (target.name, why) == ("cpu", "l4 needs canvasrt[rtx]")
+
+
+def test_what_is_a_checkpoint(checkpoint_files: Path, tmp_path: Path) -> None:
+    assert local.is_checkpoint(checkpoint_files)
+    assert local.is_checkpoint(Path("demo"))
+    assert local.is_checkpoint(Path("google/diffusiongemma-26B-A4B-it"))
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "manifest.json").write_text("{}")
+    assert not local.is_checkpoint(tmp_path / "engines")
+    assert not local.is_checkpoint(Path("/no/such/folder"))
+
+
+def test_engines_are_found_again_until_the_checkpoint_changes(
+    checkpoint_files: Path, tmp_path: Path
+) -> None:
+    first = local.plan(checkpoint_files, tmp_path)
+    assert local.plan(checkpoint_files, tmp_path) == first
+    os.utime(checkpoint_files / "model.safetensors", (1, 1))
+    assert local.plan(checkpoint_files, tmp_path).engines != first.engines
+
+
+def test_a_build_that_fails_is_explained(checkpoint_files: Path, tmp_path: Path) -> None:
+    """Its weights belong to no network."""
+    said: list[str] = []
+    with pytest.raises(CanvasError, match=r"cannot build .* for cpu: the build ended with exit"):
+        local.build(local.plan(checkpoint_files, tmp_path), said.append)
+    assert "this happens once" in said[0]
+
+
+def test_the_demo_is_built_once(tmp_path: Path) -> None:
+    found = local.plan(demo_checkpoint(), tmp_path)
+    said: list[str] = []
+    local.build(found, said.append)
+    assert found.is_built
+    assert len(said) == 1
+    local.build(found, said.append)
+    assert len(said) == 1
+
+
+def test_a_dry_run_says_what_would_be_built(command: Command, tmp_path: Path) -> None:
+    done = command("serve", "demo", "--cache", tmp_path, "--dry-run", "--json")
+    decided = json.loads(done.stdout)
+    assert decided["builds_first"]
+    assert decided["target"] in ("cpu", *(target.name for target in local.TARGETS))
+    assert list(tmp_path.iterdir()) == []

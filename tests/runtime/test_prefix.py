@@ -1,0 +1,181 @@
+"""The prefix cache: the same tokens with and without it, what it saves, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.runtime.generator import Generator, Request, Result
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.prefix import PrefixCache, chunks_of
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.fake_engine import FakeBackend
+
+MB = 2**20
+CANVAS = 32
+Prompt = Callable[..., list[int]]
+
+
+@pytest.fixture(params=["cpu", "device"])
+def model(request: pytest.FixtureRequest, tiny: Any) -> Model:
+    """The tiny model in host memory, and in a device's."""
+    if request.param == "cpu":
+        return tiny.model
+    return open_model(tiny.graphs, check=False, backend=FakeBackend())
+
+
+def request(model: Model, tokens: list[int], seed: int = 0, blocks: int = 2) -> Request:
+    params = SamplingParams.from_defaults(
+        model.sampler,
+        model.config,
+        seed=seed,
+        max_new_tokens=blocks * CANVAS,
+        max_denoising_steps=6,
+    )
+    return Request(tokens, params)
+
+
+def told(results: list[Result]) -> list[tuple[list[int], list[int]]]:
+    return [(result.token_ids, result.steps) for result in results]
+
+
+def encoded(model: Model, run: Callable[[], Any]) -> int:
+    """Return how many tokens were encoded meanwhile."""
+    before = model.counters.encode_tokens
+    run()
+    return model.counters.encode_tokens - before
+
+
+@pytest.mark.parametrize("shared", [128, 300, 640])
+def test_tokens_are_the_same_with_and_without(model: Model, prompt: Prompt, shared: int) -> None:
+    """Beginnings of one chunk, of several, and longer than the longest chunk; with sliding layers
+    that have forgotten most of it."""
+    beginning = prompt(shared)
+    prompts = [beginning + prompt(tail, tail) for tail in (1, 30, 200)] + [beginning]
+    wanted = [request(model, each, seed) for seed, each in enumerate(prompts)]
+    prefixes = PrefixCache(model, 256 * MB)
+    without = [Generator(model).run([each])[0] for each in wanted]
+    within = [Generator(model, prefixes=prefixes).run([each])[0] for each in wanted]
+    assert told(within) == told(without)
+    assert [result.cached_tokens for result in without] == [0] * 4
+    ends = [end for end in (128, 256, 512) if end <= shared]
+    assert [result.cached_tokens for result in within] == [0, *[ends[-1]] * 3]
+
+
+def test_keys_and_values_are_the_same_to_the_last_bit(tiny: Any, prompt: Prompt) -> None:
+    prefixes = PrefixCache(tiny.model, 256 * MB)
+    tokens = prompt(700)
+
+    def past() -> dict[str, np.ndarray]:
+        generator = Generator(tiny.model, prefixes=prefixes)
+        generator.add(request(tiny.model, tokens))
+        while generator._running == [] or generator._running[0].pending.size:
+            generator.step()
+        row = generator._running[0].row
+        return {
+            f"{name}{layer}": array
+            for name in ("keys", "values")
+            for layer, array in enumerate(getattr(row.cache, name))
+        }
+
+    first, second = past(), past()
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_only_what_is_new_is_encoded(model: Model, prompt: Prompt) -> None:
+    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
+    beginning = prompt(256)
+    first, again, longer = (
+        request(model, tokens, blocks=1)
+        for tokens in (beginning + [5, 6], beginning + [5, 6], beginning + [7, 8, 9])
+    )
+    assert encoded(model, lambda: generator.run([first])) == 258
+    assert encoded(model, lambda: generator.run([again])) == 0
+    assert encoded(model, lambda: generator.run([longer])) == 3
+
+
+def test_answers_to_one_prompt_share_its_prefill(model: Model, prompt: Prompt) -> None:
+    tokens = prompt(200)
+    wanted = [request(model, tokens, seed, blocks=1) for seed in range(4)]
+    alone = Generator(model).run(wanted)
+    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
+    found: list[Result] = []
+    assert encoded(model, lambda: found.extend(generator.run(wanted))) == 200
+    assert told(found) == told(alone)
+    assert [result.cached_tokens for result in found] == [0, 200, 200, 200]
+
+
+def test_the_least_recently_used_is_dropped_and_memory_is_bounded(
+    model: Model, prompt: Prompt
+) -> None:
+    prefixes = PrefixCache(model, 256 * MB)
+    chunk = model.saved_bytes(128)
+    if model.device_name == "cpu":
+        prefixes = PrefixCache(model, 2 * chunk)
+    else:
+        prefixes._left = 2 * chunk
+    generator = Generator(model, prefixes=prefixes)
+    a, b, c = (request(model, prompt(128, seed), blocks=1) for seed in range(3))
+    for each in (a, b, a, c):
+        generator.run([each])
+        assert len(prefixes) <= 2
+    assert encoded(model, lambda: generator.run([a])) == 0
+    assert encoded(model, lambda: generator.run([b])) == 128
+
+
+def test_what_does_not_fit_is_not_saved(model: Model, prompt: Prompt) -> None:
+    prefixes = PrefixCache(model, 0)
+    generator = Generator(model, prefixes=prefixes)
+    wanted = [request(model, prompt(140), seed, blocks=1) for seed in range(3)]
+    assert told(generator.run(wanted)) == told(Generator(model).run(wanted))
+    assert len(prefixes) == 0
+
+
+def test_a_cleared_cache_gives_its_memory_back(model: Model, prompt: Prompt) -> None:
+    prefixes = PrefixCache(model, 256 * MB)
+    left = prefixes._left
+    Generator(model, prefixes=prefixes).run([request(model, prompt(300), blocks=1)])
+    assert prefixes._left < left
+    prefixes.clear()
+    assert (len(prefixes), prefixes._left) == (0, left)
+
+
+@dataclass(frozen=True)
+class Pictured(Request):
+    """A request whose tokens stand for more than themselves."""
+
+    pictures: tuple[str, ...] = ()
+
+
+def test_a_prompt_that_is_more_than_its_tokens_is_not_shared(tiny: Any, prompt: Prompt) -> None:
+    generator = Generator(tiny.model, prefixes=PrefixCache(tiny.model, 256 * MB))
+    plain = request(tiny.model, prompt(128), blocks=1)
+    pictured = Pictured(plain.prompt_token_ids, plain.params, ("a cat",))
+    generator.run([pictured])
+    assert encoded(tiny.model, lambda: generator.run([plain])) == 128
+    assert encoded(tiny.model, lambda: generator.run([replace(pictured)])) == 128
+    assert encoded(tiny.model, lambda: generator.run([Pictured(*vars(plain).values())])) == 0
+
+
+def test_chunks_end_at_fixed_positions() -> None:
+    def sizes(length: int, most: int) -> list[int]:
+        return [chunk.size for chunk in chunks_of(np.arange(length), most)]
+
+    assert sizes(1500, 512) == [128, 128, 256, 512, 476]
+    assert sizes(128, 512) == [128]
+    assert sizes(70, 32) == [32, 32, 6]
+    assert sizes(300, 100) == [100, 100, 100]
+
+
+def test_keys_depend_on_everything_before() -> None:
+    tokens = np.arange(300)
+    keys = [chunk.key for chunk in chunks_of(tokens, 512)]
+    assert [chunk.key for chunk in chunks_of(np.r_[tokens, 5], 512)][:2] == keys[:2]
+    other = tokens.copy()
+    other[0] += 1
+    assert not set(keys) & {chunk.key for chunk in chunks_of(other, 512)}
