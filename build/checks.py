@@ -134,30 +134,50 @@ def check_memory(plan: Plan) -> None:
     )
 
 
-def _what_fits(plan: Plan) -> Iterator[str]:
-    """Return options that would each make a plan fit, or other targets if there are none."""
-    found = False
-    least = plan.source.model.canvas_length
-    contexts = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))
-    smaller: dict[str, Any] = {
-        "max_batch": range(plan.max_batch - 1, 0, -1),
-        "max_context": [context for context in contexts if context > least],
-    }
-    for name, sizes in smaller.items():
-        fitting = next((size for size in sizes if replace(plan, **{name: size}).fits), None)
-        if fitting is not None:
-            found = True
-            yield f"--{name.replace('_', '-')} {fitting}"
-    if not plan.source.is_quantized:
-        for precision in plan.target.precisions:
-            other = parse_precision(precision)
-            if precision != plan.precision.name and replace(plan, precision=other).fits:
-                found = True
-                yield f"--precision {precision}"
-    if not found:
-        for target in TARGETS:
-            if plan.precision.name in target.precisions and replace(plan, target=target).fits:
-                yield f"--target {target.name}"
+def _what_fits(plan: Plan) -> list[str]:
+    """Return options that would each make a plan fit; or several together; or other targets."""
+    others = [
+        f"--target {target.name}"
+        for target in TARGETS
+        if plan.precision.name in target.precisions and replace(plan, target=target).fits
+    ]
+    return [*_one_option(plan)] or _several_options(plan) or others
+
+
+def _one_option(plan: Plan) -> Iterator[str]:
+    sizes = {"max_batch": range(plan.max_batch - 1, 0, -1), "max_context": _contexts(plan)}
+    for name, smaller in sizes.items():
+        changed: list[dict[str, Any]] = [{name: size} for size in smaller]
+        if fitting := next((each for each in changed if replace(plan, **each).fits), None):
+            yield f"--{name.replace('_', '-')} {fitting[name]}"
+    for precision in _precisions(plan):
+        if replace(plan, precision=precision).fits:
+            yield f"--precision {precision.name}"
+
+
+def _several_options(plan: Plan) -> list[str]:
+    """Return the longest context at which one request fits, in the first precision that has one."""
+    for precision in (plan.precision, *_precisions(plan)):
+        for context in (plan.max_context, *_contexts(plan)):
+            if replace(plan, precision=precision, max_context=context, max_batch=1).fits:
+                changed = precision.name != plan.precision.name
+                chosen = f"--precision {precision.name} " if changed else ""
+                return [f"{chosen}--max-context {context} --max-batch 1"]
+    return []
+
+
+def _contexts(plan: Plan) -> list[int]:
+    """Return shorter contexts, each half of the one before."""
+    halves = (plan.max_context >> n for n in range(1, plan.max_context.bit_length()))
+    return [context for context in halves if context > plan.source.model.canvas_length]
+
+
+def _precisions(plan: Plan) -> list[Precision]:
+    """Return the target's other precisions, if the source's weights can have them."""
+    if plan.source.is_quantized:
+        return []
+    names = [name for name in plan.target.precisions if name != plan.precision.name]
+    return [parse_precision(name) for name in names]
 
 
 def _targets_with(precision: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from canvasrt.build.memory import Estimate, estimate
+from canvasrt.build.memory import Estimate, estimate, prefill_chunk
 from canvasrt.checkpoints.released import released_model
 from canvasrt.targets import Target
 
@@ -35,12 +35,16 @@ def released_fit(target: Target) -> Fit | None:
 
     A CPU has as much memory as its machine: there it is the precision that takes the least.
     """
-    on_cpu = target.capability is None
-    fits = [Fit(name, _estimate(name, on_cpu)) for name in target.precisions]
+    fits = [Fit(name, _estimate(name, target)) for name in target.precisions]
     if target.memory is None:
         return min(fits, key=lambda fit: fit.memory.total)
     return next((fit for fit in fits if fit.memory.total <= (target.memory or 0)), None)
 
 
-def _estimate(precision: str, on_cpu: bool) -> Estimate:
-    return estimate(released_model(), precision, CONTEXT, BATCH, on_cpu)
+def _estimate(precision: str, target: Target) -> Estimate:
+    model, on_cpu = released_model(), target.capability is None
+
+    def of(chunk: int) -> Estimate:
+        return estimate(model, precision, CONTEXT, BATCH, on_cpu, prefill_chunk=chunk)
+
+    return of(prefill_chunk(model, target.memory, of))

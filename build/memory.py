@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
@@ -13,7 +13,6 @@ from canvasrt.defaults import (
     MAX_FUSED_HEAD_DIM,
     OCTET,
     PREFILL_CHUNK,
-    SOFT_TOKENS,
     octets,
 )
 from canvasrt.formats import FORMATS, NumberFormat
@@ -54,12 +53,16 @@ def estimate(
     formats: Mapping[str, str] | None = None,
     kv_cache: str | None = None,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
+    prefill_chunk: int = PREFILL_CHUNK,
 ) -> Estimate:
     """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
+
+    The vision tower is not counted: no request has images, so the runtime never loads it.
 
     formats: the format of each quantized weight by global name; None quantizes everything that can
     be.
     kv_cache: the format of cached keys and values, if it differs from the graphs'.
+    prefill_chunk: the most tokens per row of an encoding pass.
     """
     element = 4 if on_cpu or precision == "fp32" else 2
     cached = sum(
@@ -68,21 +71,33 @@ def estimate(
     )
     number = 1 if kv_cache and not on_cpu else element
     weights = segment_bytes(model, precision, len(model.layers), formats, on_cpu)
+    row = max(model.canvas_length, min(prefill_chunk, max_context))
     return Estimate(
-        weights=sum(weights.values()),
+        weights=sum(size for segment, size in weights.items() if segment != "vision"),
         kv_cache=cached * max_batch * number,
         workspace=round(
             SPARE
             * max(
-                _body_workspace(model, max_context, max_batch, element),
+                _body_workspace(model, max_context, max_batch, element, row),
                 _head_workspace(model, max_batch),
-                _vision_workspace(model, max_batch),
             )
         ),
         buffers=0
         if on_cpu
-        else _buffers(model, max_context, max_batch, element, number, layers_per_segment),
+        else _buffers(model, max_context, max_batch, element, number, layers_per_segment, row),
     )
+
+
+def prefill_chunk(model: ModelConfig, limit: int | None, of: Callable[[int], Estimate]) -> int:
+    """Return the most tokens per row of an encoding pass: the usual number, or a canvas if only that
+    fits `limit` bytes.
+
+    of: the estimate for such a number.
+    """
+    least = min(model.canvas_length, PREFILL_CHUNK)
+    if limit is None or of(PREFILL_CHUNK).total <= limit or of(least).total > limit:
+        return PREFILL_CHUNK
+    return least
 
 
 def segment_bytes(
@@ -175,14 +190,14 @@ def _buffers(
     element: int,
     number: int,
     layers_per_segment: int,
+    row: int,
 ) -> int:
     """Return the bytes of the buffers that runtime.gpu.workspace takes.
 
     These are every engine's hidden states and two of each request, the new keys and values of an
     encoding or denoising pass, and one slot's keys on their way to another width. `number` is the
-    bytes of one cached number.
+    bytes of one cached number, `row` the most tokens per row of an encoding pass.
     """
-    row = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
     encoded = max(row, min(ENCODE_TOKENS, max_batch * row))
     canvases = max_batch * model.canvas_length
     cut = [
@@ -199,9 +214,10 @@ def _buffers(
     return states * model.hidden_size * element + (new + slot) * number
 
 
-def _body_workspace(model: ModelConfig, max_context: int, max_batch: int, element: int) -> int:
-    """Return a body segment's peak bytes: its largest attention, or its experts' slots."""
-    length = max(model.canvas_length, min(PREFILL_CHUNK, max_context))
+def _body_workspace(
+    model: ModelConfig, max_context: int, max_batch: int, element: int, length: int
+) -> int:
+    """Return a body segment's peak bytes for rows of `length`: its largest attention, or its experts' slots."""
     attention = max(
         _attention_workspace(model, layer, max_context, length, element) for layer in model.layers
     )
@@ -232,14 +248,6 @@ def _head_workspace(model: ModelConfig, max_batch: int) -> int:
     """Return the bytes of the vocabulary-sized fp32 tensors that the sampler holds at once."""
     tensors = 3 if max_batch == 1 else 3.5
     return round(tensors * model.canvas_length * max_batch * model.vocab_size * 4)
-
-
-def _vision_workspace(model: ModelConfig, max_batch: int) -> int:
-    """Return the bytes of attention scores between an image's patches, one image per request."""
-    if model.vision is None:
-        return 0
-    patches = SOFT_TOKENS * model.vision.get("pooling_kernel_size", 0) ** 2
-    return max_batch * model.vision.get("num_attention_heads", 0) * patches**2 * 2
 
 
 def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:

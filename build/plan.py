@@ -14,7 +14,13 @@ from canvasrt.build.precision import Precision, choose
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
 from canvasrt.cache import load_checked
-from canvasrt.defaults import ADAPTER_FILES, LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT
+from canvasrt.defaults import (
+    ADAPTER_FILES,
+    LAYERS_PER_SEGMENT,
+    MAX_BATCH,
+    MAX_CONTEXT,
+    PREFILL_CHUNK,
+)
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
 from canvasrt.targets import Target, find_target
@@ -65,6 +71,8 @@ class Plan:
             "max_batch": self.max_batch,
             "layers_per_segment": self.layers_per_segment,
         }
+        if self.prefill_chunk != PREFILL_CHUNK:
+            chosen["prefill_chunk"] = self.prefill_chunk
         if self.precision.recipe is not None:
             chosen["recipe"] = self.precision.recipe.to_json()
         if self.calibration_hash is not None:
@@ -104,9 +112,17 @@ class Plan:
         made_with = graphs.manifest.options.get("recipe") if graphs else None
         return (made_with or {}).get("kv_cache")
 
+    @cached_property
+    def prefill_chunk(self) -> int:
+        """The most tokens per row of an encoding pass, fewer where nothing else fits the target."""
+        return memory.prefill_chunk(self.source.model, self.target.memory, self._memory)
+
     @property
     def memory(self) -> memory.Estimate:
         """The memory that serving takes."""
+        return self._memory(self.prefill_chunk)
+
+    def _memory(self, prefill_chunk: int) -> memory.Estimate:
         return memory.estimate(
             self.source.model,
             self.precision.name,
@@ -116,6 +132,7 @@ class Plan:
             formats=self.formats,
             kv_cache=self.kv_cache,
             layers_per_segment=self.layers_per_segment,
+            prefill_chunk=prefill_chunk,
         )
 
     @property

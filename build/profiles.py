@@ -34,7 +34,11 @@ Profile = dict[str, Range]
 
 
 def profiles(
-    segment: Mapping[str, Any], model: ModelConfig, max_context: int, max_batch: int
+    segment: Mapping[str, Any],
+    model: ModelConfig,
+    max_context: int,
+    max_batch: int,
+    prefill_chunk: int = PREFILL_CHUNK,
 ) -> dict[str, Profile]:
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
@@ -44,7 +48,8 @@ def profiles(
     """
     rows = _rows(max_batch)
     if "layers" in segment:
-        return _body(segment, model, max_context, max_batch)
+        longest = max(model.canvas_length, min(prefill_chunk, max_context))
+        return _body(segment, model, max_context, max_batch, longest)
     if segment["name"] == "head":
         canvas = _always(model.canvas_length)
         return {name: {"batch": batch, "length": canvas} for name, batch in rows.items()}
@@ -64,10 +69,13 @@ def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
 
 
 def _body(
-    segment: Mapping[str, Any], model: ModelConfig, max_context: int, max_batch: int
+    segment: Mapping[str, Any],
+    model: ModelConfig,
+    max_context: int,
+    max_batch: int,
+    longest: int,
 ) -> dict[str, Profile]:
     canvas = model.canvas_length
-    longest = max(canvas, min(PREFILL_CHUNK, max_context))
     cached = {
         "full": octets(max_context),
         "sliding": octets(min(model.sliding_window - 1, max_context)),

@@ -86,7 +86,8 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
 
 
 def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
-    sizes = profiles(entry, graphs.manifest.model, plan.max_context, plan.max_batch)
+    model = graphs.manifest.model
+    sizes = profiles(entry, model, plan.max_context, plan.max_batch, plan.prefill_chunk)
     made_from = {
         "code": _code(),
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},

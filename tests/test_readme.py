@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.build.fit import released_fit
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs_of
+from canvasrt.targets import GB, TARGETS, Target
 
 README = Path(__file__).parents[1] / "README.md"
 TENSORS = [*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)]
+
+# Columns in which the targets of one row may differ.
+_SPLIT = ("memory", "capability")
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda each: each.name)
@@ -30,3 +35,42 @@ def test_the_readme_calls_the_model_as_it_is_served():
     models = re.findall(r'"model": "([^"]+)"', README.read_text("utf-8"))
     assert models
     assert set(models) <= set(Settings().front.names)
+
+
+def target_rows() -> dict[str, dict[str, str]]:
+    """Each target's cells in the table of targets, by column; some rows are shared by two targets."""
+    lines = README.read_text("utf-8").splitlines()
+    head = next(line for line in lines if line.startswith("| target |"))
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    rows: dict[str, dict[str, str]] = {}
+    for line in lines[lines.index(head) + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells = dict(
+            zip(columns, (cell.strip() for cell in line.strip("|").split("|")), strict=True)
+        )
+        names = re.findall(r"`([\w-]+)`", cells["target"])
+        for place, name in enumerate(names):
+            rows[name] = {
+                column: (text.split(", ") * len(names))[place] if column in _SPLIT else text
+                for column, text in cells.items()
+            }
+    return rows
+
+
+def test_the_readme_has_every_target_and_no_other():
+    assert sorted(target_rows()) == sorted(target.name for target in TARGETS)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda each: each.name)
+def test_the_readme_describes_the_target(target: Target):
+    row = target_rows()[target.name]
+    fit = released_fit(target)
+    assert fit is not None
+    assert row["26B model"] == f"{fit.precision}, {fit.memory.total / 1e9:.1f} GB"
+    assert row["builder"].replace(" ", "-").lower().replace("onnx-", "onnx") == target.builder
+    if target.memory is None:
+        return
+    assert row["precisions"] == ", ".join(target.precisions)
+    assert row["memory"].removesuffix(" GB") == str(target.memory // GB)
+    assert row["capability"] == target.capability_text

@@ -77,7 +77,8 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
     console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
     console.print(
-        f"  serves     up to {plan.max_batch} requests of {plan.max_context} tokens at once"
+        f"  serves     up to {plan.max_batch} requests of {plan.max_context} tokens at once,"
+        f" reading prompts {plan.prefill_chunk} tokens at a time"
     )
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},"

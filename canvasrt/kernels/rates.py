@@ -76,6 +76,17 @@ _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
 GPUS: dict[str, Gpu] = {
     "rtx-3090": _gpu("GeForce RTX 3090", 936, _AMPERE, bf16=71, int8=284, fp32=35.6),
     "rtx-4090": _gpu("GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6),
+    "rtx-4080": _gpu("GeForce RTX 4080", 716.8, _ADA, fp8=194.9, bf16=97.5, int8=389.9, fp32=48.7),
+    "rtx-5080": _gpu(
+        "GeForce RTX 5080",
+        960,
+        _RTX_BLACKWELL,
+        fp4=900.4,
+        fp8=225.1,
+        bf16=112.6,
+        int8=450.2,
+        fp32=56.3,
+    ),
     "rtx-5090": _gpu(
         "GeForce RTX 5090",
         1792,

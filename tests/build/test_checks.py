@@ -31,6 +31,10 @@ def released(target: str, precision: str, context: int = 32_768, batch: int = 4)
     return plan(source, target, "out", options)
 
 
+# An FP8 checkpoint of the released model, which cannot become anything else.
+QUANTIZED = Source(Path("fp8"), RELEASED, {"kind": "checkpoint"}, None, "fp8")
+
+
 @pytest.mark.parametrize("target", [target.name for target in TARGETS if target.builds_anywhere])
 def test_every_precision_of_a_target_has_a_recipe(target: str) -> None:
     for name in find_target(target).precisions:
@@ -116,6 +120,25 @@ def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
     assert "--max-batch" in raised.value.hint
     assert "--max-context 131072" in raised.value.hint
     assert "--precision nvfp4" in raised.value.hint
+
+
+def test_what_fits_16_gb_needs_several_options() -> None:
+    with pytest.raises(CanvasError, match=r"rtx-4080 has 16\.0 GB") as raised:
+        check_memory(released("rtx-4080", "int4"))
+    assert raised.value.hint == "this would fit: --max-context 8192 --max-batch 1"
+    with pytest.raises(CanvasError) as raised:
+        check_memory(released("rtx-5080", "nvfp4"))
+    assert raised.value.hint == "this would fit: --precision int4 --max-context 8192 --max-batch 1"
+    fitting = released("rtx-4080", "int4", 8192, 1)
+    check_memory(fitting)
+    assert fitting.options["prefill_chunk"] == fitting.prefill_chunk == 256
+    assert "prefill_chunk" not in released("rtx-4090", "int4").options
+
+
+def test_what_fits_no_option_is_another_target() -> None:
+    with pytest.raises(CanvasError) as raised:
+        check_memory(replace(released("rtx-4080", "fp8"), source=QUANTIZED))
+    assert raised.value.hint.startswith("this would fit: --target rtx-6000-ada, or --target l40s")
 
 
 def test_the_build_s_own_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def test_parameters_of_the_released_model() -> None:
     assert sum(parameters(RELEASED).values()) == pytest.approx(25.2e9, rel=0.01)
 
 
-def test_the_vision_tower_counts() -> None:
+def test_the_vision_tower_is_built_but_never_loaded() -> None:
     vision = {
         "hidden_size": 1152,
         "num_hidden_layers": 27,
@@ -33,8 +33,15 @@ def test_the_vision_tower_counts() -> None:
     }
     model = replace(RELEASED, vision=vision)
     assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
-    more = estimate(model, "nvfp4", 8192, 1).weights - estimate(RELEASED, "nvfp4", 8192, 1).weights
-    assert more == 2 * vision_parameters(model)
+    assert segment_bytes(model, "nvfp4", 6)["vision"] == 2 * vision_parameters(model)
+    assert estimate(model, "nvfp4", 8192, 1) == estimate(RELEASED, "nvfp4", 8192, 1)
+
+
+def test_shorter_passes_over_a_prompt_take_less() -> None:
+    usual, short = (estimate(RELEASED, "int4", 8192, 1, prefill_chunk=n) for n in (512, 256))
+    assert short.workspace < usual.workspace
+    assert short.buffers < usual.buffers
+    assert (short.weights, short.kv_cache) == (usual.weights, usual.kv_cache)
 
 
 def test_the_released_model_needs_four_bits_on_a_24_gb_gpu() -> None:

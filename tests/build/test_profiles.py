@@ -77,3 +77,9 @@ def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
         name: (sizes["gate_rows"].max, sizes["gate_queues"].max) for name, sizes in made.items()
     }
     assert rows == {"encode": (512, 128), "denoise": (256, 1), "denoise_batch": (256, 128)}
+
+
+def test_prompts_may_be_read_a_canvas_at_a_time() -> None:
+    made = profiles(BODY, RELEASED, 8192, 1, prefill_chunk=256)["encode"]
+    assert made["length"].max == made["capacity"].max == 256
+    assert profiles(BODY, RELEASED, 8192, 1)["encode"]["length"].max == 512
