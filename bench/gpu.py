@@ -260,9 +260,9 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
         module = require(*BUILDER_MODULES[target.builder])
         file = shape.experts_graph(prepared.shape, prepared.config, folder)
         engine = file.with_suffix(".engine")
-        capability = target.capability if target.builds_anywhere else None
+        gpus = target.capabilities if target.builds_anywhere else ()
         sizes = {"tokens": Range(1, 256, most), "capacity": Range(1, 32, most)}
-        compile_graph(Job(module.__name__, file, engine, capability, {"all": sizes}))
+        compile_graph(Job(module.__name__, file, engine, gpus, {"all": sizes}))
         here = {
             "name": target.name,
             "backend": target.builder,

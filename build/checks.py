@@ -106,7 +106,7 @@ def check_extras(plan: Plan) -> None:
 def check_space(plans: Sequence[Plan]) -> None:
     """Raise CanvasError when the disks lack room for what plans of one source write.
 
-    Engines are counted once per capability and precision. Graphs that are already cached are not
+    Engines are counted once per precision and capabilities. Graphs that are already cached are not
     counted.
     """
     cache = cache_folder()
@@ -116,7 +116,7 @@ def check_space(plans: Sequence[Plan]) -> None:
     for plan in plans:
         if not is_cached(plan):
             graphs[plan.precision.text] = plan.needs.graphs
-            engines[plan.precision.text, plan.target.capability] = plan.needs.engines
+            engines[plan.precision.text, plan.target.capabilities] = plan.needs.engines
         if not same_disk(cache, plan.out):
             outputs[plan.out.resolve()] = plan.needs.engines
     check_disk({cache: sum(graphs.values()) + sum(engines.values()), **outputs})

@@ -37,13 +37,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. `module` is `tensorrt_rtx` or `tensorrt`. A `capability` of None builds for this
-    machine's GPU."""
+    """What to build. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of any of
+    `capabilities`; without any, it is built for this machine's GPU."""
 
     module: str
     graph: Path
     engine: Path
-    capability: tuple[int, int] | None
+    capabilities: tuple[tuple[int, int], ...]
     profiles: Mapping[str, Profile]
 
     @property
@@ -58,20 +58,19 @@ class Job:
             for name, sizes in self.profiles.items()
         }
         paths = {"graph": str(self.graph.absolute()), "engine": str(self.engine.absolute())}
-        return json.dumps(
-            {"module": self.module, **paths, "capability": self.capability, "profiles": profiles}
-        )
+        gpus = {"capabilities": self.capabilities}
+        return json.dumps({"module": self.module, **paths, **gpus, "profiles": profiles})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
         """Return the inverse of `to_json`."""
         data = json.loads(text)
-        capability = data["capability"] and tuple(data["capability"])
+        gpus = tuple((major, minor) for major, minor in data["capabilities"])
         profiles = {
             name: {dimension: Range(**size) for dimension, size in sizes.items()}
             for name, sizes in data["profiles"].items()
         }
-        return cls(data["module"], Path(data["graph"]), Path(data["engine"]), capability, profiles)
+        return cls(data["module"], Path(data["graph"]), Path(data["engine"]), gpus, profiles)
 
 
 @dataclass(frozen=True)
@@ -220,10 +219,10 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     config.max_aux_streams = 0
     # This makes the builder list its kernels, and changes neither the engine's size nor the build's time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    if job.capability is not None:
-        config.num_compute_capabilities = 1
-        major, minor = job.capability
-        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{major}{minor}"), 0)
+    if job.capabilities:
+        config.num_compute_capabilities = len(job.capabilities)
+    for place, (major, minor) in enumerate(job.capabilities):
+        config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{major}{minor}"), place)
     for sizes in job.profiles.values():
         config.add_optimization_profile(_optimization_profile(builder, network, sizes))
     return config

@@ -93,7 +93,7 @@ def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
         "precision": plan.precision.name,
         "profiles": to_json(sizes),
-        # An engine depends on the capability, not on the target's name.
+        # An engine depends on the capabilities, not on the target's name.
         **{name: value for name, value in target.items() if name != "name"},
     }
     return Segment(entry, sizes, made_from)
@@ -137,11 +137,11 @@ def _builder(
 ) -> Any:
     """Return a function that builds one segment, to be called in a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
-    capability = plan.target.capability if plan.target.builds_anywhere else None
+    gpus = plan.target.capabilities if plan.target.builds_anywhere else ()
     graph, engine = graphs.file(segment.entry["file"]), out / segment.file
 
     def run() -> Json:
-        job = Job(module, graph, engine, capability, segment.sizes)
+        job = Job(module, graph, engine, gpus, segment.sizes)
         said = compile.compile_graph(job, children)
         facts = {"activation_bytes": said.activation_bytes}
         listed = job.kernels if job.kernels.is_file() else None

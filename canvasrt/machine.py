@@ -111,8 +111,8 @@ def runs_here(target: Target) -> str:
 
 
 def has_gpu(target: Target) -> bool:
-    """Return whether this machine has a GPU of the target's capability."""
-    return any(gpu.capability == target.capability for gpu in gpus())
+    """Return whether this machine has a GPU that the target's engines run on."""
+    return any(gpu.capability in target.capabilities for gpu in gpus())
 
 
 def description() -> dict[str, Any]:

@@ -17,8 +17,10 @@ class Target:
     """One row of the target table.
 
     Attributes:
+        capability: of the GPU; None for a CPU.
         memory: the GPU's in bytes; None where the host decides.
         precision: what is built unless something else is asked for.
+        newer: further capabilities that the same engines run on.
     """
 
     name: str
@@ -28,10 +30,19 @@ class Target:
     builder: Builder
     precision: str
     host: str = "x86_64"
+    newer: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def capabilities(self) -> tuple[tuple[int, int], ...]:
+        """All that its engines run on, the oldest first; none for a CPU."""
+        return (self.capability, *self.newer) if self.capability else ()
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What engines can compute in, the default first. A CPU runs every format, lowered."""
+        """What engines can compute in, the default first. A CPU runs every format, lowered.
+
+        The oldest capability decides.
+        """
         able = formats_of(self.capability or _ANY)
         others = (*able, "bf16") if self.capability else able
         return (self.precision, *(each for each in others if each != self.precision))
@@ -43,15 +54,15 @@ class Target:
 
     @property
     def capability_text(self) -> str:
-        """The capability, for example `12.0`, or `-` for a CPU."""
-        return ".".join(map(str, self.capability)) if self.capability else "-"
+        """The capabilities, for example `12.0` or `8.6, 8.9`, or `-` for a CPU."""
+        return ", ".join(f"{major}.{minor}" for major, minor in self.capabilities) or "-"
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with one key per field."""
         data = asdict(self)
         data["capability"] = self.capability_text if self.capability else None
         data["precisions"] = list(self.precisions)
-        del data["precision"]
+        del data["precision"], data["newer"]
         return data
 
 
@@ -61,6 +72,15 @@ _RTX: Builder = "tensorrt-rtx"
 _TRT: Builder = "tensorrt"
 TARGETS: tuple[Target, ...] = (
     Target("cpu", "none", None, None, "onnxruntime", "fp32", host="any"),
+    Target(
+        "rtx",
+        "GeForce RTX 30, 40 and 50",
+        24 * GB,
+        (8, 6),
+        _RTX,
+        "int4",
+        newer=((8, 9), (12, 0)),
+    ),
     Target("rtx-3090", "GeForce RTX 3090", 24 * GB, (8, 6), _RTX, "int4"),
     Target("rtx-a6000", "RTX A6000", 48 * GB, (8, 6), _RTX, "int4"),
     Target("rtx-4080", "GeForce RTX 4080", 16 * GB, (8, 9), _RTX, "int4"),

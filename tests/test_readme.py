@@ -52,7 +52,9 @@ def target_rows() -> dict[str, dict[str, str]]:
         names = re.findall(r"`([\w-]+)`", cells["target"])
         for place, name in enumerate(names):
             rows[name] = {
-                column: (text.split(", ") * len(names))[place] if column in _SPLIT else text
+                column: (text.split(", ") * len(names))[place]
+                if column in _SPLIT and len(names) > 1
+                else text
                 for column, text in cells.items()
             }
     return rows

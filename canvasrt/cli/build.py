@@ -72,6 +72,8 @@ def _why_not(plan: Plan) -> str | None:
 
 
 def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
+    from canvasrt.machine import memory_bytes
+
     need, here = plan.memory, plan.needs
     console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
@@ -85,9 +87,12 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
         f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)},"
         f" buffers {size(need.buffers)}"
     )
-    if plan.target.memory is not None:
-        verdict = "fits" if plan.fits else "does not fit"
-        console.print(f"  GPU        {plan.target.gpu}, {size(plan.target.memory)}: {verdict}")
+    on = plan.target.gpu
+    there = plan.target.memory
+    if there is None:
+        on, there = "this machine", memory_bytes()
+    verdict = "fits" if need.total <= there else "does not fit"
+    console.print(f"  runs on    {on}, {size(there)}: {verdict}")
     console.print(
         f"  building   {size(here.memory)} of memory; on disk {size(here.graphs)} of graphs"
         f" and {size(here.engines)} of engines, minus what is in the cache"

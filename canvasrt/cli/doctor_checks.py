@@ -155,7 +155,16 @@ def _containers() -> Check:
 
 
 def _memory() -> Check:
-    return Check("Memory", "ok", size(machine.memory_bytes()))
+    """Say how much there is, and whether the released model runs on this CPU."""
+    from canvasrt.build.fit import released_fit
+    from canvasrt.targets import find_target
+
+    there, fit = machine.memory_bytes(), released_fit(find_target("cpu"))
+    assert fit is not None
+    need = f"the released model takes {size(fit.memory.total)} on a CPU, in {fit.precision}"
+    if fit.memory.total > there:
+        return Check("Memory", "info", f"{size(there)}, too little for a CPU: {need}")
+    return Check("Memory", "ok", f"{size(there)}; {need}")
 
 
 def _disk() -> Check:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from canvasrt.build import memory
 from canvasrt.build.needs import builder_memory
 from canvasrt.bundle import Manifest
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK
 from canvasrt.targets import Target
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -58,7 +58,8 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     need = _serving_memory(manifest, on_cpu, max_batch)
     startup = _START + 2 * total / _READ
     if builds:
-        need = max(need, *(builder_memory(*each) for each in weights.items()))
+        kinds = (_formats(manifest) or {}).values()
+        need = max(need, *(builder_memory(*each, kinds) for each in weights.items()))
         startup += total / 1e9 * BUILD_SECONDS_PER_GB
     return Sizes(
         memory=OVERHEAD + need,
@@ -84,6 +85,7 @@ def estimate_of(
         formats=_formats(manifest),
         kv_cache=(manifest.options.get("recipe") or {}).get("kv_cache"),
         layers_per_segment=_layers(manifest),
+        prefill_chunk=int(manifest.options.get("prefill_chunk") or PREFILL_CHUNK),
     )
 
 

@@ -86,7 +86,7 @@ class ServingProfile:
             return ""
         if not gpus:
             return f"needs {self.target.gpu}; nvidia-smi reports no GPU here"
-        fitting = [gpu for gpu in gpus if gpu.capability == self.target.capability]
+        fitting = [gpu for gpu in gpus if gpu.capability in self.target.capabilities]
         if not fitting:
             found = ", ".join(f"{gpu.name} ({_version(gpu.capability)})" for gpu in gpus)
             return (

@@ -56,7 +56,7 @@ def check_target(
             f"{again}, or install {target['backend']}=={target['builder_version']}",
         )
     here = ".".join(map(str, capability))
-    if target["compute_capability"] != here:
+    if here not in target["compute_capability"].split(", "):
         raise CanvasError(
             f"the engines were built for {target['name']}, compute capability "
             f"{target['compute_capability']}, and the GPU here has {here}",

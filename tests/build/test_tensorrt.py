@@ -22,7 +22,7 @@ from tests.helpers.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
-TARGETS = {"rtx-4090": "8.9", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
+TARGETS = {"rtx": "8.6, 8.9, 12.0", "rtx-4090": "8.9", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
 OPTIONS = {"max_context": 1024, "max_batch": 2}
 
 Built = Callable[..., tuple[Bundle, list[str]]]
@@ -178,7 +178,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
 
 def job(graph: Path, sizes: Profile | None = None) -> compile.Job:
     profiles = {"all": sizes or {}}
-    return compile.Job("tensorrt_rtx", graph, graph.with_suffix(".engine"), (12, 0), profiles)
+    return compile.Job("tensorrt_rtx", graph, graph.with_suffix(".engine"), ((12, 0),), profiles)
 
 
 def test_tensorrt_s_own_reason_is_the_error(graphs: Bundle, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
     file = folder / "graph.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), file)
     found: set[Use] = set()
-    job = compile.Job("recorded", file, folder / "e", None, {"all": {"batch": Range(1, 2, 4)}})
+    job = compile.Job("recorded", file, folder / "e", (), {"all": {"batch": Range(1, 2, 4)}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "recorded", Recorder(rtx, found))
         compile.build(job)

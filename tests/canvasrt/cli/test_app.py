@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.cli import checkup
 from canvasrt.cli.app import command_names, parsed_command
 from tests.conftest import Command
 from tests.helpers.bundles import make
@@ -152,6 +153,23 @@ def test_targets_and_doctor_as_data(command: Command) -> None:
     assert report["gaps"] == sum(check["state"] == "gap" for check in report["checks"])
 
 
+@pytest.mark.parametrize(
+    ("memory", "state", "words"),
+    [
+        (32, "ok", r"32\.0 GB; the released model takes 1\d\.\d GB"),
+        (16, "info", "16.0 GB, too little"),
+    ],
+)
+def test_doctor_says_whether_the_released_model_runs_here(
+    monkeypatch: pytest.MonkeyPatch, memory: int, state: str, words: str
+) -> None:
+    monkeypatch.setattr(checkup.machine, "memory_bytes", lambda: memory * 10**9)
+    check = checkup._memory()
+    assert check.state == state
+    assert re.search(words, check.found)
+    assert check.found.endswith("on a CPU, in int4")
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     command: Command, checkpoint_files: Path
 ) -> None:
@@ -160,7 +178,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     rows = json.loads(command(*arguments, "--json").stdout)
     assert [row["out"] for row in rows] == [str(out / "cpu"), str(out / "rtx-5090")]
     assert rows[1]["fits"] is True
-    assert "does not" not in command(*arguments).stdout
+    text = command(*arguments).stdout
+    assert "does not" not in text
+    assert "runs on    this machine" in text
+    assert "runs on    GeForce RTX 5090, 32.0 GB: fits" in text
     assert not out.exists()
 
 

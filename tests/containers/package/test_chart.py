@@ -101,6 +101,21 @@ def test_a_gpu_target_asks_for_its_gpu(chart: Path) -> None:
     }
 
 
+def test_engines_for_several_capabilities_take_nodes_of_each(tmp_path: Path) -> None:
+    write_chart(tmp_path / "chart", "canvasrt:1", find_target("rtx"))
+    check_schemas(render(tmp_path / "chart"))
+    affinity = pod(render(tmp_path / "chart"))["affinity"]["nodeAffinity"]
+    terms = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    found = []
+    for term in terms:
+        wanted = {each["key"]: each["values"] for each in term["matchExpressions"]}
+        assert wanted["kubernetes.io/arch"] == ["amd64"]
+        assert wanted["nvidia.com/gpu.memory"] == [str(int(0.9 * 24e9 / 2**20))]
+        (major,), (minor,) = (wanted[f"nvidia.com/gpu.compute.{n}"] for n in ("major", "minor"))
+        found.append(f"{major}.{minor}")
+    assert found == ["8.6", "8.9", "12.0"]
+
+
 def test_the_autoscaler_goes_by_metrics_that_the_models_have(tmp_path: Path) -> None:
     from canvasrt.containers.triton.metrics import GAUGES
 

@@ -28,6 +28,7 @@ RTX_5090 = Gpu("NVIDIA GeForce RTX 5090", 34 * GB, (12, 0), "580.1")
 RTX_PRO = Gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 102 * GB, (12, 0), "580.1")
 H100 = Gpu("NVIDIA H100 80GB HBM3", 85 * GB, (9, 0), "580.1")
 RTX_4090 = Gpu("NVIDIA GeForce RTX 4090", 25 * GB, (8, 9), "580.1")
+RTX_3090 = Gpu("NVIDIA GeForce RTX 3090", 25 * GB, (8, 6), "580.1")
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,41 @@ def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
 )
 def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
     assert choose(several, gpus=gpus).target.name == expected
+
+
+def test_one_package_serves_all_consumer_cards(several: Bundle, engines: Bundle):
+    make(several.path / "engines" / "rtx", engines, "rtx", "int4")
+    for gpu in (RTX_3090, RTX_4090):
+        assert choose(several, gpus=[gpu]).target.name == "rtx"
+    # A card's own engines come before those that run on others too.
+    assert choose(several, gpus=[RTX_5090]).target.name == "rtx-5090"
+    (profile,) = (each for each in profiles_of(several) if each.target.name == "rtx")
+    assert profile.misfit([H100]).startswith("needs compute capability 8.6, 8.9, 12.0;")
+    assert not profile.misfit([RTX_5090])
+
+
+def test_a_profile_counts_the_passes_that_its_engines_take(tmp_path: Path, engines: Bundle):
+    folder = make(tmp_path / "rtx-4080", engines, "rtx-4080", "int4")
+    (usual,) = profiles_of(load_bundle(folder))
+    manifest = load_bundle(folder).manifest
+    options = {**manifest.options, "prefill_chunk": manifest.model.canvas_length}
+    (folder / "manifest.json").unlink()
+    write_manifest(
+        folder,
+        kind="engines",
+        made_from={},
+        options=options,
+        model=manifest.model,
+        sampler=manifest.sampler,
+        segments=list(manifest.segments),
+        embedding=None,
+        tokenizer=None,
+        target=manifest.target,
+    )
+    (short,) = profiles_of(load_bundle(folder))
+    assert usual.memory is not None
+    assert short.memory is not None
+    assert short.memory < usual.memory
 
 
 def test_recipes_of_one_target_are_told_apart(tmp_path: Path, engines: Bundle):

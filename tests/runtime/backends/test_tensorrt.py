@@ -54,6 +54,15 @@ def test_engines_of_another_builder_or_gpu_are_refused(here: dict[str, Any], wor
         check_target(TARGET, **(HERE | here))
 
 
+def test_engines_for_several_capabilities_run_on_each_of_them() -> None:
+    several = TARGET | {"name": "rtx", "compute_capability": "8.6, 8.9, 12.0"}
+    for capability in ((8, 6), (8, 9), (12, 0)):
+        check_target(several, **(HERE | {"capability": capability}))
+    for capability in ((6, 8), (9, 1), (2, 0), (12, 1)):
+        with pytest.raises(CanvasError, match=r"for rtx, compute capability 8\.6, 8\.9, 12\.0"):
+            check_target(several, **(HERE | {"capability": capability}))
+
+
 def test_tensorrt_s_engines_stay_on_the_architecture_of_their_host() -> None:
     other = TARGET | {"backend": "tensorrt", "built_on": "aarch64", "name": "h100"}
     with pytest.raises(CanvasError, match="built on aarch64, and this machine is x86_64"):

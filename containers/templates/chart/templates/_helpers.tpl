@@ -31,11 +31,12 @@ canvasrt/target: {{ .Values.target }}
 nodeAffinity:
   requiredDuringSchedulingIgnoredDuringExecution:
     nodeSelectorTerms:
+      {{- range splitList ", " .Values.node.capability }}
       - matchExpressions:
           - key: kubernetes.io/arch
             operator: In
-            values: [{{ .Values.node.arch }}]
-          {{- with .Values.node.capability }}
+            values: [{{ $.Values.node.arch }}]
+          {{- with . }}
           # Set by NVIDIA's GPU feature discovery.
           - key: nvidia.com/gpu.compute.major
             operator: In
@@ -44,11 +45,12 @@ nodeAffinity:
             operator: In
             values: [{{ index (splitList "." .) 1 | quote }}]
           {{- end }}
-          {{- if .Values.node.memoryMiB }}
+          {{- if $.Values.node.memoryMiB }}
           - key: nvidia.com/gpu.memory
             operator: Gt
-            values: [{{ .Values.node.memoryMiB | int64 | toString | quote }}]
+            values: [{{ $.Values.node.memoryMiB | int64 | toString | quote }}]
           {{- end }}
+      {{- end }}
 {{- end -}}
 
 {{/* The labels of a pod: KServe sets its own. */}}
