@@ -57,7 +57,7 @@ def estimate(
 ) -> Estimate:
     """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
 
-    The vision tower is not counted: no request has images, so the runtime never loads it.
+    The vision tower is not counted: a GPU never loads it, and a CPU only for the first image.
 
     formats: the format of each quantized weight by global name; None quantizes everything that can
     be.

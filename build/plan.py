@@ -117,11 +117,6 @@ class Plan:
         """The most tokens per row of an encoding pass, fewer where nothing else fits the target."""
         return memory.prefill_chunk(self.source.model, self.target.memory, self._memory)
 
-    @property
-    def memory(self) -> memory.Estimate:
-        """The memory that serving takes."""
-        return self._memory(self.prefill_chunk)
-
     def _memory(self, prefill_chunk: int) -> memory.Estimate:
         return memory.estimate(
             self.source.model,
@@ -134,6 +129,11 @@ class Plan:
             layers_per_segment=self.layers_per_segment,
             prefill_chunk=prefill_chunk,
         )
+
+    @property
+    def memory(self) -> memory.Estimate:
+        """The memory that serving takes."""
+        return self._memory(self.prefill_chunk)
 
     @property
     def fits(self) -> bool | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.cli import checkup
+from canvasrt.cli import doctor_checks
 from canvasrt.cli.app import command_names, parsed_command
 from tests.conftest import Command
 from tests.helpers.bundles import make
@@ -163,8 +163,8 @@ def test_targets_and_doctor_as_data(command: Command) -> None:
 def test_doctor_says_whether_the_released_model_runs_here(
     monkeypatch: pytest.MonkeyPatch, memory: int, state: str, words: str
 ) -> None:
-    monkeypatch.setattr(checkup.machine, "memory_bytes", lambda: memory * 10**9)
-    check = checkup._memory()
+    monkeypatch.setattr(doctor_checks.machine, "memory_bytes", lambda: memory * 10**9)
+    check = doctor_checks._memory()
     assert check.state == state
     assert re.search(words, check.found)
     assert check.found.endswith("on a CPU, in int4")
