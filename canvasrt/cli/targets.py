@@ -54,8 +54,5 @@ def targets(as_json: options.AsJson = False) -> None:
             for target, fit, no_build, no_run in found
         ]
         console.print(table(columns, rows))
-        for target, *_ in found:
-            if target.note:
-                console.print(f"{target.name}: {target.note}")
 
     emit(data, as_json, render)
