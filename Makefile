@@ -1,4 +1,4 @@
-# make install | demo | image-demo | test | lint | clean. The first target that needs .venv creates it.
+# make install | demo | image-demo | test | lint | audit | clean. The first target that needs .venv creates it.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,export,report,rtx,serve,test
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n || echo 2)
 
-.PHONY: help install demo image-demo test lint clean
+.PHONY: help install demo image-demo test lint audit clean
 
 help:
 	@echo "make install     create $(VENV) with everything that a machine without a GPU can use"
@@ -14,18 +14,19 @@ help:
 	@echo "make image-demo  the same in a container: package, image, run, query, stop (needs root or docker)"
 	@echo "make test        all tests"
 	@echo "make lint        formatting, ruff and mypy"
+	@echo "make audit       known vulnerabilities in what requirements.lock names (needs a network)"
 	@echo "make clean       remove $(VENV) and what tools left behind"
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml setup.cfg constraints.txt .ci/find-python .ci/install-torch
+$(STAMP): pyproject.toml setup.cfg constraints.txt requirements.lock .ci/find-python .ci/install-torch
 	@test -x $(BIN)/python || { python=$$(.ci/find-python) && $$python -m venv $(VENV); }
 	$(BIN)/python -m pip install -qq --upgrade pip
-	@# torch first: whichever build is installed then satisfies every later requirement.
+	@# With trl, of which tests read one file, the model's own chat template, and not what it would bring along.
+	$(BIN)/python -m pip install -qq --require-hashes --no-deps -r requirements.lock
+	@# Not by hash: torch's build depends on the machine. All else is there already.
 	.ci/install-torch $(BIN)/python
-	$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
-	@# Tests read one file of trl, the model's own chat template; it would bring 200 MB of packages along.
-	$(BIN)/python -m pip install -qq -c constraints.txt --no-deps trl
+	$(BIN)/python -m pip install -qq --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 	@echo "installed: try $(BIN)/canvasrt doctor, or make demo"
 
@@ -47,6 +48,9 @@ lint: $(STAMP)
 	@rm -rf .setuptools
 	$(BIN)/python -m pip install -qq --no-deps --target .setuptools/lint .
 	MYPYPATH=.setuptools/lint $(BIN)/mypy --config-file pyproject.toml -p canvasrt
+
+audit: $(STAMP)
+	.ci/audit $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .setuptools .mypy_cache .pytest_cache .ruff_cache *.egg-info dist

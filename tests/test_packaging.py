@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -118,3 +119,31 @@ def test_the_version_is_the_same_everywhere() -> None:
     import canvasrt
 
     assert PROJECT["project"]["version"] == canvasrt.__version__
+
+
+def test_the_lock_names_every_constraint_with_its_hashes() -> None:
+    """.ci/lock writes it."""
+    wanted = {
+        re.sub(r"[-_.]+", "-", line).lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith(("#", "torch==", "onnxruntime-gpu=="))
+    }
+    text = (ROOT / "requirements.lock").read_text().replace(" \\\n", " ")
+    entries = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    assert {re.sub(r"[-_.]+", "-", words[0]).lower() for words in entries} == wanted
+    for words in entries:
+        hashes = [word for word in words if word.startswith("--hash=sha256:")]
+        assert hashes, words[0]
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for word in hashes)
+
+
+def test_make_installs_by_hash() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    installs = [line for line in lines if "pip install" in line and "$(BIN)" in line]
+    assert any("--require-hashes --no-deps -r requirements.lock" in line for line in installs)
+    # Whatever is not by hash must already be there, but for torch and pip.
+    others = [line for line in installs if "--require-hashes" not in line]
+    assert all(
+        "-c constraints.txt" in line or "--upgrade pip" in line or "--no-deps" in line
+        for line in others
+    )

@@ -64,6 +64,15 @@ Python = Annotated[
         help="The base's version of Python, such as 3.12, if its name does not tell.",
     ),
 ]
+Sign = Annotated[
+    Path | None,
+    typer.Option(
+        "--sign",
+        metavar="KEY",
+        show_default=False,
+        help="Sign the image's provenance with this private key (PEM), for oci and docker.",
+    ),
+]
 MaxBatch = Annotated[
     int | None,
     typer.Option(
@@ -86,6 +95,7 @@ def package(
     wheels: Wheels = False,
     python: Python = None,
     max_batch: MaxBatch = None,
+    sign: Sign = None,
     as_json: AsJson = False,
 ) -> None:
     """Package engines with a Triton model repository, as an image or a folder to build one from."""
@@ -102,6 +112,7 @@ def package(
         wheels=wheels,
         python=python,
         max_batch=max_batch,
+        sign=sign,
     )
     with progress() as show:
         data = command.run(bundles, out, options, show)

@@ -10,6 +10,7 @@ from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.console import size
+from canvasrt.containers.image.attest import attestation_of
 from canvasrt.containers.image.build import FORMATS, Made, write_image
 from canvasrt.containers.image.layout import check_tag
 from canvasrt.containers.names import REPOSITORY
@@ -30,6 +31,7 @@ class Options:
     python: str | None = None
     wheels: bool = False
     max_batch: int | None = None
+    sign: Path | None = None
 
 
 def run(bundles: Sequence[Path], out: Path, options: Options, progress: Progress) -> dict[str, Any]:
@@ -45,8 +47,15 @@ def run(bundles: Sequence[Path], out: Path, options: Options, progress: Progress
         base = Path(options.base or "")
         return _of_image(
             write_image(
-                bundles, out, format=options.format, base=base, options=wanted, progress=progress
-            )
+                bundles,
+                out,
+                format=options.format,
+                base=base,
+                options=wanted,
+                key=options.sign,
+                progress=progress,
+            ),
+            options.sign is not None,
         )
     wanted = wanted.on(options.base or releases.DEFAULT_BASE, options.python)
     made = package(
@@ -66,8 +75,16 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
         yield f"  canvasrt serve {path}"
         yield f"  docker build -t {tag} {path}"
         yield f"  canvasrt deploy {path}"
+        if not data["base_pinned"]:
+            base = data["base"]
+            yield f"note: {base} is a tag, which may mean another image tomorrow. To pin it, give its digest:"
+            yield f"  --base {base}@$(skopeo inspect --format '{{{{.Digest}}}}' docker://{base})"
+            if base == releases.DEFAULT_BASE:
+                yield f"  it was the newest release on {releases.READ}"
         return
     yield f"{path}: {tag}, {data['image_digest']}"
+    if data["attestation"]:
+        yield f"  signed provenance: {data['attestation']}"
     yield (
         f"  added to the base: {size(data['added_bytes'])}, of which {size(data['engine_bytes'])}"
         f" engines and {size(data['other_bytes'])} everything else"
@@ -98,6 +115,11 @@ def _check(options: Options) -> None:
             f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
             " with --format context, `docker build` fetches it",
         )
+    if options.format not in FORMATS and options.sign is not None:
+        raise UsageError(
+            "--sign needs --format oci or docker: a folder for docker build is not an image yet",
+            "write the image with --base and --format, or sign what docker builds with cosign",
+        )
     if options.format in FORMATS and options.wheels:
         raise UsageError(
             "--wheels needs --format context", "leave it out: an image includes its packages"
@@ -113,11 +135,12 @@ def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
         "digest": made.manifest.digest,
         "bytes": made.manifest.total_bytes,
         "base": options.base,
+        "base_pinned": releases.is_pinned(options.base),
         "model_repository": str(path / REPOSITORY),
     }
 
 
-def _of_image(made: Made) -> dict[str, Any]:
+def _of_image(made: Made, signed: bool) -> dict[str, Any]:
     image = made.image
     return {
         "path": str(image.path),
@@ -126,6 +149,7 @@ def _of_image(made: Made) -> dict[str, Any]:
         "digest": made.manifest.digest,
         "image_digest": image.digest,
         "image_id": image.image_id,
+        "attestation": str(attestation_of(image.path)) if signed else None,
         "base_bytes": image.base_bytes,
         "added_bytes": image.added_bytes,
         "engine_bytes": made.engine_bytes,

@@ -43,11 +43,23 @@ Questions = Annotated[
 ]
 
 
+Key = Annotated[
+    Path | None,
+    typer.Option(
+        "--key",
+        metavar="FILE",
+        show_default=False,
+        help="For an image: also check its provenance, signed with this public key's other half.",
+    ),
+]
+
+
 def verify(
     bundle: options.BundlePath,
     reference: Reference = None,
     report: Report = None,
     questions: Questions = 25,
+    key: Key = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Check every file of a bundle against its hash and, with --reference, its results.
@@ -65,8 +77,10 @@ def verify(
             raise UsageError(
                 "--reference does not support images", "verify the bundle instead of the image"
             )
-        _verify_image(bundle, as_json)
+        _verify_image(bundle, key, as_json)
         return
+    if key is not None:
+        raise UsageError(f"--key needs an image, and {bundle} is not one", "leave out --key")
     checkpoint = None if reference is None else resolve(reference)
     found, quality = _check(bundle, checkpoint, reference, questions, report)
     _show(found, quality, reference, report, as_json)
@@ -167,12 +181,15 @@ def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
     console.print(f"\n{markdown.verdict(quality)}")
 
 
-def _verify_image(path: Path, as_json: bool) -> None:
-    """Check an image that `canvasrt package` wrote: its layers, and the package inside."""
+def _verify_image(path: Path, key: Path | None, as_json: bool) -> None:
+    """Check an image that `canvasrt package` wrote: its layers, the package inside, and with `key`
+    who signed it."""
+    from canvasrt.containers.image.attest import check_attestation
     from canvasrt.containers.image.verify import verify_image
 
     with progress() as show:
         found = verify_image(path, show)
+    provenance = None if key is None else dict(check_attestation(path, found.digest, key))
     data = {
         "image": str(path),
         "ok": True,
@@ -181,6 +198,7 @@ def _verify_image(path: Path, as_json: bool) -> None:
         "bytes": found.bytes,
         "files": len(found.manifest.files),
         "components": found.components,
+        "provenance": provenance,
     }
 
     def render(console: Any) -> None:
@@ -189,5 +207,8 @@ def _verify_image(path: Path, as_json: bool) -> None:
             f" the package and {found.components} components in its bill of materials, all intact",
             markup=False,
         )
+        if provenance is not None:
+            given = provenance["buildDefinition"]["externalParameters"]
+            console.print(f"signed by {key}: {given['tag']} on {given['base']}", markup=False)
 
     emit(data, as_json, render)

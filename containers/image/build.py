@@ -12,13 +12,15 @@ from pathlib import Path
 
 from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.containers.image import environment
+from canvasrt.containers.image.attest import Materials, attest, read_signer
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, Counter, Entry, Layer, entries_of
+from canvasrt.containers.image.contents import contents
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.names import ENGINES, IMAGE, PACKAGE, REPOSITORY
 from canvasrt.containers.package import bindings, releases, wheels
 from canvasrt.containers.package.package import SBOM, PackageOptions, backends_of, package
-from canvasrt.containers.package.requirements import Pin, canonical
+from canvasrt.containers.package.requirements import canonical, read_requirements
 from canvasrt.containers.package.settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashProgress
@@ -59,19 +61,24 @@ def write_image(
     format: str,
     base: Path,
     options: PackageOptions,
+    key: Path | None = None,
     progress: Progress = no_progress,
 ) -> Made:
     """Write the image of bundles to `out`: an OCI layout (a folder) or a docker archive (a file).
+
+    With a private `key`, its signed provenance is written next to it.
 
     CanvasError for what `package` and `read_base` refuse, and for missing wheels; then nothing is
     written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
+    signer = None if key is None else read_signer(key)
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     manifests = [load_bundle(path, check=False).manifest for path in paths]
     opened = read_base(base, architecture_of(manifests))
-    options = options_for(opened, options)
+    progress("reading the base's packages", 0, 0)
+    options = replace(options_for(opened, options), fetch=True, contents=contents(opened))
     _check_tensorrt(manifests, options)
     with scratch(out.with_name(out.name + ".context")) as context:
         made = package(
@@ -81,14 +88,19 @@ def write_image(
             progress=lambda done, total: progress("checking the engines", done, total),
         )
         progress("fetching wheels", 0, 0)
-        pins = [_pin(line) for line in (made.path / "requirements.txt").read_text().splitlines()]
-        fetched = wheels.fetch(pins, options.python, opened.architecture)
+        pins = read_requirements(made.path)
+        fetched = [*wheels.fetch(pins, options.python, opened.architecture).values()]
         with _destination(out, format, options.tag) as layout:
             layers = _layers(layout, made, opened, options, fetched, progress)
             settings = settings_for(_bundles(made)).to_config()
+            settings["Labels"] |= based_on(opened)
+            progress("checking the base image", 0, 0)
             image = write_layout(layout, opened, Blobs(layout), layers, settings, options.tag)
         manifest = load_bundle_manifest(made.path / IMAGE / "manifest.json")
-    return Made(replace(image, path=out), manifest, format)
+    image = replace(image, path=out)
+    if signer is not None:
+        attest(image, format, Materials(opened, manifests, pins, options), signer)
+    return Made(image, manifest, format)
 
 
 def options_for(base: Base, options: PackageOptions) -> PackageOptions:
@@ -100,6 +112,12 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
         python=_interpreter(base)[1],
         tensorrt=releases.tensorrt_of(base.environment, base.names),
     )
+
+
+def based_on(base: Base) -> dict[str, str]:
+    """Return OCI's labels for what an image was built on."""
+    name = {"org.opencontainers.image.base.name": base.tag} if base.tag else {}
+    return {**name, "org.opencontainers.image.base.digest": base.digest}
 
 
 def _interpreter(base: Base) -> tuple[str, str]:
@@ -133,11 +151,6 @@ def _places(made: Bundle) -> list[str]:
     if list(made.manifest.made_from) == [ENGINES]:
         return [ENGINES]
     return [f"{ENGINES}/{name}" for name in made.manifest.options["targets"]]
-
-
-def _pin(line: str) -> Pin:
-    name, _, version = line.partition("==")
-    return Pin(name, version)
 
 
 @contextlib.contextmanager

@@ -27,9 +27,11 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Verified:
-    """What was checked: the package's manifest, and how many layers, bytes and components."""
+    """What was checked: the package's manifest, the image's digest (of a docker archive, that of
+    its configuration), and how many layers, bytes and components."""
 
     manifest: Manifest
+    digest: str
     layers: int
     bytes: int
     components: int
@@ -64,7 +66,7 @@ def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
             what = "is missing" if name not in found else DIFFERS
             raise CanvasError(f"{PACKAGE}/{name} in {path} {what}", _AGAIN)
     components = check_sbom(json.loads(kept[SBOM]), manifest.files, str(path))
-    return Verified(manifest, len(base.layers), base.size, components)
+    return Verified(manifest, base.digest, len(base.layers), base.size, components)
 
 
 def check_package(bundle: Bundle) -> None:

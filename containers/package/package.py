@@ -17,8 +17,8 @@ from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
 from canvasrt.containers.package.render import render
-from canvasrt.containers.package.requirements import Pin, requirements
-from canvasrt.containers.package.sbom import SBOM, write_sbom
+from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
+from canvasrt.containers.package.sbom import SBOM, Installed, write_sbom
 from canvasrt.containers.package.settings import architecture_of, settings_for, target_name
 from canvasrt.containers.package.sizes import sizes_of
 from canvasrt.containers.package.wheel import write_wheel
@@ -46,6 +46,10 @@ class PackageOptions:
     tensorrt: str | None = None
     # Include every wheel, so that the image can be built without a network.
     wheels: bool = False
+    # Get every wheel, to know its hash.
+    fetch: bool = False
+    # What the base image contains, if it was read.
+    contents: Sequence[Installed] = ()
 
     def __post_init__(self) -> None:
         if self.engines not in ("copy", "mount"):
@@ -81,16 +85,19 @@ def package(
         releases.check_engine(manifest.target, options.tensorrt, options.base)
     architecture = architecture_of(manifests) or "amd64"
     pins = requirements(backends_of(manifests, options.tensorrt), options.python, architecture)
+    platform = (options.python, architecture)
+    fetched = wheels.fetch(pins, *platform) if options.wheels or options.fetch else {}
+    pins = wheels.with_hashes(pins, fetched, *platform)
     with staging(Path(out)) as folder:
         for place, bundle in bundles.items():
             _copy(bundle, folder / place)
         write_repository(folder / REPOSITORY, f"../{ENGINES}", max_batch=options.max_batch)
         write_wheel(folder / "wheels")
-        for wheel in wheels.fetch(pins, options.python, architecture) if options.wheels else ():
+        for wheel in fetched.values() if options.wheels else ():
             shutil.copyfile(wheel, folder / "wheels" / wheel.name)
-        (folder / "requirements.txt").write_text("".join(f"{pin}\n" for pin in pins))
+        write_requirements(folder, pins)
         _write_image_part(folder, bundles, options, pins)
-        _write_texts(folder, bundles, options)
+        _write_texts(folder, bundles, options, pins)
         manifest = _write_manifest(folder, bundles, options)
         _open_to_all(folder)
     return Bundle(Path(out), manifest)
@@ -226,7 +233,7 @@ def _write_image_part(
     ]
     known |= {name: _entry(folder, name) for name in models}
     manifests = [bundle.manifest for bundle in bundles.values()]
-    write_sbom(folder / SBOM, manifests, pins, known, options.base)
+    write_sbom(folder / SBOM, manifests, pins, known, options.base, options.contents)
     known[SBOM] = _entry(folder, SBOM)
     (folder / IMAGE).mkdir()
     # Only in the image do the files lie next to this manifest; links stand in for them here.
@@ -253,7 +260,9 @@ def _known(bundles: Mapping[str, Bundle]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_texts(folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions) -> None:
+def _write_texts(
+    folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions, pins: Sequence[Pin]
+) -> None:
     """Write the Dockerfile, the compose file and the charts."""
     manifests = [bundle.manifest for bundle in bundles.values()]
     backends = backends_of(manifests, options.tensorrt)
@@ -264,6 +273,7 @@ def _write_texts(folder: Path, bundles: Mapping[str, Bundle], options: PackageOp
         "tensorrt": "tensorrt" in backends,
         "tensorrt_version": backends.get("tensorrt") or "",
         "bindings": DISTRIBUTION,
+        "unhashed": any(not pin.sha256 for pin in pins),
         "settings": settings_for(manifests),
     }
     for (place, target), manifest in zip(_charts(manifests).items(), manifests, strict=True):

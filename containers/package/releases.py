@@ -8,7 +8,15 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 
-DEFAULT_BASE = "nvcr.io/nvidia/tritonserver:26.09-py3"
+REPOSITORY = "nvcr.io/nvidia/tritonserver"
+# The newest release when NVIDIA's release notes were read, and the day of that:
+# https://docs.nvidia.com/deeplearning/triton-inference-server/release-notes/
+NEWEST, READ = "26.09-py3", "2026-11-21"
+# Tag → the digest of its index, from `skopeo inspect --format '{{.Digest}}' docker://REPOSITORY:TAG`.
+# Empty, because the registry could not be reached on that day.
+DIGESTS: Mapping[str, str] = {}
+DEFAULT_BASE = f"{REPOSITORY}:{NEWEST}" + (f"@{DIGESTS[NEWEST]}" if NEWEST in DIGESTS else "")
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
 
 # Tag of nvcr.io/nvidia/tritonserver → the TensorRT inside, for tags with a known version.
 # -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
@@ -39,7 +47,12 @@ TENSORRT: Mapping[str, str] = {
 }
 # From the same page: Python 3.12 since 24.12, 3.10 before.
 _PYTHON_3_12_SINCE = (24, 12)
-_TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d\S*)$")
+_TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d[^\s@]*)(?:@sha256:[0-9a-f]{64})?$")
+
+
+def is_pinned(name: str) -> bool:
+    """Return whether a name includes a digest, so that it always means the same image."""
+    return _DIGEST.search(name) is not None
 
 
 def tensorrt_of_name(name: str) -> str | None:

@@ -7,11 +7,14 @@ import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from canvasrt.containers.names import MACHINES
 from canvasrt.errors import CanvasError
 
+# The requirements of an image whose wheels' hashes are known, and the others.
+HASHED, UNHASHED = "requirements.txt", "requirements-unhashed.txt"
 # Imported in the container: by the command line, the runtime and the front end.
 _SERVING = (
     "fastapi",
@@ -47,14 +50,41 @@ _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
 @dataclass(frozen=True)
 class Pin:
-    """One version of a distribution."""
+    """One version of a distribution. `sha256` is that of its wheel, if that is known."""
 
     name: str
     version: str
     license: str = ""
+    sha256: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}"
+
+    @property
+    def line(self) -> str:
+        """The line of a requirements file."""
+        return f"{self} --hash=sha256:{self.sha256}" if self.sha256 else str(self)
+
+
+def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
+    """Write two files for pip: those with a hash, and those without, which it must not mix."""
+    pins = list(pins)
+    for name, wanted in ((HASHED, True), (UNHASHED, False)):
+        lines = [f"{pin.line}\n" for pin in pins if bool(pin.sha256) == wanted]
+        (folder / name).write_text("".join(lines))
+
+
+def read_requirements(folder: Path) -> list[Pin]:
+    """Return what `write_requirements` wrote, without licences."""
+    lines = [
+        line for name in (HASHED, UNHASHED) for line in (folder / name).read_text().split("\n")
+    ]
+    pins = []
+    for line in filter(None, lines):
+        pinned, _, hash = line.partition(" --hash=sha256:")
+        name, _, version = pinned.partition("==")
+        pins.append(Pin(name, version, sha256=hash))
+    return sorted(pins, key=lambda pin: pin.name)
 
 
 def requirements(

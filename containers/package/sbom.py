@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,40 @@ SBOM = "sbom.cdx.json"
 _NAMESPACE = uuid.UUID("6c1ef1a1-6f2c-5d0e-9b43-7b4a1c0b6a55")
 
 
+@dataclass(frozen=True)
+class Installed:
+    """A package in the base image. `kind` is `pypi`, or `deb/debian` with the distribution's name."""
+
+    kind: str
+    name: str
+    version: str
+    architecture: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}@{self.version}:{self.architecture}"
+
+    @property
+    def purl(self) -> Any:
+        """The package's URL."""
+        from packageurl import PackageURL
+
+        type, _, space = self.kind.partition("/")
+        qualifiers = {"arch": self.architecture} if self.architecture else None
+        return PackageURL(type, space or None, self.name, self.version, qualifiers)
+
+
 def write_sbom(
     file: Path,
     bundles: Sequence[Manifest],
     pins: Iterable[Pin],
     files: Mapping[str, Any],
     base: str,
+    contents: Sequence[Installed] = (),
 ) -> None:
-    """Write the list of distributions, models and files (`sha256` by name) in an image."""
+    """Write the list of distributions, models and files (`sha256` by name) in an image.
+
+    `contents` are the packages of the base image, if that was read.
+    """
     require("cyclonedx", "serve")
     from cyclonedx.model.bom import Bom, BomMetaData
     from cyclonedx.output import make_outputter
@@ -36,12 +63,18 @@ def write_sbom(
     pins = list(pins)
     libraries = [_library(pin) for pin in pins]
     bom = Bom(
-        components=[*libraries, *map(_model, bundles), _base(base), *map(_file, files.items())],
+        components=[
+            *libraries,
+            *map(_model, bundles),
+            _base(base, contents),
+            *map(_file, files.items()),
+        ],
         metadata=BomMetaData(
             component=whole, timestamp=datetime.fromisoformat(created().replace("Z", "+00:00"))
         ),
         serial_number=uuid.uuid5(
-            _NAMESPACE, repr((sorted(files.items()), [*map(str, pins)], base))
+            _NAMESPACE,
+            repr((sorted(files.items()), [pin.line for pin in pins], base, [*map(str, contents)])),
         ),
     )
     bom.register_dependency(whole, libraries)
@@ -62,6 +95,7 @@ def _canvasrt() -> Any:
 
 
 def _library(pin: Pin) -> Any:
+    from cyclonedx.model import HashAlgorithm, HashType
     from cyclonedx.model.component import Component, ComponentType
     from packageurl import PackageURL
 
@@ -72,6 +106,7 @@ def _library(pin: Pin) -> Any:
         bom_ref=f"pypi:{pin}",
         purl=PackageURL("pypi", name=pin.name, version=pin.version),
         licenses=_licenses(pin.license),
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=pin.sha256)] if pin.sha256 else (),
     )
 
 
@@ -109,12 +144,26 @@ def _model(manifest: Manifest) -> Any:
     )
 
 
-def _base(name: str) -> Any:
+def _base(name: str, contents: Sequence[Installed]) -> Any:
     from cyclonedx.model.component import Component, ComponentType
 
     image, _, version = name.rpartition("@" if "@" in name else ":")
+    inside = {
+        str(each): Component(
+            name=each.name,
+            version=each.version,
+            type=ComponentType.LIBRARY,
+            bom_ref=f"base-image:{each}",
+            purl=each.purl,
+        )
+        for each in contents
+    }
     return Component(
-        name=image or name, version=version, type=ComponentType.CONTAINER, bom_ref="base-image"
+        name=image or name,
+        version=version,
+        type=ComponentType.CONTAINER,
+        bom_ref="base-image",
+        components=inside.values(),
     )
 
 

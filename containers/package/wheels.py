@@ -6,39 +6,68 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from canvasrt.cache import cache_folder
-from canvasrt.containers.names import MACHINES
+from canvasrt.containers.package.lock import locked
 from canvasrt.containers.package.requirements import Pin, canonical
+from canvasrt.containers.package.tags import platform_options
 from canvasrt.errors import CanvasError
-
-# tritonserver itself needs glibc 2.35, so every image has at least that.
-_GLIBC = (35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
-_LEGACY = ("manylinux2014", "manylinux2010", "manylinux1")
+from canvasrt.hashes import hash_files
 
 
-def fetch(pins: Sequence[Pin], python: str, architecture: str) -> list[Path]:
+def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path]:
     """Return the wheels of `pins` for a Linux machine, from the cache, else from the package index.
 
-    CanvasError when pip is missing, or cannot find a version.
+    CanvasError when pip is missing or cannot find a version, and for a wheel that is not the one in
+    the table of hashes.
     """
     folder = cache_folder() / "wheels" / f"cp{python.replace('.', '')}-{architecture}"
     folder.mkdir(parents=True, exist_ok=True)
     missing = [pin for pin in pins if _find(folder, pin) is None]
     if missing:
         _download(missing, folder, python, architecture)
-    found = {pin: _find(folder, pin) for pin in pins}
-    for pin in [pin for pin, wheel in found.items() if wheel is None]:
-        _build(pin, folder)
-        found[pin] = _find(folder, pin)
-        if found[pin] is None:
+    found = {}
+    for pin in pins:
+        wheel = _find(folder, pin)
+        if wheel is None:
+            _build(pin, folder)
+            wheel = _find(folder, pin)
+        if wheel is None:
             raise CanvasError(
                 f"there is no wheel of {pin} for Python {python} on {architecture}",
                 f"put one into {folder}, or use --format context and build the image on such a machine",
             )
-    return [wheel for wheel in found.values() if wheel is not None]
+        _check(pin, wheel, python, architecture)
+        found[pin] = wheel
+    return found
+
+
+def with_hashes(
+    pins: Sequence[Pin], fetched: Mapping[Pin, Path], python: str, architecture: str
+) -> list[Pin]:
+    """Return the pins with the SHA-256 of the fetched wheel, else of the one in the table."""
+    found = []
+    for pin in pins:
+        known = locked(pin, python, architecture)
+        wheel = fetched.get(pin)
+        own = hash_files(wheel.parent, [wheel.name])[wheel.name] if wheel else ""
+        found.append(replace(pin, sha256=own or (known.sha256 if known else "")))
+    return found
+
+
+def _check(pin: Pin, wheel: Path, python: str, architecture: str) -> None:
+    """Compare a wheel with the table of hashes, if the table has it."""
+    known = locked(pin, python, architecture)
+    if known is None or known.file != wheel.name:
+        return
+    if hash_files(wheel.parent, [wheel.name])[wheel.name] != known.sha256:
+        raise CanvasError(
+            f"{wheel} is not the wheel of {pin} in the package index: its SHA-256 differs",
+            "delete it, and package again; if that does not help, somebody replaced the wheel",
+        )
 
 
 def _find(folder: Path, pin: Pin) -> Path | None:
@@ -54,11 +83,8 @@ def _escaped(version: str) -> str:
 
 
 def _download(pins: Sequence[Pin], folder: Path, python: str, architecture: str) -> None:
-    machine = MACHINES[architecture]
-    tags = [*(f"manylinux_2_{minor}" for minor in _GLIBC), *_LEGACY]
-    platforms = [part for tag in tags for part in ("--platform", f"{tag}_{machine}")]
-    command = ["download", "--no-deps", "--only-binary", ":all:", "--implementation", "cp"]
-    command += ["--python-version", python, *platforms, "--dest", str(folder)]
+    command = ["download", "--no-deps", *platform_options(python, architecture)]
+    command += ["--dest", str(folder)]
     failed = _pip(command, [str(pin) for pin in pins])
     if not failed:
         return

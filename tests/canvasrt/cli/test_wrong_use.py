@@ -56,6 +56,8 @@ WRONG = {
     "package e -o out --format oci": "--format oci needs --base",
     "package e -o out --format docker": "--format docker needs --base",
     "package e -o out --format oci --base b --wheels": "--wheels needs --format context",
+    "package e -o out --sign key.pem": "--sign needs --format oci or docker",
+    "verify a --key key.pub": "--key needs an image",
     "package e -o out --base .": "--base . is a file or folder",
     "package e -o out --engines move": "--engines is 'move'",
     "package e -o out --tag Big:1": "'Big:1' is not a name for an image",
@@ -182,6 +184,7 @@ FILES = {
 }
 # What only Python code, or a bundle, can do wrong: the start of the message → the test that has it.
 ELSEWHERE = {
+    "is not a public key": "tests/containers/image/test_attest.py",
     "there is no bundle to package": "tests/containers/package/test_package.py",
     "Triton does not stream over": "tests/containers/client/test_client.py",
     "unknown GPU": "tests/canvasrt/kernels/test_predict.py",

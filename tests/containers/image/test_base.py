@@ -289,3 +289,45 @@ def test_the_configuration_of_an_archive_is_the_one_it_is_named_after(base: Path
 
     with pytest.raises(CanvasError, match="does not match"):
         read_base(archive(base, tmp_path / "base.tar", change))
+
+
+STATUS = """Package: libssl3
+Status: install ok installed
+Architecture: amd64
+Version: 3.0.2-1
+
+Package: removed
+Status: deinstall ok config-files
+Architecture: amd64
+Version: 1
+"""
+
+
+def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from canvasrt.containers.image.contents import contents
+
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "debian"
+    folder.mkdir()
+    blobs = Blobs(folder)
+    python = "usr/lib/python3/dist-packages"
+    below = [
+        Entry("var/lib/dpkg/status", content=STATUS.replace("3.0.2-1", "old").encode()),
+        Entry("usr/lib/os-release", content=b'NAME="x"\nID=ubuntu\n'),
+        Entry(f"{python}/pip-24.0.dist-info/METADATA", content=b"Name: pip"),
+        Entry(f"{python}/numpy-1.26.4.dist-info/METADATA", content=b"Name: numpy"),
+    ]
+    above = [
+        Entry("var/lib/dpkg/status", content=STATUS.encode()),
+        Entry(f"{python}/.wh.pip-24.0.dist-info", content=b""),
+    ]
+    layers = [blobs.add_layer(each, "t", compress=True) for each in (below, above)]
+    write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
+    found = contents(base := read_base(folder))
+    assert [str(each) for each in found] == [
+        "deb/ubuntu:libssl3@3.0.2-1:amd64",
+        "pypi:numpy@1.26.4:",
+    ]
+    for layer in base.layers:
+        layer.file.unlink()
+    assert contents(base) == found  # remembered

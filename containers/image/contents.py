@@ -1,0 +1,87 @@
+"""The packages that a base image contains: Debian's, and Python's."""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import IO, cast
+
+from canvasrt.cache import cache_folder
+from canvasrt.containers.image.base import Base, BaseLayer
+from canvasrt.containers.package.sbom import Installed
+
+_STATUS = re.compile(r"var/lib/dpkg/(?:status|status\.d/[^/]+)$")
+_RELEASE = re.compile(r"(?:etc|usr/lib)/os-release$")
+_PYTHON = re.compile(
+    r"(?:.*/)?(?:dist|site)-packages/(?P<name>[\w.]+)-(?P<version>[^-/]+)\.(?:dist|egg)-info/METADATA$"
+)
+# In a layer, `.wh.NAME` removes NAME of the layers below it.
+_REMOVED = ".wh."
+
+
+def contents(base: Base) -> list[Installed]:
+    """Return the packages of a base image; reading all its layers is done once for each image."""
+    file = cache_folder() / "bases" / f"{base.digest.removeprefix('sha256:')}.packages.json"
+    if file.is_file():
+        return [Installed(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+    found = _read(base.layers)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps([asdict(each) for each in found]), encoding="utf-8")
+    return found
+
+
+def _read(layers: Iterable[BaseLayer]) -> list[Installed]:
+    texts: dict[str, str] = {}
+    python: dict[str, Installed] = {}
+    for layer in layers:
+        for name, content in _files(layer):
+            folder, _, last = name.rpartition("/")
+            if last.startswith(_REMOVED):
+                gone = f"{folder}/{last.removeprefix(_REMOVED)}".lstrip("/")
+                for known in (texts, python):
+                    for each in [each for each in known if f"{each}/".startswith(f"{gone}/")]:
+                        del known[each]  # type: ignore[attr-defined]
+            elif match := _PYTHON.match(name):
+                python[name] = Installed("pypi", match["name"], match["version"])
+            elif content is not None:
+                texts[name] = content.decode(errors="replace")
+    release = next((text for name, text in texts.items() if _RELEASE.match(name)), "")
+    debian = (
+        each
+        for name, text in sorted(texts.items())
+        if _STATUS.match(name)
+        for each in _debian(text, _distribution(release))
+    )
+    return sorted({*debian, *python.values()}, key=str)
+
+
+def _files(layer: BaseLayer) -> Iterator[tuple[str, bytes | None]]:
+    """Yield the names of a layer's files, with the content of those that list packages."""
+    with layer.opened() as (_, content):
+        with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
+            for member in archive:
+                name = member.name.removeprefix("./").lstrip("/")
+                wanted = member.isfile() and (_STATUS.match(name) or _RELEASE.match(name))
+                file = archive.extractfile(member) if wanted else None
+                yield name, file.read() if file is not None else None
+
+
+def _distribution(release: str) -> str:
+    match = re.search(r'^ID="?(\w+)"?$', release, re.MULTILINE)
+    return match[1] if match else "debian"
+
+
+def _debian(status: str, distribution: str) -> Iterator[Installed]:
+    for paragraph in status.split("\n\n"):
+        fields = dict(re.findall(r"^(Package|Version|Architecture|Status): (.*)$", paragraph, re.M))
+        # A paragraph of status.d has no status: the package is installed.
+        if {"Package", "Version"} <= fields.keys() and fields.get(
+            "Status", "ok installed"
+        ).endswith(" installed"):
+            architecture = fields.get("Architecture", "")
+            yield Installed(
+                f"deb/{distribution}", fields["Package"], fields["Version"], architecture
+            )

@@ -1,0 +1,191 @@
+"""Provenance says what an image was made from, and only the holder of the key can have said it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization as pem
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.image.attest import (
+    PAYLOAD,
+    Materials,
+    attest,
+    attestation_of,
+    check_attestation,
+    read_signer,
+)
+from canvasrt.containers.image.base import Base, read_base
+from canvasrt.containers.image.blobs import Blobs, Entry
+from canvasrt.containers.image.layout import Image, write_archive, write_layout
+from canvasrt.containers.package.package import PackageOptions
+from canvasrt.containers.package.requirements import Pin
+from canvasrt.errors import CanvasError, UsageError
+from tests.conftest import Command
+
+CONFIG = {"architecture": "amd64", "config": {}, "rootfs": {"diff_ids": []}}
+Keys = tuple[Path, Path]
+
+
+def write_keys(folder: Path, name: str, private: Any = None, password: bytes | None = None) -> Keys:
+    private = private or ed25519.Ed25519PrivateKey.generate()
+    how = pem.BestAvailableEncryption(password) if password else pem.NoEncryption()
+    key, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    key.write_bytes(private.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, how))
+    form = pem.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(private.public_key().public_bytes(pem.Encoding.PEM, form))
+    return key, public
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return write_keys(tmp_path, "key")
+
+
+def write(folder: Path, content: bytes) -> Image:
+    folder.mkdir()
+    blobs = Blobs(folder)
+    layer = blobs.add_layer([Entry("opt/canvasrt/x", content=content)], "t", compress=False)
+    return write_layout(folder, Base(folder, CONFIG, (), ""), blobs, [layer], {}, "image:1")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Image:
+    return write(tmp_path / "image", b"one")
+
+
+@pytest.fixture
+def signed(image: Image, engines: Bundle, keys: Keys) -> Path:
+    """The attestation of the image."""
+    return sign(image, engines, keys)
+
+
+def sign(image: Image, engines: Bundle, keys: Keys) -> Path:
+    base = Base(image.path, CONFIG, (), "sha256:" + "b" * 64)
+    pins = [Pin("numpy", "1.26.4", sha256="c" * 64)]
+    options = PackageOptions(tag=image.tag, base="triton:1", max_batch=4)
+    materials = Materials(base, [engines.manifest], pins, options)
+    return attest(image, "oci", materials, read_signer(keys[0]))
+
+
+def test_it_says_what_went_in(image: Image, signed: Path, keys: Keys, engines: Bundle) -> None:
+    found = check_attestation(image.path, image.digest, keys[1])
+    definition = found["buildDefinition"]
+    assert definition["externalParameters"]["base"] == "triton:1"
+    assert definition["externalParameters"]["targets"] == ["cpu"]
+    digests = {
+        each["name"]: each["digest"]["sha256"] for each in definition["resolvedDependencies"]
+    }
+    assert digests == {
+        "triton:1": "b" * 64,
+        "bundle of engines": engines.manifest.digest,
+        "numpy==1.26.4": "c" * 64,
+    }
+
+
+def test_any_implementation_of_dsse_can_check_it(image: Image, signed: Path, keys: Keys) -> None:
+    """The signature, computed from the specification: no library of ours between."""
+    envelope = json.loads(signed.read_text())
+    payload = base64.b64decode(envelope["payload"])
+    signature = base64.b64decode(envelope["signatures"][0]["sig"])
+    said = b" ".join(
+        (b"DSSEv1", b"%d" % len(PAYLOAD), PAYLOAD.encode(), b"%d" % len(payload), payload)
+    )
+    public: Any = pem.load_pem_public_key(keys[1].read_bytes())
+    public.verify(signature, said)
+    statement = json.loads(payload)
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    assert statement["subject"][0] == {
+        "name": "image:1",
+        "digest": {"sha256": image.digest.removeprefix("sha256:")},
+    }
+
+
+def test_the_same_image_gets_the_same_statement(
+    image: Image, signed: Path, engines: Bundle, keys: Keys
+) -> None:
+    first = signed.read_text()
+    assert sign(image, engines, keys).read_text() == first  # Ed25519 needs no randomness
+
+
+def test_an_archive_of_the_image_is_the_same_image(
+    image: Image, signed: Path, keys: Keys, tmp_path: Path
+) -> None:
+    archive = tmp_path / "archive.tar"
+    write_archive(image.path, image.tag, archive)
+    attestation_of(archive).write_text(signed.read_text())
+    assert check_attestation(archive, read_base(archive).digest, keys[1])
+
+
+def test_another_key_is_refused(image: Image, signed: Path, tmp_path: Path) -> None:
+    _, other = write_keys(tmp_path, "other")
+    with pytest.raises(CanvasError, match="is not signed by"):
+        check_attestation(image.path, image.digest, other)
+
+
+def test_another_image_is_refused(signed: Path, keys: Keys, tmp_path: Path) -> None:
+    other = write(tmp_path / "other", b"two")
+    attestation_of(other.path).write_text(signed.read_text())
+    with pytest.raises(CanvasError, match="is about another image"):
+        check_attestation(other.path, other.digest, keys[1])
+
+
+@pytest.mark.parametrize("how", ["payload", "type", "signature", "none", "json", "empty"])
+def test_an_edited_attestation_is_refused(image: Image, signed: Path, keys: Keys, how: str) -> None:
+    envelope = json.loads(signed.read_text())
+    if how == "payload":
+        statement = base64.b64decode(envelope["payload"]).replace(b"triton:1", b"triton:2")
+        envelope["payload"] = base64.b64encode(statement).decode()
+    elif how == "type":
+        envelope["payloadType"] = "text/plain"
+    elif how == "signature":
+        envelope["signatures"][0]["sig"] = base64.b64encode(bytes(64)).decode()
+    elif how == "none":
+        envelope["signatures"] = []
+    signed.write_text({"json": "{", "empty": ""}.get(how, json.dumps(envelope)))
+    with pytest.raises(CanvasError, match=r"is not signed by|is about another image"):
+        check_attestation(image.path, image.digest, keys[1])
+
+
+def test_an_unsigned_image_is_refused(image: Image, keys: Keys) -> None:
+    with pytest.raises(CanvasError, match="is not signed"):
+        check_attestation(image.path, image.digest, keys[1])
+
+
+def test_other_kinds_of_key_and_a_password(
+    image: Image, engines: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = write_keys(tmp_path, "ec", ec.generate_private_key(ec.SECP256R1()), b"secret")
+    with pytest.raises(CanvasError, match="cannot sign with"):
+        sign(image, engines, keys)
+    monkeypatch.setenv("CANVASRT_SIGNING_PASSWORD", "secret")
+    sign(image, engines, keys)
+    assert check_attestation(image.path, image.digest, keys[1])
+
+
+def test_keys_that_are_none_are_refused(image: Image, signed: Path, tmp_path: Path) -> None:
+    (bad := tmp_path / "bad.pem").write_text("-----BEGIN PRIVATE KEY-----\n")
+    for path in (bad, tmp_path / "none.pem"):
+        with pytest.raises(CanvasError, match="cannot sign with"):
+            read_signer(path)
+        with pytest.raises(UsageError, match="is not a public key"):
+            check_attestation(image.path, image.digest, path)
+
+
+def test_only_images_are_signed(
+    engines: Bundle, keys: Keys, tmp_path: Path, command: Command
+) -> None:
+    done = command("package", engines.path, "-o", tmp_path / "out", "--sign", keys[0])
+    assert done.returncode == 2
+    assert "--sign needs --format" in done.stderr
+    done = command("verify", engines.path, "--key", keys[1])
+    assert done.returncode == 2
+    assert "is not one" in done.stderr
+    assert not os.path.exists(tmp_path / "out")

@@ -1,0 +1,192 @@
+"""What a package installs is named by its hash, and a wheel with another one is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.cache import cache_folder
+from canvasrt.containers.package import lock, releases, wheels
+from canvasrt.containers.package.requirements import (
+    Pin,
+    read_requirements,
+    requirements,
+    write_requirements,
+)
+from canvasrt.containers.package.sbom import Installed, write_sbom
+from canvasrt.errors import CanvasError
+from tests.conftest import Command
+
+PLATFORMS = [(python, machine) for python in ("3.11", "3.12") for machine in ("amd64", "arm64")]
+
+
+@pytest.mark.parametrize(("python", "architecture"), PLATFORMS)
+def test_the_table_has_what_the_installed_versions_need(python: str, architecture: str) -> None:
+    """After an update of constraints.txt: python -m canvasrt.containers.package.lock."""
+    for backend in ("onnxruntime", "tensorrt-rtx"):
+        pins = requirements(
+            {backend: None if backend == "onnxruntime" else "1.7.1.116"}, python, architecture
+        )
+        missing = [str(pin) for pin in pins if lock.locked(pin, python, architecture) is None]
+        # TensorRT-RTX's own distributions are sources that fetch the others.
+        assert all(name.startswith("tensorrt-rtx") for name in missing), missing
+
+
+def test_files_fit_their_platform() -> None:
+    table = json.loads(lock.FILE.read_text())
+    for platform, entries in table.items():
+        machine = {"amd64": "x86_64", "arm64": "aarch64"}[platform.partition("-")[2]]
+        for pin, (file, digest) in entries.items():
+            assert file.endswith((f"{machine}.whl", "-any.whl")), file
+            assert len(bytes.fromhex(digest)) == 32
+            name, _, version = pin.partition("==")
+            assert (
+                file.lower()
+                .replace("_", "-")
+                .replace(".", "-")
+                .startswith(f"{name}-{version}".replace("_", "-").replace(".", "-"))
+            )
+
+
+def test_a_package_s_requirements_have_hashes(packaged: Bundle) -> None:
+    lines = (packaged.path / "requirements.txt").read_text().splitlines()
+    assert len(lines) > 20
+    assert all(" --hash=sha256:" in line for line in lines)
+    assert (packaged.path / "requirements-unhashed.txt").read_text() == ""
+    dockerfile = (packaged.path / "Dockerfile").read_text()
+    assert "--require-hashes -r requirements.txt" in dockerfile
+    assert "unhashed" not in dockerfile
+    versions = {pin.name: pin.sha256 for pin in read_requirements(packaged.path)}
+    bom = json.loads((packaged.path / "sbom.cdx.json").read_text())
+    libraries = [each for each in bom["components"] if each["type"] == "library"]
+    assert {each["name"]: each["hashes"][0]["content"] for each in libraries} == versions
+
+
+def test_what_has_no_known_hash_is_installed_apart(tmp_path: Path) -> None:
+    pins = [Pin("a", "1", sha256="0" * 64), Pin("b", "2")]
+    write_requirements(tmp_path, pins)
+    assert (tmp_path / "requirements.txt").read_text() == f"a==1 --hash=sha256:{'0' * 64}\n"
+    assert (tmp_path / "requirements-unhashed.txt").read_text() == "b==2\n"
+    assert read_requirements(tmp_path) == pins
+
+
+def wheel(folder: Path, name: str, text: str = "") -> Path:
+    """A wheel that pip installs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}-1-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(f"{name}.py", text)
+        archive.writestr(
+            f"{name}-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        )
+        archive.writestr(
+            f"{name}-1.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(f"{name}-1.dist-info/RECORD", "")
+    return file
+
+
+def test_pip_refuses_another_file_with_the_lines_of_a_package(tmp_path: Path) -> None:
+    good = wheel(tmp_path / "good", "canvasrthashed")
+    digest = hashlib.sha256(good.read_bytes()).hexdigest()
+    write_requirements(tmp_path, [Pin("canvasrthashed", "1", sha256=digest)])
+    wheel(tmp_path / "evil", "canvasrthashed", "print('owned')")
+    for place, code in (("good", 0), ("evil", 1)):
+        command = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--quiet"]
+        command += [
+            "--find-links",
+            str(tmp_path / place),
+            "--target",
+            str(tmp_path / f"in-{place}"),
+        ]
+        command += ["--require-hashes", "-r", str(tmp_path / "requirements.txt")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    return cache_folder() / "wheels" / "cp312-amd64"
+
+
+def test_a_wheel_that_was_replaced_in_the_cache_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = wheel(cache, "canvasrthashed")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    table = {"cp3.12-amd64": {"canvasrthashed==1": [file.name, digest]}}
+    monkeypatch.setattr(lock, "_table", lambda: table)
+    pin = Pin("canvasrthashed", "1")
+    fetched = wheels.fetch([pin], "3.12", "amd64")
+    assert fetched == {pin: file}
+    wheel(cache, "canvasrthashed", "import os")
+    with pytest.raises(CanvasError, match="SHA-256 differs"):
+        wheels.fetch([pin], "3.12", "amd64")
+
+
+def test_hashes_of_fetched_wheels_win(cache: Path) -> None:
+    file = wheel(cache, "canvasrthashed")
+    (pin,) = pins = [Pin("canvasrthashed", "1")]
+    assert wheels.with_hashes(pins, {}, "3.12", "amd64")[0].sha256 == ""
+    (found,) = wheels.with_hashes(pins, {pin: file}, "3.12", "amd64")
+    assert found.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_the_bill_of_materials_lists_the_base_s_packages(engines: Bundle, tmp_path: Path) -> None:
+    inside = [
+        Installed("deb/ubuntu", "libssl3", "3.0.2-1", "amd64"),
+        Installed("pypi", "numpy", "1.26.4"),
+    ]
+    write_sbom(tmp_path / "bom.json", [engines.manifest], [], {}, "triton@sha256:12", inside)
+    bom = json.loads((tmp_path / "bom.json").read_text())
+    (base,) = [each for each in bom["components"] if each["type"] == "container"]
+    assert (base["name"], base["version"]) == ("triton", "sha256:12")
+    assert {each["purl"] for each in base["components"]} == {
+        "pkg:deb/ubuntu/libssl3@3.0.2-1?arch=amd64",
+        "pkg:pypi/numpy@1.26.4",
+    }
+
+
+DIGEST = "@sha256:" + "a" * 64
+
+
+def test_a_base_can_be_named_by_its_digest(
+    engines: Bundle, tmp_path: Path, command: Command
+) -> None:
+    name = "nvcr.io/nvidia/tritonserver:26.07-py3"
+    assert releases.tensorrt_of_name(name + DIGEST) == releases.tensorrt_of_name(name)
+    assert releases.python_of_name(name + DIGEST) == "3.12"
+    assert releases.tensorrt_of_name(name + "@sha256:12") is None
+    assert releases.is_pinned(name + DIGEST)
+    done = command("package", engines.path, "-o", tmp_path / "out", "--base", name + DIGEST)
+    assert done.returncode == 0, done.stderr
+    assert "note:" not in done.stdout
+    assert f"ARG BASE_IMAGE={name}{DIGEST}\n" in (tmp_path / "out" / "Dockerfile").read_text()
+
+
+def test_a_base_that_may_change_is_noted(engines: Bundle, tmp_path: Path, command: Command) -> None:
+    done = command("package", engines.path, "-o", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    if releases.NEWEST not in releases.DIGESTS:
+        assert "is a tag" in done.stdout
+        assert releases.READ in done.stdout
+    shutil.rmtree(tmp_path / "out")
+    done = command("package", engines.path, "-o", tmp_path / "out", "--json")
+    assert json.loads(done.stdout)["base_pinned"] is (releases.NEWEST in releases.DIGESTS)
+
+
+def test_the_newest_release_is_the_default() -> None:
+    assert releases.DEFAULT_BASE.startswith(f"{releases.REPOSITORY}:{releases.NEWEST}")
+    tags = [tag for tag in releases.TENSORRT if tag.endswith("-py3")]
+    assert max(tags) <= releases.NEWEST
