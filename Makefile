@@ -14,7 +14,7 @@ help:
 	@echo "make image-demo  the same in a container: package, image, run, query, stop (needs root or docker)"
 	@echo "make test        all tests"
 	@echo "make lint        formatting, ruff and mypy"
-	@echo "make clean       remove $(VENV) and what tools left behind"
+	@echo "make clean       remove $(VENV), tool caches and build output"
 
 install: $(STAMP)
 
