@@ -10,12 +10,12 @@ WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n 
 
 help:
 	@echo "make install     create $(VENV) with everything that a machine without a GPU can use"
-	@echo "make demo        export, build, generate and serve the bundled demo checkpoint"
+	@echo "make demo        export, build, package and serve the bundled demo model, and query it"
 	@echo "make image-demo  the same in a container: package, image, run, query, stop (needs root or docker)"
 	@echo "make test        all tests"
 	@echo "make lint        formatting, ruff and mypy"
 	@echo "make audit       known vulnerabilities in what requirements.lock names (needs a network)"
-	@echo "make clean       remove $(VENV) and what tools left behind"
+	@echo "make clean       remove $(VENV), tool caches and build output"
 
 install: $(STAMP)
 

@@ -1,6 +1,6 @@
 """Predicts times of the released shape, by recipe, GPU, batch and context, from the builder's kernel lists.
 
-    python -m bench.predict -o predicted --work /path/with/30GB
+    python -m bench.predict -o predicted --work /path/with/60GB
 
 Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a made-up calibration, and
 builds its engines. The second layer stands for the other sliding ones; `--layers 6` builds whole segments instead,

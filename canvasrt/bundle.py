@@ -26,7 +26,7 @@ _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest.json. It contains nothing that identifies a machine or a moment."""
+    """A manifest.json. It contains nothing that identifies a machine or a time."""
 
     data: Json
 
@@ -143,7 +143,7 @@ def write_manifest(
     """Describe every file under `folder` in its manifest.json.
 
     packages: distributions whose versions shaped the result.
-    known: `files` entries of a verified bundle, for files taken over unchanged; these are not
+    known: `files` entries of a verified bundle, for files that are linked unchanged; these are not
     hashed again.
     """
     if kind not in KINDS:

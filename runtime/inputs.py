@@ -1,4 +1,4 @@
-"""Inputs of body graphs in the form that the graphs take: pasts in octets, and the slots of the experts."""
+"""Builds the inputs of body graphs: past tokens in octets, and expert slots."""
 
 from __future__ import annotations
 

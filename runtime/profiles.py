@@ -54,7 +54,7 @@ class Profiles:
         return max((p[name].max if name in p else UNLIMITED for p in holding), default=0)
 
     def smallest(self, name: str, dims: Mapping[str, int]) -> int:
-        """Return the largest size of `name` in the profile beside `dims` that has the smallest such; 0 without any."""
+        """Return the smallest maximum of `name` among the profiles that hold `dims`; 0 if there is none."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
 

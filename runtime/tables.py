@@ -38,10 +38,10 @@ class Table(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """What embeddings are rounded to."""
+        """The dtype that embeddings are rounded to."""
 
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
-        """The rows `[..., hidden_size]` of int64 `tokens` `[...]`."""
+        """Return the rows `[..., hidden_size]` of int64 `tokens` `[...]`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class QuantizedTable:
         return self.scale.dtype
 
     def __getitem__(self, tokens: np.ndarray, /) -> np.ndarray:
-        """The rows in float32."""
+        """Return the rows in float32."""
         return self.codes[tokens] * self.scale[tokens].astype(np.float32)[..., None]
 
 

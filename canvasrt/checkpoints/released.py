@@ -45,7 +45,7 @@ VISION: dict[str, Any] = {
 
 
 def layer_types(count: int) -> list[str]:
-    """The kind of each of `count` layers: every sixth is full attention, and so is the last, which transformers asks for."""
+    """Return the kind of each of `count` layers: every sixth is full, and the last, as transformers requires."""
     return [
         "full_attention" if (i + 1) % 6 == 0 or i + 1 == count else "sliding_attention"
         for i in range(count)
@@ -54,7 +54,7 @@ def layer_types(count: int) -> list[str]:
 
 @cache
 def released_model() -> ModelConfig:
-    """The released model, with its vision tower."""
+    """Return the released model, with its vision tower."""
     text = {"model_type": "diffusion_gemma_text", **TEXT, "layer_types": layer_types(30)}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
     model, _ = read_config(config, None)

@@ -1,4 +1,4 @@
-"""`canvasrt create-model-store`: copies the engines of one profile into their own folder."""
+"""`canvasrt create-model-store`: copies the engines of one serving profile into their own folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def create_model_store(
     profile: Profile = None,
     cache: Cache = None,
 ) -> None:
-    """Copy the engines of one profile from a package into a folder that can be served by itself."""
+    """Copy one serving profile's engines from a package into a folder that can be served by itself."""
     from canvasrt.cli.profiles import write_store
 
     write_store(bundle, profile, model_store, cache)

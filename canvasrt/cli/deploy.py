@@ -107,7 +107,7 @@ Env = Annotated[
         "--env",
         metavar="NAME[=VALUE]",
         show_default=False,
-        help="An environment variable; without a value, that of this shell. May be given several times.",
+        help="An environment variable; without a value, this shell's is passed on. May be given several times.",
     ),
 ]
 EnvFile = Annotated[

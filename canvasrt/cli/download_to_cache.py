@@ -13,11 +13,11 @@ def download_to_cache(
     bundle: Bundle = None,
     profile: Profile = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Build every profile that this machine can run.")
+        bool, typer.Option("--all", help="Build every serving profile that this machine can run.")
     ] = False,
     cache: Cache = None,
 ) -> None:
-    """Put a profile's engines into the cache, so that the next start finds them.
+    """Put a serving profile's engines into the cache, so that the next start finds them.
 
     Nothing is downloaded: a package contains its engines, or graphs from which this builds them.
     """

@@ -19,12 +19,12 @@ def inspect(
         ),
     ] = False,
     batch: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, help="With --kernels: requests a pass.")
+        int, typer.Option("--batch", metavar="N", min=1, help="With --kernels: requests per pass.")
     ] = 1,
     context: Annotated[
         int,
         typer.Option(
-            "--context", metavar="TOKENS", min=0, help="With --kernels: cached tokens of each."
+            "--context", metavar="TOKENS", min=0, help="With --kernels: cached tokens per request."
         ),
     ] = 1024,
     capacity: Annotated[
@@ -34,7 +34,7 @@ def inspect(
             metavar="SLOTS",
             min=1,
             show_default=False,
-            help="With --kernels: slots of each expert. Without it: enough for near-uniform routing.",
+            help="With --kernels: slots per expert. Default: enough for nearly uniform routing.",
         ),
     ] = None,
     gpu: Annotated[
@@ -43,7 +43,7 @@ def inspect(
             "--gpu",
             metavar="NAME",
             show_default=False,
-            help="With --kernels: predict for this GPU. Without it: the bundle's target.",
+            help="With --kernels: predict for this GPU. Default: the bundle's target.",
         ),
     ] = None,
     rates: Annotated[
@@ -66,7 +66,7 @@ def inspect(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what a bundle holds and what it was made from; files are not hashed."""
+    """Show a bundle's contents and origin, without checking its files."""
     from canvasrt.bundle import load_bundle
 
     loaded = load_bundle(bundle, check=False)
@@ -106,13 +106,13 @@ def inspect(
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with a recipe as its name; `--json` shows all of it."""
+    """Return the options, with the recipe's name instead of its text; `--json` shows all of it."""
     recipe = options.get("recipe")
     return {**options, "recipe": recipe["name"]} if isinstance(recipe, dict) else options
 
 
 def _quantized(segments: Sequence[dict[str, Any]]) -> str:
-    """How many weights are in which format."""
+    """Return how many weights each format has."""
     formats = [each for segment in segments for each in segment.get("quantized", {}).values()]
     return ", ".join(f"{formats.count(each)} weights {each}" for each in sorted(set(formats)))
 
@@ -129,7 +129,7 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
         ),
         (
             "canvas",
-            f"{model.canvas_length} tokens, at most {sampler.max_denoising_steps} steps a block,"
+            f"{model.canvas_length} tokens, at most {sampler.max_denoising_steps} steps per block,"
             f" temperature {sampler.t_max} to {sampler.t_min}, entropy bound {sampler.entropy_bound}",
         ),
         ("vision", "yes" if model.vision else "no"),
@@ -139,7 +139,7 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
 
 
 def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
-    """The sizes that each engine takes, a line a segment and profile."""
+    """Print the sizes that each engine takes, one line per segment and profile."""
     rows = [
         (
             segment["name"],
@@ -161,7 +161,7 @@ def _sizes(size: dict[str, int]) -> str:
 
 
 def _short(made_from: Any) -> dict[str, Any]:
-    """Nested values as one line each, hashes shortened."""
+    """Flatten nested values to one line each, and shorten hashes."""
     flat: dict[str, Any] = {}
     for name, value in made_from.items():
         if isinstance(value, dict):

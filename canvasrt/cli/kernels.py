@@ -8,7 +8,7 @@ from typing import Any
 from canvasrt.console import emit, size, table
 
 Json = dict[str, Any]
-# The kernels that take most of a pass, alike ones of all layers together.
+# How many kernels to list; equal ones of different layers count once.
 _LARGEST = 12
 
 
@@ -46,7 +46,7 @@ def show(
         block = data["block"]
         console.print(
             f"\na block of {block['steps']} steps and its encoding: {block['ms']:.1f} ms,"
-            f" {block['tokens_per_second']:,.0f} tokens a second",
+            f" {block['tokens_per_second']:,.0f} tokens per second",
             markup=False,
         )
         if page is not None:
@@ -64,16 +64,16 @@ def _heading(data: Json) -> list[str]:
         f"{gpu['name']}: {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached of"
         f" {gpu['bandwidth'] / 1e9:,.0f}, {gpu['arithmetic']:.0%} of "
         + ", ".join(f"{rate / 1e12:,.0f} T {name}" for name, rate in gpu["rates"].items())
-        + f", {gpu['launch'] * 1e6:.1f} µs a launch ({source})",
+        + f", {gpu['launch'] * 1e6:.1f} µs per launch ({source})",
         f"batch {sizes['batch']}, {sizes['length']} tokens each, context {sizes['context']},"
-        f" {sizes['capacity']} slots an expert",
+        f" {sizes['capacity']} slots per expert",
     ]
 
 
 def _show_pass(console: Any, kind: str, made: Json) -> None:
     console.print(
-        f"\n{kind}: {made['ms']:.2f} ms, {made['kernels']} kernels; the floor"
-        f" {made['floor_ms']:.2f} ms, {made['ms'] / made['floor_ms']:.2f} times less",
+        f"\n{kind}: {made['ms']:.2f} ms and {made['kernels']} kernels; the floor is"
+        f" {made['floor_ms']:.2f} ms, so the pass takes {made['ms'] / made['floor_ms']:.2f} times that",
         markup=False,
     )
     rows = [
@@ -88,10 +88,10 @@ def _show_pass(console: Any, kind: str, made: Json) -> None:
     heads = (
         "where",
         "part",
-        "kernels a layer",
+        "kernels per layer",
         "formats",
-        "bytes a layer",
-        "Gop a layer",
+        "bytes per layer",
+        "Gop per layer",
         "ms",
         "",
     )
@@ -114,7 +114,7 @@ def _cells(each: Json, count: int) -> tuple[str, ...]:
 
 
 def largest(rows: list[Json]) -> list[tuple[str, ...]]:
-    """The kernels that take the most time; those of different layers that do the same are one line."""
+    """Return the slowest kernels; equal ones of different layers are one row."""
     found: dict[tuple[str, str], list[Json]] = {}
     for row in rows:
         what = row["steps"] or _without_numbers(row)
@@ -133,7 +133,7 @@ def largest(rows: list[Json]) -> list[tuple[str, ...]]:
 
 
 def _without_numbers(row: Json) -> str:
-    """What a kernel without Myelin's name computes: the module of its first node."""
+    """Return the module of a kernel's first node, for kernels that Myelin did not name."""
     module = row["nodes"][0].rpartition("/")[0] if row["nodes"] else row["kind"]
     words = [word for word in module.split(".") if not word.isdigit() and word != "layers"]
     return f"{row['kind']} {'.'.join(words)}"

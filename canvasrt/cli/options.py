@@ -100,13 +100,13 @@ MaxContext = Annotated[
         metavar="TOKENS",
         min=1,
         show_default=f"the model's limit, at most {MAX_CONTEXT}",
-        help="Most tokens of a prompt and its answer together.",
+        help="Maximum tokens per request, prompt plus answer.",
     ),
 ]
 MaxBatch = Annotated[
     int,
     typer.Option(
-        "--max-batch", metavar="N", min=1, help="Most requests that are denoised together."
+        "--max-batch", metavar="N", min=1, help="Maximum number of requests denoised together."
     ),
 ]
 LayersPerSegment = Annotated[
@@ -125,7 +125,7 @@ Calibration = Annotated[
         "--calibration",
         metavar="FILE",
         show_default="canvasrt's own",
-        help="Prompts (JSONL) to calibrate a quantization on.",
+        help="JSONL file of calibration prompts.",
     ),
 ]
 DryRun = Annotated[

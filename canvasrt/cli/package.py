@@ -61,7 +61,7 @@ Python = Annotated[
         "--python",
         metavar="VERSION",
         show_default=False,
-        help="The base's version of Python, such as 3.12, if its name does not tell.",
+        help="The base's version of Python, such as 3.12, if its name does not say.",
     ),
 ]
 Sign = Annotated[
@@ -80,7 +80,7 @@ MaxBatch = Annotated[
         metavar="N",
         min=1,
         show_default="the engines'",
-        help="Most requests that are denoised together.",
+        help="Maximum number of requests denoised together.",
     ),
 ]
 

@@ -112,7 +112,7 @@ MaxModelLen = Annotated[
         metavar="TOKENS",
         min=1,
         show_default="the engines'",
-        help="Most tokens of a prompt and its answer together; NIM_MAX_MODEL_LEN.",
+        help="Maximum tokens per request, prompt plus answer; NIM_MAX_MODEL_LEN.",
     ),
 ]
 SslMode = Annotated[

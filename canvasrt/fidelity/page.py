@@ -26,7 +26,7 @@ def page(report: Json, title: str) -> str:
 
 
 def _blocks(report: Json, drawn: Json) -> Iterator[Json]:
-    """The page's sections: a title, a note, plots and tables."""
+    """Yield the page's sections: a title, a note, plots and tables."""
     limits = [[cell.strip("*") for cell in row] for row in text.limit_rows(report)]
     heads = ["", "measured", "limit", ""]
     yield block("Limits", tables=[(heads, limits)], empty="The recipe sets none.")

@@ -1,4 +1,4 @@
-"""The report's plots, as SVG to be put into a page."""
+"""Draws the report's plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from canvasrt.pages.drawing import OURS, THEIRS, THIRD, drawing, figure_of
 
 Json = dict[str, Any]
 
-# More bars than this get no number of their own.
+# Bars are numbered up to this many.
 _LABELLED = 12
 _GROUPS = 4
 
 
 def plots(report: Json) -> dict[str, str]:
-    """SVG by the plot's name; what the report has no numbers for is left out."""
+    """Return SVG by plot, without plots that the report has no numbers for."""
     drawn = {}
     for name, draw, needs in (
         ("steps", _steps, "steps"),

@@ -100,7 +100,7 @@ def weight_errors(
 
 
 def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
-    """The embedding table, if it is quantized, a part in memory at a time."""
+    """Return the embedding table's error, if it is quantized, with one part in memory at a time."""
     from canvasrt.export.weights import head_sources
 
     (head,) = (entry for entry in bundle.manifest.segments if entry["name"] == "head")
@@ -127,11 +127,11 @@ class _Weights:
         self._all = ir.load(file).graph.initializers
 
     def is_matrix(self, name: str) -> bool:
-        """Whether a weight is a matrix, and not a norm's."""
+        """Return whether a weight is a matrix rather than a norm's vector."""
         return name + CODES in self._all or self.array(name).ndim > 1
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """`[out, in]`, or `[E, out, in]` of stacked experts, also if a CPU build took them apart."""
+        """Return `[out, in]`, or `[E, out, in]` for stacked experts, even if a CPU build split them."""
         count = self._count(name)
         part = ".0" if count else ""
         if name + CODES + part in self._all:
@@ -143,7 +143,7 @@ class _Weights:
         return (count, *shape) if count else shape
 
     def read(self, name: str) -> Iterator[np.ndarray]:
-        """A matrix, or each expert's in turn, also of a stack that a CPU build took apart; float32."""
+        """Yield a matrix, or each expert's, in float32. A CPU build may have split the stack."""
         count = self._count(name)
         if count:
             for expert in range(count):
@@ -153,14 +153,14 @@ class _Weights:
         yield from (np.array(each, np.float32) for each in (whole if whole.ndim == 3 else [whole]))
 
     def _count(self, name: str) -> int:
-        """The experts of a stack that was taken apart; 0 for anything else."""
+        """Return how many experts a split stack has; 0 for anything else."""
         count = 0
         while {f"{name}.{count}", f"{name}{CODES}.{count}"} & self._all.keys():
             count += 1
         return count
 
     def _matrix(self, name: str, expert: str = "") -> np.ndarray:
-        """One initializer, or what the codes and scales of an INT4 weight stand for."""
+        """Return one initializer, dequantized if it is INT4."""
         if name + CODES + expert not in self._all:
             return np.array(self.array(name + expert), np.float32)
         codes, scales = (self.array(name + part + expert) for part in (CODES, SCALES))

@@ -1,4 +1,4 @@
-"""Calls an OpenAI-compatible server, with the standard library alone."""
+"""Calls an OpenAI-compatible server, with only the standard library."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class StreamOptions(_Strict):
 
 
 def _type(parameter: Parameter) -> Any:
-    """The type of a parameter's field. Limits of real numbers are left to the model."""
+    """Return a field's type. The model checks the limits of real numbers."""
     if parameter.kind is not int:
         return parameter.kind
     return Annotated[int, Field(ge=parameter.least, le=parameter.most)]

@@ -81,7 +81,7 @@ class ServingProfile:
         """Return why this machine cannot run it; empty when it can."""
         host = host or platform.machine()
         if self.target.host not in ("any", host):
-            return f"needs a host of {self.target.host}; this one is {host}"
+            return f"needs an {self.target.host} host; this one is {host}"
         if self.target.capability is None:
             return ""
         if not gpus:
@@ -140,14 +140,16 @@ def choose(
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
     if not named:
         known = "; ".join(f"{each.name} for {each.target.name} ({each.id})" for each in found)
-        raise CanvasError(f"there is no profile {wanted!r}", f"the profiles are {known}")
+        raise CanvasError(
+            f"there is no serving profile {wanted!r}", f"the serving profiles are {known}"
+        )
     fitting = [each for each in named if not each.misfit(gpus)]
     if not fitting:
         reasons = "; ".join(
             f"{each.name} for {each.target.name}: {each.misfit(gpus)}" for each in named
         )
         raise CanvasError(
-            f"no profile of {source.path} runs on this machine: {reasons}",
+            f"no serving profile of {source.path} runs on this machine: {reasons}",
             "build and package engines for this machine's GPU; `canvasrt targets` lists the names."
             " Give a container its GPU with --gpus all",
         )

@@ -51,7 +51,7 @@ def check_target(
     again = f"build it again: `canvasrt build ... --target {target['name']}`"
     if target["builder_version"] != version:
         raise CanvasError(
-            f"the engines were built by {target['backend']} {target['builder_version']}, and "
+            f"the engines were built by {target['backend']} {target['builder_version']}, but "
             f"{version} is installed here",
             f"{again}, or install {target['backend']}=={target['builder_version']}",
         )
@@ -59,7 +59,7 @@ def check_target(
     if here not in target["compute_capability"].split(", "):
         raise CanvasError(
             f"the engines were built for {target['name']}, compute capability "
-            f"{target['compute_capability']}, and the GPU here has {here}",
+            f"{target['compute_capability']}, but the GPU here has {here}",
             "build for this GPU: `canvasrt targets` lists the names",
         )
     # TensorRT-RTX engines are portable. For TensorRT, NVIDIA does not document whether another

@@ -83,7 +83,7 @@ class Workspace:
             },
         )
         self.slots = constant(device, np.arange(max(sizes.capacity, tokens), dtype=np.int64))
-        # Each expert's own queue, and behind them that of all tokens.
+        # Each expert's own queue, and after them the queue of all tokens.
         self.queues = constant(device, np.arange(config.num_experts + 1, dtype=np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
         self.causal = {

@@ -17,7 +17,7 @@ def test_every_target_is_named_once() -> None:
 
 
 def test_the_builder_follows_from_the_capability() -> None:
-    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, and its documentation does not name 8.0: those are TensorRT's."""
+    """TensorRT-RTX refuses 9.0, 10.0 and 10.3, and its documentation does not name 8.0, so TensorRT builds those."""
     for target in TARGETS:
         data_centre = target.capability in ((8, 0), (9, 0), (10, 0), (10, 3))
         if target.capability is not None:

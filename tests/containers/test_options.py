@@ -1,4 +1,4 @@
-"""How few places know an option of the server, or a field of a request."""
+"""A new server option, or a new request field, touches few places."""
 
 from __future__ import annotations
 

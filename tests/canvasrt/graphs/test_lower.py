@@ -170,7 +170,7 @@ def test_int4_weights_stay_packed(
 def test_onnx_runtime_multiplies_the_same_codes(
     plain_graphs: Bundle, quantized: Callable, tmp_path: Path
 ) -> None:
-    """MatMulNBits over the bytes of the lowered graph: its own inputs times the weights that were packed."""
+    """MatMulNBits multiplies its inputs by exactly the weights that were packed."""
     made = quantized("int4")
     lower_graph(made.file, tmp_path / "body_0.onnx")
     model = onnx.load(tmp_path / "body_0.onnx", load_external_data=False)
@@ -207,7 +207,7 @@ def test_onnx_runtime_multiplies_the_same_codes(
 
 
 def round_int8(x: np.ndarray, block: int) -> np.ndarray:
-    """Inputs as MatMulNBits reads them at accuracy level 4: in int8, scaled by each block's largest magnitude."""
+    """Return inputs as MatMulNBits rounds them at accuracy level 4: in int8, scaled by each block's largest magnitude."""
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scale = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127), 1e-30)
     return (np.rint(blocks / scale) * scale).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""Engines whose kernels tests look at, really built."""
+"""Engines built for the kernel tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Released = Callable[[str, str], Bundle]
 
 @pytest.fixture(scope="session")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
-    """`released(recipe, target)` are the engines of two sliding layers and a full one, made once."""
+    """Return a function that builds engines of two sliding layers and a full one, once per recipe and target."""
     pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
     folder = tmp_path_factory.mktemp("released")
     made: dict[tuple[str, str], Bundle] = {}

@@ -41,7 +41,7 @@ def test_a_pass_is_the_sum_of_its_kernels_and_above_its_floor(predictor: Predict
 
 
 def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle) -> None:
-    """As many bytes as the weights have by their shapes, the head's table among them; norms and scalars are small."""
+    """The floor's bytes are those of the weights' shapes; norms and scalars are negligible."""
     d, mlp, inner, experts = 2816, 2112, 704, 8
     packed, plain = 0.5 + 1 / 16, 2
     layer = packed * 3 * d * (mlp + experts * inner) + plain * d * experts

@@ -1,6 +1,6 @@
-"""Kernels of the released widths, as the builder compiles them for every capability and precision: what must stay so.
+"""Holds the released widths' kernels to their limits, for every capability and precision.
 
-Two sliding layers and a full one. The second sliding layer stands for all others; the first also computes what all share.
+Two sliding layers and a full one. The second sliding layer stands for all others; the first also has what all share.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_every_profile_has_its_kernels_and_every_size_a_name(built: Bundle) -> N
 
 
 def test_what_is_read_is_what_was_written_or_an_even_part_of_it(built: Bundle) -> None:
-    """Sizes that no model has, so that a name that was mistaken for another shows."""
+    """Odd sizes show when one dimension's name was taken for another's."""
     odd = {"batch": 3, "length": 131, "octets_sliding": 39, "octets_full": 97, "capacity": 61}
     odd |= {"gate_rows": 61, "gate_queues": E}
     for segment, profile, kernels in all_programs(built):
@@ -111,7 +111,7 @@ def test_every_weight_is_multiplied_once_in_its_recipe_s_format(built: Bundle) -
 
 
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
-    """Neither wider nor in another order: nothing that is computed has as many elements as a quantized matrix."""
+    """No output has as many elements as a quantized matrix."""
     sizes = {prod(shape) for shapes in QUANTIZED.values() for shape in shapes}
     for profile, kernels in programs(built).items():
         for kernel in kernels:
@@ -129,7 +129,7 @@ def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
 
 
 def measured(bundle: Bundle) -> dict[str, Any]:
-    """Kernels of a layer in each program, and the bytes of those that are no products when one canvas is denoised."""
+    """Return each program's kernels per layer, and the bytes besides products when one canvas is denoised."""
     found: dict[str, Any] = {}
     for name, layer in (("sliding layer", SLIDING), ("full layer", FULL)):
         found[name] = {p: len(of_layer(ks, layer)) for p, ks in programs(bundle).items()}
@@ -144,7 +144,7 @@ def measured(bundle: Bundle) -> dict[str, Any]:
 
 
 def test_kernels_and_bytes_stay_within_their_limits(built: Bundle) -> None:
-    """`limits.json` has the figures as they are. Fewer is fine and is written there too, or it would grow back unseen."""
+    """`limits.json` has today's figures. Lower ones are written there too, so that they cannot grow back unnoticed."""
     precision, target = built.manifest.options["precision"], built.manifest.target
     assert target is not None
     limits = json.loads(LIMITS.read_text())[f"{precision}, {target['compute_capability']}"]

@@ -40,7 +40,7 @@ def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
 
 
 def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
-    """The reader's own nodes do not know the shape; and a size that the profile fixes is a number."""
+    """A tensor's shape is known to kernels that read it later, and sizes that the profile fixes are numbers."""
     shapes = Shapes({}, {"norm": Node([("x", BODY)], [("y", BODY)])})
     written = Kernel("a", "kgen", (), (), (Tensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",))
     read = Kernel("b", "kgen", (Tensor("t_1", "Float", (-1, 2816)),), (), (), "", ())

@@ -1,4 +1,4 @@
-"""What the client makes of servers that cannot answer."""
+"""How the client reports servers that cannot answer."""
 
 from __future__ import annotations
 

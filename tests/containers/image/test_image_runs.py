@@ -321,7 +321,8 @@ def test_deploy_shows_the_log_of_what_fails(docker: Engine, made: Made, command:
     done = command("deploy", TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
     assert done.returncode == 1
     assert (
-        "error: the container ended with exit code 1: there is no profile 'no-such'" in done.stderr
+        "error: the container ended with exit code 1: there is no serving profile 'no-such'"
+        in done.stderr
     )
     assert docker.inspect("container", "canvasrt-failing") is None
 

@@ -1,4 +1,4 @@
-"""Profiles: what a package offers, which of it runs on a GPU, and engines built at the first start."""
+"""Serving profiles: which ones a package offers, which run on a GPU, and engines built at the first start."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_profile_can_be_requested(several: Bundle):
     wanted = next(each for each in profiles_of(several) if each.target.name == "cpu")
     for name in (wanted.id, wanted.name, "cpu"):
         assert choose(several, name, gpus=[RTX_5090]) == wanted
-    with pytest.raises(CanvasError, match="there is no profile 'x'") as caught:
+    with pytest.raises(CanvasError, match="there is no serving profile 'x'") as caught:
         choose(several, "x", gpus=[])
     assert wanted.id in caught.value.hint
 
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 def test_another_architecture_is_refused(tmp_path: Path, engines: Bundle):
     spark = load_bundle(make(tmp_path / "a", engines, "dgx-spark"))
     here = Gpu("NVIDIA GB10", 128 * GB, (12, 1), "580.1")
-    with pytest.raises(CanvasError, match="needs a host of aarch64; this one is x86_64"):
+    with pytest.raises(CanvasError, match="needs an aarch64 host; this one is x86_64"):
         choose(spark, gpus=[here])
 
 
@@ -359,4 +359,4 @@ def test_nims_commands(command: Command, package_of_graphs: Path, tmp_path: Path
     assert not again[0]["builds"]
     done = command("download-to-cache", "--profile", "x", env=environment)
     assert done.returncode == 1
-    assert "there is no profile 'x'" in done.stderr
+    assert "there is no serving profile 'x'" in done.stderr

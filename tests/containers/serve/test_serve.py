@@ -226,7 +226,7 @@ def _endless_request(running: Serving, failure: list[BaseException]) -> threadin
 
 
 def _model_processes(running: Serving) -> list[int]:
-    """The processes of the stream model."""
+    """Return the stream model's processes."""
     wanted = ("/canvasrt_stream/1/model.py", f"-{running.process.pid}-")
     lines = command_lines().items()
     return [int(pid) for pid, line in lines if all(part in line for part in wanted)]

@@ -1,4 +1,4 @@
-"""Tensors that a request should not have: an error reply each, and the server goes on."""
+"""Bad tensors get an error reply, and the server keeps running."""
 
 from __future__ import annotations
 

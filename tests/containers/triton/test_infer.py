@@ -1,4 +1,4 @@
-"""Answers of a real tritonserver, over every way that there is to ask it."""
+"""Answers of a real tritonserver, over every protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantized forms in the graph, and engines of them, really built by TensorRT-RTX."""
+"""The quantized forms in the graph, and TensorRT-RTX engines built from them."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ class Engine:
         self.listed = [line for line in listed.splitlines() if line.startswith("Name: ")]
 
     def reading(self, kind: str) -> int:
-        """How many kernels multiply constants of this dtype with what they are given."""
+        """Return how many kernels multiply constants of this dtype by an input."""
         return sum(f"Datatype: {kind}" in line and "Fc" in line for line in self.listed)
 
 
@@ -364,7 +364,7 @@ SPOILT = [None, "input not quantized", "factor before the product"]
 def test_experts_are_multiplied_in_their_format(
     tmp_path: Path, format: str, capability: str, spoil: str | None
 ) -> None:
-    """By the kernels: the product is one of packed numbers, and none writes the weight in a wider type."""
+    """The kernel list shows a product of packed numbers, and no kernel that widens the weight."""
     experts_graph(tmp_path / "experts.onnx", format, spoil)
     kernels = Engine(tmp_path / "experts.onnx", capability).kernels
     found = {cost.product_format(kernel) for kernel in kernels if cost.is_product(kernel)}

@@ -22,7 +22,7 @@ E4M3 += [(8 + m) * 2.0 ** (e - 10) for e in range(1, 16) for m in range(8)][:-1]
 
 
 def nearest(x: float, grid: list[float]) -> float:
-    """The nearest number of a grid, of two equally near ones that with the even code; beyond the last, the last."""
+    """Return the nearest grid value: ties go to the even code, and values beyond the last saturate."""
     size = min(abs(x), grid[-1])
     code = min(range(len(grid)), key=lambda code: (abs(grid[code] - size), code % 2))
     return math.copysign(grid[code], x)
@@ -37,7 +37,7 @@ def nvfp4(block: np.ndarray, scale: float) -> np.ndarray:
 
 
 def numbers() -> np.ndarray:
-    """Of all sizes, with every tie, every neighbour of one, subnormals, zeros, and what saturates."""
+    """Return numbers of all magnitudes: ties, their neighbours, subnormals, zeros and saturating ones."""
     rng = np.random.default_rng(0)
     grid = np.array(E4M3, np.float32)
     ties = (grid[1:] + grid[:-1]) / 2
@@ -114,7 +114,7 @@ def test_nvfp4_weights_are_modelopt_s() -> None:
 
 
 def test_activations_are_rounded_as_modelopt_rounds_a_tensor() -> None:
-    """ModelOpt has its dynamic NVFP4 quantizer for GPUs alone; its tensors use the same grid on a CPU."""
+    """ModelOpt's dynamic NVFP4 quantizer needs a GPU; its tensors use the same grid on a CPU."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     x, amax = weight(32, 96, seed=3), 5.0
@@ -197,7 +197,7 @@ def test_fp8_is_modelopt_s_fake_quantization(weights: str) -> None:
 
 
 def experts() -> list[np.ndarray]:
-    """Of very different sizes, and one of zeros."""
+    """Experts of very different magnitudes, and one of zeros."""
     sizes = (1, 0.01, 30, 0)
     return [weight(32, 48, seed=i) * np.float32(size) for i, size in enumerate(sizes)]
 
@@ -240,7 +240,7 @@ def test_the_least_error_is_no_larger(format: str) -> None:
 
 
 def test_the_least_error_may_saturate() -> None:
-    """Nearly all numbers are 0.90625, which FP8 holds exactly under a scale that the largest does not fit."""
+    """Nearly all numbers are 0.90625, which FP8 holds exactly at a scale under which the largest saturates."""
     given = np.full((32, 32), 0.90625, np.float32)
     given[3, 4] = 1
     found = dequantize(quantize([given], "fp8", 3.0, "mse"))

@@ -45,8 +45,8 @@ def test_the_right_engines_are_taken() -> None:
 @pytest.mark.parametrize(
     ("here", "words"),
     [
-        ({"version": "1.8.0"}, r"built by tensorrt-rtx 1\.7\.1\.116, and 1\.8\.0 is installed"),
-        ({"capability": (8, 9)}, r"rtx-5090, compute capability 12\.0, and the GPU here has 8\.9"),
+        ({"version": "1.8.0"}, r"built by tensorrt-rtx 1\.7\.1\.116, but 1\.8\.0 is installed"),
+        ({"capability": (8, 9)}, r"rtx-5090, compute capability 12\.0, but the GPU here has 8\.9"),
     ],
 )
 def test_engines_of_another_builder_or_gpu_are_refused(here: dict[str, Any], words: str) -> None:
