@@ -134,7 +134,7 @@ def repeated(config: ModelConfig, copies: int) -> ModelConfig:
 
 
 def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
-    """Return one layer's router and experts alone, `x` `[tokens, D]` → the same, with random weights."""
+    """Return only one layer's router and experts, `x` `[tokens, D]` → the same, with random weights."""
     torch = require("torch", "export")
     import onnx_ir as ir
 

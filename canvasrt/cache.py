@@ -114,7 +114,7 @@ class EngineCache:
         return None
 
     def kernels(self, made_from: Mapping[str, Any]) -> Path | None:
-        """Return the list of the kernels of an engine that is here, where it has one."""
+        """Return a cached engine's kernel list, if it has one."""
         file = self.folder / key_of(made_from) / _KERNELS
         return file if file.is_file() else None
 

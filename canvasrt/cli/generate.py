@@ -129,7 +129,7 @@ def _shown(text: str | None, ids: list[int]) -> str:
 def _stream_json(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
-    """Print one JSON object per event and line; the last has what `--json` alone prints."""
+    """Print one JSON object per event and line; the last has what `--json` prints without `--stream`."""
     from canvasrt.runtime.generator import Block, Draft, Settled
 
     def put(**line: Any) -> None:

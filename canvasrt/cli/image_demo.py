@@ -75,7 +75,10 @@ def run(folder: Path, engine: Engine) -> None:
     try:
         done = engine.run(*run_command(package, options, engine, restart=False)[1:])
         if done.returncode != 0:
-            raise CanvasError(f"{engine.name} cannot run the image: {done.stderr.strip()}")
+            raise CanvasError(
+                f"{engine.name} cannot run the image: {done.stderr.strip()}",
+                "`canvasrt doctor` says what this machine lacks",
+            )
         wait_ready(engine, NAME, 120)
         clock.report("ready: read-only, as user 1000, without capabilities")
         for protocol, url in _PROTOCOLS.items():
@@ -84,7 +87,10 @@ def run(folder: Path, engine: Engine) -> None:
         engine.out("stop", "--time", "45", NAME)
         state = (engine.inspect("container", NAME) or {})["State"]
         if state["ExitCode"] != 0:
-            raise CanvasError(f"the container stopped with exit code {state['ExitCode']}")
+            raise CanvasError(
+                f"the container stopped with exit code {state['ExitCode']}",
+                "start it with `canvasrt deploy`, stop it, and see its log",
+            )
         clock.report("stopped")
     finally:
         engine.run("rm", "--force", "--volumes", NAME)
@@ -111,7 +117,10 @@ def _ask(protocol: str, url: str) -> str:
     answer = done.stdout.strip()
     if done.returncode != 0 or not is_correct(QUESTION, answer):
         reply = answer if done.returncode == 0 else done.stderr.strip()
-        raise CanvasError(f"over {protocol}, {QUESTION} was answered with {reply!r}")
+        raise CanvasError(
+            f"over {protocol}, {QUESTION} was answered with {reply!r}",
+            "repeat it with `canvasrt deploy` and `canvasrt --debug infer`",
+        )
     return answer
 
 

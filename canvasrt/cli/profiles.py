@@ -87,7 +87,10 @@ def _prepared(source: Bundle, profile: ServingProfile, cache: Path | None) -> Pa
     with stop_request() as stop:
         path = prepare(source, profile, cache, notify, stop.requested)
     if path is None:
-        raise CanvasError("interrupted", f"{engines_folder(profile, cache)} was not written")
+        raise CanvasError(
+            "interrupted",
+            f"{engines_folder(profile, cache)} was not written; run it again to resume",
+        )
     return path
 
 

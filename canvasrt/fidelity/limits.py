@@ -10,7 +10,7 @@ from canvasrt.formats import weight_limits
 
 Json = dict[str, Any]
 
-# For fp32 graphs. Differences come from the order of sums alone.
+# For fp32 graphs. Differences come only from the order of sums.
 FP32 = {
     "argmax_agreement": 0.999,
     "entropy_error_mean": 1e-3,

@@ -175,7 +175,7 @@ def _body() -> onnx.ModelProto:
     inputs = [
         _value("hidden", real, "batch", "length", SIZE),
         _value("past_key_0", real, "batch", 1, "octets", 8, SIZE),
-        # Of the experts, of which there are none.
+        # The experts' inputs, although there are no experts.
         *(_value(name, TensorProto.INT64, name) for name in ("slots", "gate_slots", "gate_queues")),
     ]
     outputs = [

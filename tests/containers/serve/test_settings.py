@@ -196,7 +196,7 @@ def test_shared_passes_are_asked_for_and_reach_the_model(
     environment = server._environment(find_installation())
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    # Triton's module, which is there in a model's process alone.
+    # Triton's module, which only a model's process has.
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
     backend = importlib.import_module("canvasrt.containers.triton.backend")
     load = MagicMock(side_effect=InterruptedError)
