@@ -87,13 +87,18 @@ class Model(ABC):
         segments = self.bundle.manifest.segments if self.bundle else ()
         return any(each["name"] == "vision" for each in segments)
 
-    def check_sight(self, pictures: Sequence[Picture]) -> None:
-        """Raise CanvasError for images that the model cannot take."""
-        if pictures and not self.sees:
+    def check_sees(self) -> None:
+        """Raise CanvasError unless the model can see."""
+        if not self.sees:
             raise CanvasError(
                 "messages have images, and the model has no vision tower",
                 "send text, or serve a checkpoint with a vision tower",
             )
+
+    def check_sight(self, pictures: Sequence[Picture]) -> None:
+        """Raise CanvasError for images that the model cannot take."""
+        if pictures:
+            self.check_sees()
         for picture in pictures:
             if picture.tokens > self.prefill_chunk:
                 raise CanvasError(
