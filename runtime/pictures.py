@@ -106,7 +106,9 @@ def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig)
     return expanded
 
 
-def groups_of(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> np.ndarray:
+def groups_of(
+    ids: Sequence[int] | np.ndarray, pictures: Sequence[Picture], config: ModelConfig
+) -> np.ndarray:
     """Return the number of the picture that each token is part of, int64 `[tokens]`; -1 for text.
 
     CanvasError unless the prompt has room for exactly these pictures, in this order.

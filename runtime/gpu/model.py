@@ -20,7 +20,7 @@ from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Engine, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
 from canvasrt.runtime.gpu.pages import Pages
-from canvasrt.runtime.gpu.sight import Sight
+from canvasrt.runtime.gpu.sight import Sight, place
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
 from canvasrt.runtime.model import Input, Model
@@ -213,14 +213,7 @@ class DeviceModel(Model):
         space.given.upload()
         hidden = self.embed(tokens)
         if this.pictured:
-            groups = space.pictures.view("groups", this.batch, this.length)
-            groups[:] = -1
-            for item in batch:
-                if item.groups is not None and item.features is not None:
-                    here = slice(0, len(item.groups))
-                    groups[this.index(item.row), here] = item.groups
-                    hidden[this.index(item.row), here][item.groups >= 0] = item.features
-            space.pictures.upload()
+            place(space, this, batch, hidden)
         self.device.upload(space.hidden[0], self._as_hidden(hidden))
         try:
             self._run(this)

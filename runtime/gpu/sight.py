@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.runtime.engine import Call, Device, Engine
+from canvasrt.runtime.gpu.calls import Pass
+from canvasrt.runtime.gpu.workspace import Workspace
+from canvasrt.runtime.passes import EncodeInput
 from canvasrt.runtime.pictures import Picture
 
 
@@ -57,3 +62,16 @@ class Sight:
         # The exporter names the number of patches by its expression.
         dims = {"images": 1, f"{self._square}*soft_tokens": patches}
         return Call(dims, shapes, self._addresses, repeats=False)
+
+
+def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:
+    """Put the soft tokens of a pass's images into its embeddings, `[batch, length, hidden_size]`, and
+    queue the upload of the groups that they form."""
+    groups = space.pictures.view("groups", this.batch, this.length)
+    groups[:] = -1
+    for item in batch:
+        if item.groups is not None and item.features is not None:
+            here = slice(0, len(item.groups))
+            groups[this.index(item.row), here] = item.groups
+            hidden[this.index(item.row), here][item.groups >= 0] = item.features
+    space.pictures.upload()
