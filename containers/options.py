@@ -122,6 +122,7 @@ class FrontOptions:
     keys: tuple[str, ...] = field(default=(), repr=False)
     tls: dict[str, str] | None = None  # certificate, key and, for mutual TLS, ca
     about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata
+    allow_remote_images: bool = False  # fetch images from public addresses
     max_body: int = 16 * 2**20  # bytes; a context of 256k tokens, as ids, takes 2 MB
 
     @classmethod

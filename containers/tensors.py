@@ -3,6 +3,7 @@ requests."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,12 @@ PREFIX = Tensor("prefix", "BYTES", (1,), "how the answer begins; the model conti
 CONTROL = Tensor(
     "control", "BOOL", (1,), "keep the tokens around thoughts and tool calls in the text"
 )
+IMAGES = Tensor(
+    "images", "BYTES", (-1,), "image files, or their data URLs, one for each image in the prompt"
+)
+IMAGE_TOKENS = Tensor(
+    "image_tokens", "INT32", (-1,), "the most tokens of each image, or of all: 70, 140 or 280"
+)
 RAW = Tensor("raw", "BOOL", (1,), "use `prompt` as it is, without the chat template")
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
@@ -75,7 +82,7 @@ CANVAS = Tensor("canvas", "BYTES", (1,), "the canvas of a `draft`, as JSON; no o
 def inputs_of(model: str) -> tuple[Tensor, ...]:
     """Return the inputs of the answer model or the stream model; Triton treats all as optional."""
     drafts = (DRAFTS,) if model == STREAM_MODEL else ()
-    return (*PROMPTS, RAW, TEMPLATE, PREFIX, *OPTIONS, STOP, CONTROL, *drafts)
+    return (*PROMPTS, RAW, TEMPLATE, PREFIX, IMAGES, IMAGE_TOKENS, *OPTIONS, STOP, CONTROL, *drafts)
 
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:
@@ -129,6 +136,8 @@ def _list(tensor: Tensor, array: np.ndarray) -> list[Any]:
         raise CanvasError(
             f"{tensor.name} has the shape {list(array.shape)}", f"send {tensor.name} as one list"
         )
+    if tensor is IMAGES:
+        return [_file(item) for item in array]
     if tensor.datatype == "BYTES":
         return [_text(tensor.name, item) for item in array]
     return [int(item) for item in array]
@@ -146,6 +155,26 @@ def _scalar(tensor: Tensor, array: np.ndarray) -> Any:
     if tensor.datatype == "FP32":
         return float(str(item))  # the decimal the caller wrote: 0.1, not 0.10000000149
     return bool(item) if tensor.datatype == "BOOL" else int(item)
+
+
+def _file(item: Any) -> bytes:
+    """Return a file that came as it is, as a data URL or in base64. JSON only carries the latter."""
+    data = item.encode() if isinstance(item, str) else bytes(item)
+    if not data.startswith(b"data:"):
+        return _decoded(data) or data
+    found = _decoded(data.partition(b",")[2])
+    if found is None:
+        raise CanvasError(
+            "images has a data URL that is not base64", "send data:image/png;base64,…"
+        )
+    return found
+
+
+def _decoded(data: bytes) -> bytes | None:
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError:
+        return None
 
 
 def _text(name: str, item: Any) -> str:

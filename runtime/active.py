@@ -9,7 +9,8 @@ import numpy as np
 
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
+from canvasrt.runtime.pictures import groups_of, uncut
 from canvasrt.runtime.prefix import Chunk, chunks_of
 from canvasrt.runtime.request import (
     Block,
@@ -39,9 +40,12 @@ class ActiveRequest:
         # follows.
         self.pending = np.array(request.prompt_token_ids, np.int64)
         # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
-        self.chunks = chunks_of(self.pending, model.prefill_chunk)
         self.shares = request.is_text
+        self.chunks = chunks_of(self.pending, model.prefill_chunk) if self.shares else []
         self._cached = 0
+        self._whole = self.pending
+        self._pictures = request.pictures
+        self._groups = groups_of(self._whole, self._pictures, model.config)
         self._prompt = [int(token) for token in request.prompt_token_ids]
         self._params = request.params
         self._blocks = request.params.blocks(model.canvas_length)
@@ -61,14 +65,24 @@ class ActiveRequest:
         self.chunks, self.pending = self.chunks[count:], self.pending[size:]
         self._cached += size
 
-    def next_tokens(self) -> np.ndarray:
-        """Return the tokens to encode next."""
-        size = self.chunks[0].size if self.chunks else self._model.prefill_chunk
-        return self.pending[:size]
+    def next_chunk(self) -> EncodeInput:
+        """Return the tokens to encode next. An image's tokens see each other, so they stay together."""
+        most = self._model.prefill_chunk
+        in_prompt = self.pending is self._whole or self.pending.base is self._whole
+        if not (self._pictures and in_prompt):
+            size = self.chunks[0].size if self.chunks else most
+            return EncodeInput(self.row, self.pending[:size])
+        groups = self._groups[len(self._whole) - len(self.pending) :]
+        groups = groups[: uncut(groups, most)]
+        tokens = self.pending[: len(groups)]
+        seen = [self._model.see(self._pictures[n]) for n in np.unique(groups[groups >= 0])]
+        if not seen:
+            return EncodeInput(self.row, tokens)
+        return EncodeInput(self.row, tokens, groups, np.concatenate(seen))
 
-    def encoded(self) -> Chunk | None:
-        """Count those tokens as encoded; return their chunk if they are part of the prompt."""
-        self.pending = self.pending[len(self.next_tokens()) :]
+    def encoded(self, count: int) -> Chunk | None:
+        """Count `count` tokens as encoded; return their chunk if they are part of a prompt of text."""
+        self.pending = self.pending[count:]
         return self.chunks.pop(0) if self.chunks else None
 
     def next_step(self) -> DenoiseInput:

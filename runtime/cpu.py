@@ -18,6 +18,7 @@ from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
+from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
@@ -56,8 +57,12 @@ class HostModel(Model):
         rows_apart: bool,
         max_workers: int = 1,
         bundle: Bundle | None = None,
+        open_vision: Callable[[], Segment] | None = None,
     ) -> None:
+        """`open_vision` loads the tower, which takes memory that only images need."""
         super().__init__(config, sampler, table, max_context, rows_apart, bundle)
+        self._open_vision = open_vision
+        self._vision: Segment | None = None
         self._bodies = tuple(bodies)
         self._head = head
         self._past = PastBatch()
@@ -88,6 +93,7 @@ class HostModel(Model):
             backend.rows_apart,
             backend.max_workers,
             bundle,
+            lambda: backend.open("vision", bundle.file(_vision_file(bundle))),
         )
 
     def new_row(self) -> Row:
@@ -113,6 +119,14 @@ class HostModel(Model):
             return [run(batch) for batch in batches]
         return list(self._pool.map(run, batches))
 
+    def _see(self, picture: Picture) -> np.ndarray:
+        if self._vision is None:
+            assert self._open_vision is not None
+            self._vision = self._open_vision()
+        fed = {"pixel_values": picture.pixels[None], "pixel_positions": picture.positions[None]}
+        out = self._vision.run(fed)
+        return out["features"][0][out["valid"][0]]
+
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
         counts = [len(item.tokens) for item in batch]
         tokens = np.full((len(batch), max(counts)), self.config.pad_token_id, np.int64)
@@ -124,6 +138,10 @@ class HostModel(Model):
         rows = [item.row for item in batch]
         feeds = self._feeds(rows, positions, causal=True)
         hidden = self.embed(tokens)
+        for index, item in enumerate(batch):
+            if item.groups is not None and item.features is not None:
+                feeds["groups"][index, : len(item.groups)] = item.groups
+                hidden[index, : len(item.groups)][item.groups >= 0] = item.features
         for body in self._bodies:
             out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]
@@ -193,6 +211,11 @@ class HostModel(Model):
         for each in learned:
             each.record(int(out["load"].max()), tokens)
         return out
+
+
+def _vision_file(bundle: Bundle) -> str:
+    found = (each["file"] for each in bundle.manifest.segments if each["name"] == "vision")
+    return str(next(found))
 
 
 def _stack(arrays: list[np.ndarray]) -> np.ndarray:

@@ -12,7 +12,7 @@ from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 
@@ -55,6 +55,7 @@ class Generator:
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Raises CanvasError if it can never run."""
         request.validate(self.model.config, self.model.max_context)
+        self.model.check_sight(request.pictures)
         id = self._next_id
         self._next_id += 1
         self._waiting.append(ActiveRequest(id, request, self.model, time.perf_counter()))
@@ -135,9 +136,10 @@ class Generator:
     def _encode(self) -> None:
         """Encode one chunk of every request that has tokens to encode."""
         ready = self._to_encode()
-        self.model.encode([EncodeInput(each.row, each.next_tokens()) for each in ready])
-        for each in ready:
-            chunk = each.encoded()
+        inputs = [each.next_chunk() for each in ready]
+        self.model.encode(inputs)
+        for each, item in zip(ready, inputs, strict=True):
+            chunk = each.encoded(len(item.tokens))
             if chunk and self._prefixes is not None and each.shares:
                 self._prefixes.add(each.row, chunk)
 

@@ -14,6 +14,7 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import PREFILL_CHUNK
+from canvasrt.errors import CanvasError
 from canvasrt.runtime.passes import (
     Counters,
     DenoiseInput,
@@ -23,6 +24,7 @@ from canvasrt.runtime.passes import (
     Row,
     Saved,
 )
+from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table
 
 __all__ = [
@@ -78,6 +80,42 @@ class Model(ABC):
 
     def release(self, row: Row) -> None:  # noqa: B027 - most models hold nothing
         """Release a request's state, which is not used again."""
+
+    @property
+    def sees(self) -> bool:
+        """Whether the bundle has a vision tower."""
+        segments = self.bundle.manifest.segments if self.bundle else ()
+        return any(each["name"] == "vision" for each in segments)
+
+    def check_sees(self) -> None:
+        """Raise CanvasError unless the model can see."""
+        if not self.sees:
+            raise CanvasError(
+                "messages have images, and the model has no vision tower",
+                "send text, or serve a checkpoint with a vision tower",
+            )
+
+    def check_sight(self, pictures: Sequence[Picture]) -> None:
+        """Raise CanvasError for images that the model cannot take."""
+        if pictures:
+            self.check_sees()
+        for picture in pictures:
+            if picture.tokens > self.prefill_chunk:
+                raise CanvasError(
+                    f"an image takes {picture.tokens} tokens, and the engines encode at most "
+                    f"{self.prefill_chunk} together",
+                    "ask for fewer image_tokens",
+                )
+
+    def see(self, picture: Picture) -> np.ndarray:
+        """Return an image's soft tokens, float32 `[tokens, hidden_size]`. EngineError if the tower
+        fails."""
+        features = self._see(picture)
+        self.counters.images += 1
+        return features
+
+    @abstractmethod
+    def _see(self, picture: Picture) -> np.ndarray: ...
 
     def check_device(self) -> None:  # noqa: B027 - only a device can be lost
         """Wait for the device. Raises EngineError if it cannot be used any more."""

@@ -18,6 +18,9 @@ class EncodeInput:
 
     row: Row
     tokens: np.ndarray  # int64 [n], n >= 1
+    # The image that each token is part of, int64 [n], -1 for text; None without images.
+    groups: np.ndarray | None = None
+    features: np.ndarray | None = None  # float32 [image tokens, hidden_size], instead of embeddings
 
 
 @dataclass(frozen=True)
@@ -64,4 +67,5 @@ class Counters:
     denoise_passes: int = 0
     denoise_seconds: float = 0.0
     overflows: int = 0
+    images: int = 0
     failed_passes: int = 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -21,6 +22,8 @@ class Request:
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    # One for each run of image tokens in the prompt.
+    pictures: Sequence[Picture] = ()
 
     @property
     def is_text(self) -> bool:
@@ -40,6 +43,7 @@ class Request:
                     f"prompt token {token} is not in the vocabulary",
                     f"this model's token ids run from 0 to {config.vocab_size - 1}",
                 )
+        groups_of(self.prompt_token_ids, self.pictures, config)
         room = self.params.blocks(config.canvas_length) * config.canvas_length
         if count + room > max_context:
             raise CanvasError(

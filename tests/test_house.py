@@ -30,7 +30,7 @@ FLOORS = (
 )
 # The same inside the runtime and the containers.
 RUNTIME = (
-    "profiles passes capacity noise tables tokenizer",
+    "profiles passes capacity noise tables tokenizer pictures",
     "engine sampling",
     "model request backends inputs",
     "kv_cache gpu settled prefix",

@@ -221,6 +221,14 @@ PrefixCache = Annotated[
         help="Memory for the beginnings that prompts share, on the GPU if there is one; 0 for none.",
     ),
 ]
+AllowRemoteImages = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-remote-images",
+        show_default=False,
+        help="Fetch images that requests give by URL, from public addresses only. Without it, only data URLs work.",
+    ),
+]
 DryRun = Annotated[
     bool | None,
     typer.Option(
@@ -257,6 +265,7 @@ def serve(
     threads: Threads = None,
     share_passes: SharePasses = None,
     prefix_cache: PrefixCache = None,
+    allow_remote_images: AllowRemoteImages = None,
     dry_run: DryRun = None,
     as_json: AsJson = False,
 ) -> None:

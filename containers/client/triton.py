@@ -209,7 +209,9 @@ def make_tensors(module: Any, model: str, inputs: Mapping[str, Any]) -> list[Any
 def _array(tensor: Tensor, value: Any) -> np.ndarray:
     if tensor.datatype == "BYTES":
         texts = value if tensor.shape == (-1,) else [value]
-        return np.array([str(text).encode() for text in texts], np.object_)
+        # NumPy would cut zeros off the ends of bytes, were they not objects.
+        files = [each if isinstance(each, bytes) else str(each).encode() for each in texts]
+        return np.array(files, np.object_)
     values = value if tensor.shape == (-1,) else [value]
     try:
         array = np.array(values)

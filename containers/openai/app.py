@@ -22,6 +22,7 @@ from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
 from canvasrt.containers.openai.middleware import DISCONNECTED, ID, Middleware, internal_error
 from canvasrt.containers.openai.page import add_page
+from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.schema import (
@@ -56,7 +57,8 @@ class Front:
         """Hold the connection to Triton, which belongs to the event loop."""
         self._upstream = Upstream(self.settings.grpc)
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
-        self._completions = Completions(self._upstream, self.metrics, fingerprint)
+        fetcher = Fetcher() if self.options.allow_remote_images else None
+        self._completions = Completions(self._upstream, self.metrics, fingerprint, fetcher)
         yield
         await self._upstream.close()
 

@@ -17,6 +17,7 @@ from canvasrt.containers.openai.disconnect import EventStream, unless_disconnect
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.replies import Shape
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.tools import reader_of
@@ -33,22 +34,32 @@ _PROMPTS = ("prompt", "prompt_ids", "messages", "message", "chat", "template", "
 class Completions:
     """Answers requests through one upstream."""
 
-    def __init__(self, upstream: Upstream, metrics: FrontMetrics, fingerprint: str) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        metrics: FrontMetrics,
+        fingerprint: str,
+        fetcher: Fetcher | None = None,
+    ) -> None:
+        """Without a `fetcher`, remote images are refused."""
+        self._fetcher = fetcher
         self._upstream = upstream
         self._metrics = metrics
         self._fingerprint = fingerprint
 
     async def reply(self, request: Request, body: Body) -> Response:
         """Return the answer to one request. ApiError, or Disconnected once the caller has left."""
-        run = self.start(request, body)
+        run = await self.start(request, body)
         if not body.stream:
             answer = await unless_disconnected(request.receive, run.whole())
             return JSONResponse(answer)
         events = run.events()
         return await streamed(request, events)
 
-    def start(self, request: Request, body: Body) -> Run:
+    async def start(self, request: Request, body: Body) -> Run:
         """Return one request, ready to be sent. ApiError for what is wrong with it."""
+        if isinstance(body, ChatRequest) and self._fetcher is not None:
+            await inline(body.messages, self._fetcher)
         inputs = inputs_of(body)
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]

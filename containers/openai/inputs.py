@@ -17,9 +17,12 @@ from canvasrt.containers.openai.schema import (
     Sampling,
 )
 from canvasrt.containers.openai.tools import template_inputs
+from canvasrt.runtime.pictures import BUDGETS
 
 # JSON readers that parse numbers as doubles, as JavaScript does, keep these exact.
 _SEEDS = 2**53 - MAX_ANSWERS
+# Soft tokens of an image.
+_LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)
 
 
 def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
@@ -28,8 +31,7 @@ def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
     Without a seed, callers expect a different answer each time, so one is drawn.
     """
     if isinstance(request, ChatRequest):
-        messages = json.dumps(read_messages(request.messages))
-        prompts: list[dict[str, Any]] = [{"messages": messages, **template_inputs(request)}]
+        prompts: list[dict[str, Any]] = [_chat(request)]
     else:
         prompts = [_prompt(each) for each in request.prompt]
     n = request.n or 1
@@ -38,6 +40,19 @@ def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
     options = _options(request)
     seed = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
     return [{**prompt, **options, "seed": seed + i} for prompt in prompts for i in range(n)]
+
+
+def _chat(request: ChatRequest) -> dict[str, Any]:
+    chat = read_messages(request.messages)
+    inputs = {"messages": json.dumps(chat.messages), **template_inputs(request)}
+    if chat.images:
+        most = request.image_tokens or _IMAGE_TOKENS
+        inputs["images"] = [file for file, _ in chat.images]
+        # OpenAI's low detail is the smallest budget; a higher one than the request's is not to be had.
+        inputs["image_tokens"] = [
+            min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images
+        ]
+    return inputs
 
 
 def _options(request: Sampling) -> dict[str, Any]:

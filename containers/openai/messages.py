@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 
@@ -16,6 +17,7 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+DETAILS = ("auto", "low", "high")
 # What a message of each role may hold besides its role, content and name.
 _FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
@@ -23,16 +25,27 @@ _FIELDS = {
 }
 
 
-def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the template's messages. ApiError names what is wrong or not supported.
+class Chat(NamedTuple):
+    """The template's messages, and the image files in them, with the `detail` each asks for."""
+
+    messages: list[dict[str, Any]]
+    images: list[tuple[bytes, str]]
+
+
+def read_messages(messages: Sequence[dict[str, Any]]) -> Chat:
+    """Return the chat. ApiError names what is wrong or not supported.
 
     Earlier thoughts go along: the template keeps those that led to the tool calls it answers now,
     and drops the others.
     """
-    return [_message(each, f"messages[{i}]") for i, each in enumerate(messages)]
+    images: list[tuple[bytes, str]] = []
+    read = [_message(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
+    return Chat(read, images)
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(
+    message: dict[str, Any], where: str, images: list[tuple[bytes, str]]
+) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         roles = ", ".join(_ROLES)
@@ -51,7 +64,14 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     if calls:
         read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if not calls or message.get("content"):
-        read["content"] = _content(message.get("content"), f"{where}.content")
+        parts = _content(message.get("content"), f"{where}.content", images)
+        if role != "user" and not isinstance(parts, str):
+            raise bad_request(
+                f"{where} has an image; only a user's message may have one.",
+                f"{where}.content",
+                "unsupported_parameter",
+            )
+        read["content"] = parts
     else:
         read["content"] = ""
     if role == "tool":
@@ -95,29 +115,77 @@ def _result(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {"tool_call_id": message["tool_call_id"]} | ({"name": name} if name else {})
 
 
-def _content(content: Any, where: str) -> str:
-    """Return the text of a message, with its parts joined."""
+def _content(
+    content: Any, where: str, images: list[tuple[bytes, str]]
+) -> str | list[dict[str, Any]]:
+    """Return the text of a message, with its parts joined; with images, the template's parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise _wrong(where, "it must be a string or a list of text parts")
-    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+        raise _wrong(where, "it must be a string or a list of parts")
+    before = len(images)
+    parts = [_part(part, f"{where}[{i}]", images) for i, part in enumerate(content)]
+    if len(images) > before:
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, images: list[tuple[bytes, str]]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        extra = [name for name in part if name not in ("type", "text")]
-        if extra:
-            raise _unsupported(f"{where}.{extra[0]}")
-        return str(part["text"])
-    if kind in ("image_url", "input_audio", "file", "video_url"):
+        _only(part, where, "type", "text")
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        _only(part, where, "type", "image_url")
+        images.append(_image(part["image_url"], f"{where}.image_url"))
+        return {"type": "image"}
+    if kind in ("input_audio", "file", "video_url"):
         raise bad_request(
-            f"{where} is of type {kind}, which is not supported: this server reads text only.",
+            f"{where} is of type {kind}, which is not supported: this server reads text and images.",
             where,
             "unsupported_parameter",
         )
-    raise bad_request(f"Invalid {where}: it must be a text part.", where, "invalid_value")
+    raise bad_request(f"Invalid {where}: it must be a text or image part.", where, "invalid_value")
+
+
+def _image(image: dict[str, Any], where: str) -> tuple[bytes, str]:
+    _only(image, where, "url", "detail")
+    url, detail = image.get("url"), image.get("detail") or "auto"
+    if detail not in DETAILS:
+        raise bad_request(
+            f"Invalid {where}.detail: it must be one of {', '.join(DETAILS)}.",
+            f"{where}.detail",
+            "invalid_value",
+        )
+    if not isinstance(url, str):
+        raise _wrong(f"{where}.url", "it must be a string")
+    if is_remote(url):
+        raise bad_request(
+            f"{where}.url is remote, and this server fetches nothing: send a data URL, "
+            "or start it with --allow-remote-images.",
+            f"{where}.url",
+            "unsupported_parameter",
+        )
+    text = url.partition(",")[2] if url.startswith("data:") else url
+    try:
+        return base64.b64decode(text, validate=True), detail
+    except ValueError:
+        raise bad_request(
+            f"Invalid {where}.url: it must be a data URL in base64.",
+            f"{where}.url",
+            "invalid_value",
+        ) from None
+
+
+def is_remote(url: str) -> bool:
+    """Return whether a URL leads to another machine."""
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def _only(part: dict[str, Any], where: str, *names: str) -> None:
+    extra = [name for name in part if name not in names]
+    if extra:
+        raise _unsupported(f"{where}.{extra[0]}")
 
 
 def _wrong(where: str, why: str) -> ApiError:

@@ -21,7 +21,7 @@ from canvasrt.errors import CanvasError
 async def respond(completions: Completions, request: Request, body: ResponsesRequest) -> Response:
     """Return the reply to one request. ApiError, or Disconnected once the caller has left."""
     try:
-        run = completions.start(request, as_chat(body))
+        run = await completions.start(request, as_chat(body))
     except ApiError as error:
         raise renamed(error) from error
     builder = ResponseBuilder(body, run.seed)

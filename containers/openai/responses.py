@@ -57,6 +57,7 @@ class ResponsesRequest(Sampling):
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    image_tokens: int | None = None
     text: Text | None = None
     prompt_cache_retention: Note = None
     include: only([], ["reasoning.encrypted_content"]) = None  # type: ignore[valid-type]
@@ -89,7 +90,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
     body["tool_choice"] = choice
     body["reasoning_effort"] = request.reasoning.effort if request.reasoning else None
-    for name in ("parallel_tool_calls", "enable_thinking", "chat_template_kwargs"):
+    for name in ("parallel_tool_calls", "enable_thinking", "chat_template_kwargs", "image_tokens"):
         body[name] = getattr(request, name)
     body["response_format"] = _format(request.text)
     try:
@@ -180,7 +181,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if kind in _TEXTS:
         return {"type": "text", "text": part.get("text")}
     if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        image = {"url": part["image_url"], "detail": part.get("detail")}
+        return {"type": "image_url", "image_url": image}
     raise bad_request(
         f"{where} is of type {kind!r}, which is not supported.", where, "unsupported_parameter"
     )

@@ -4,7 +4,7 @@ by name."""
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
+from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
@@ -167,6 +168,7 @@ class ChatRequest(Sampling):
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    image_tokens: Literal[BUDGETS] | None = None  # type: ignore[valid-type]
 
     logprobs: _only(False) = None  # type: ignore[valid-type]
     top_logprobs: _only(0) = None  # type: ignore[valid-type]

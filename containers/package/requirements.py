@@ -21,6 +21,7 @@ _SERVING = (
     "huggingface-hub",
     "jinja2",
     "numpy",
+    "pillow",
     "pyyaml",
     "rich",
     "tokenizers",

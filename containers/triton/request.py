@@ -15,9 +15,11 @@ from canvasrt.containers.tensors import (
     read_messages,
     read_template,
 )
+from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.pictures import Picture, insert, read_picture
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -47,11 +49,39 @@ def read_request(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
     prompt, opening = _prompt(values, tokenizer)
-    request = Request(prompt, params)
+    pictures = _pictures(values, model)
+    if pictures:
+        prompt = insert(prompt, pictures, model.config)
+    request = Request(prompt, params, pictures=pictures)
     control = bool(values.get("control"))
     return ServedRequest(
         request, bool(values.get("drafts")), stops, control, opening if control else ""
     )
+
+
+def _pictures(values: Mapping[str, Any], model: Model) -> list[Picture]:
+    """Return a request's images as patches."""
+    files, budgets = values.get("images", []), values.get("image_tokens") or [SOFT_TOKENS]
+    if not files:
+        return []
+    model.check_sees()
+    if len(budgets) not in (1, len(files)):
+        raise CanvasError(
+            f"image_tokens has {len(budgets)} numbers for {len(files)} images",
+            "send one for all of them, or one for each",
+        )
+    budgets = budgets * len(files) if len(budgets) == 1 else budgets
+    # Most images take nearly all of their budget; the exact sum is checked once they are cut.
+    if sum(budgets) // 2 > model.max_context:
+        raise CanvasError(
+            f"{len(files)} images exceed the context of {model.max_context} tokens",
+            "send fewer images, or fewer image_tokens",
+        )
+    assert model.config.vision is not None
+    return [
+        read_picture(file, model.config.vision, budget)
+        for file, budget in zip(files, budgets, strict=True)
+    ]
 
 
 def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[list[int], str]:

@@ -21,6 +21,7 @@ class Pass:
     length: int
     tokens: int  # without padding
     rows: tuple[DeviceRow, ...]
+    pictured: bool = False  # some tokens are an image's
 
     def index(self, row: DeviceRow) -> int:
         """Return a row's place in the batch."""
@@ -42,7 +43,7 @@ def body_call(
     tensors = {
         "hidden": (states, space.hidden[number]),
         "positions": (tokens, space.given.address("positions")),
-        "groups": (tokens, space.groups),
+        "groups": (tokens, space.pictures.address("groups") if this.pictured else space.groups),
         "causal": ((this.batch,), space.causal[this.phase]),
         "slots": ((capacity,), space.slots),
         "gate_slots": ((gate_rows,), space.slots),

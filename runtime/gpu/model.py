@@ -7,7 +7,7 @@ writes in place. Only tokens, entropies and acceptance flags of a canvas cross t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,15 @@ from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import ENCODE_TOKENS, OCTET, PREFILL_CHUNK, octets
 from canvasrt.errors import EngineError
 from canvasrt.runtime.capacity import Capacity, stepped
-from canvasrt.runtime.engine import Call, DeviceBackend, Pitched
+from canvasrt.runtime.engine import Call, DeviceBackend, Engine, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
 from canvasrt.runtime.gpu.pages import Pages
+from canvasrt.runtime.gpu.sight import Sight, place
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
+from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 from canvasrt.runtime.tables import max_context as context_limit
 
@@ -60,6 +62,7 @@ class DeviceModel(Model):
         max_context: int,
         backend: DeviceBackend,
         bundle: Bundle | None = None,
+        vision: Engine | None = None,
     ) -> None:
         """Take all memory. `segments` are the body segments in order, then the head."""
         super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
@@ -68,10 +71,14 @@ class DeviceModel(Model):
         self.segments = tuple(segments)
         self.prefill_chunk = min(PREFILL_CHUNK, self._largest("length"))
         self.max_batch = self._largest("batch", length=config.canvas_length)
-        for segment in self.segments:
-            segment.engine.prepare()
+        for engine in (
+            *(segment.engine for segment in self.segments),
+            *([vision] if vision else []),
+        ):
+            engine.prepare()
         self.workspace = Workspace(self.device, config, self.segments, self._sizes())
         self._cache = self.workspace.cache
+        self._sight = Sight(self.device, vision, config) if vision else None
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._pages: Pages | None = None
 
@@ -79,24 +86,25 @@ class DeviceModel(Model):
     def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
         """Open every engine of a bundle."""
         manifest = bundle.manifest
-        segments = [
-            DeviceSegment(
+        opened = {
+            entry["name"]: DeviceSegment(
                 backend.open_engine(
                     entry["name"], bundle.file(entry["file"]), entry.get("profiles")
                 ),
                 tuple(entry.get("layers", ())),
             )
             for entry in manifest.segments
-            if entry["name"] != "vision"
-        ]
+        }
+        vision = opened.pop("vision", None)
         return cls(
             manifest.model,
             manifest.sampler,
-            segments,
+            list(opened.values()),
             map_table(bundle),
             context_limit(manifest),
             backend,
             bundle,
+            vision.engine if vision else None,
         )
 
     def _largest(self, name: str, **others: int) -> int:
@@ -126,6 +134,10 @@ class DeviceModel(Model):
     def release(self, row: DeviceRow) -> None:
         self._cache.release(row)
         self._cache.narrow()
+
+    def _see(self, picture: Picture) -> np.ndarray:
+        assert self._sight is not None
+        return self._sight.see(picture)
 
     def check_device(self) -> None:
         self.device.synchronize()
@@ -189,6 +201,7 @@ class DeviceModel(Model):
     def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
         counts = [len(item.tokens) for item in batch]
         this = self._pass("encode", [item.row for item in batch], max(counts), sum(counts))
+        this = replace(this, pictured=any(item.groups is not None for item in batch))
         space = self.workspace
         tokens = np.full((this.batch, this.length), self.config.pad_token_id, np.int64)
         positions = space.given.view("positions", this.batch, this.length)
@@ -198,7 +211,10 @@ class DeviceModel(Model):
             tokens[index, :count] = item.tokens
             positions[index, :count] = np.arange(begin, begin + count)
         space.given.upload()
-        self.device.upload(space.hidden[0], self._as_hidden(self.embed(tokens)))
+        hidden = self.embed(tokens)
+        if this.pictured:
+            place(space, this, batch, hidden)
+        self.device.upload(space.hidden[0], self._as_hidden(hidden))
         try:
             self._run(this)
         except _TooFull:
@@ -353,7 +369,8 @@ class DeviceModel(Model):
 
     def _launch_body(self, number: int, this: Pass, capacity: int) -> None:
         widths = tuple(past.width for past in self._cache.past.values())
-        key = (number, this.phase, this.first, this.batch, this.length, capacity, widths)
+        where = (this.phase, this.pictured, this.first, this.batch, this.length)
+        key = (number, *where, capacity, widths)
         call = self._calls.get(key)
         if call is None:
             engine = self.segments[number].engine

@@ -72,6 +72,8 @@ class Workspace:
                 "entropy_bound": (np.float32, batch),
             },
         )
+        # Only passes with images have groups.
+        self.pictures = Transfer(device, {"groups": (np.int64, self.encode_tokens)})
         self.results = Transfer(
             device,
             {

@@ -87,9 +87,12 @@ class Reference:
         self.vocab = model.config.text_config.vocab_size
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **inputs: Any
     ) -> ReferenceOutput:
-        """Generate from `prompts` of one length, as one batch; `params` differ only in their seeds."""
+        """Generate from `prompts` of one length, as one batch; `params` differ only in their seeds.
+
+        `inputs` are the processor's for images.
+        """
         first = params[0]
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=first.max_new_tokens,
@@ -104,7 +107,7 @@ class Reference:
         )
         seeds = [each.seed for each in params]
         with self._patched(seeds, first.early_stop) as trace:
-            output = self.model.generate(torch.tensor(prompts), generation_config=config)
+            output = self.model.generate(torch.tensor(prompts), generation_config=config, **inputs)
         new = output.sequences[:, len(prompts[0]) :].tolist()
         tokens = []
         for row, ids in enumerate(new):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,11 @@ import pytest
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.prefix import PrefixCache, chunks_of
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.pictures import noise, png
 
 MB = 2**20
 CANVAS = 32
@@ -145,21 +147,21 @@ def test_a_cleared_cache_gives_its_memory_back(model: Model, prompt: Prompt) -> 
     assert (len(prefixes), prefixes._left) == (0, left)
 
 
-@dataclass(frozen=True)
-class Pictured(Request):
-    """A request whose tokens stand for more than themselves."""
-
-    pictures: tuple[str, ...] = ()
-
-
-def test_a_prompt_that_is_more_than_its_tokens_is_not_shared(tiny: Any, prompt: Prompt) -> None:
-    generator = Generator(tiny.model, prefixes=PrefixCache(tiny.model, 256 * MB))
-    plain = request(tiny.model, prompt(128), blocks=1)
-    pictured = Pictured(plain.prompt_token_ids, plain.params, ("a cat",))
-    generator.run([pictured])
-    assert encoded(tiny.model, lambda: generator.run([plain])) == 128
-    assert encoded(tiny.model, lambda: generator.run([replace(pictured)])) == 128
-    assert encoded(tiny.model, lambda: generator.run([Pictured(*vars(plain).values())])) == 0
+def test_a_prompt_with_an_image_is_not_shared(tiny: Any, prompt: Prompt) -> None:
+    """The tokens of two images are the same."""
+    model = tiny.model
+    first, second = (
+        read_picture(png(noise(90, 70, seed)), model.config.vision, 70) for seed in (0, 1)
+    )
+    tokens = insert([*prompt(128), 510, *prompt(20)], [first], model.config)
+    plain = request(model, tokens, blocks=1)
+    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
+    wanted = [replace(plain, pictures=pictures) for pictures in ([first], [second], [], [first])]
+    alone = [Generator(model).run([each])[0].token_ids for each in wanted]
+    assert [generator.run([each])[0].token_ids for each in wanted] == alone
+    assert alone[0] != alone[1]
+    assert encoded(model, lambda: generator.run([wanted[0]])) == len(tokens)
+    assert encoded(model, lambda: generator.run([plain])) == 0
 
 
 def test_chunks_end_at_fixed_positions() -> None:

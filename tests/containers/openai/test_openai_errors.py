@@ -94,13 +94,13 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "invalid_type",
         "names the call",
     ),
-    ({"messages": user(None)}, "messages[0].content", "invalid_type", "text parts"),
-    ({"messages": user([IMAGE])}, "messages[0].content[0]", UNSUPPORTED, "text only"),
+    ({"messages": user(None)}, "messages[0].content", "invalid_type", "list of parts"),
+    ({"messages": user([IMAGE])}, "messages", "invalid_value", "no format that is read"),
     (
         {"messages": user([{"type": "text"}])},
         "messages[0].content[0]",
         "invalid_value",
-        "text part",
+        "text or image part",
     ),
     (
         {"messages": [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},

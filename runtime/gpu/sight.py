@@ -1,0 +1,77 @@
+"""The vision tower on a device: patches go there, soft tokens come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import SOFT_TOKENS
+from canvasrt.runtime.engine import Call, Device, Engine
+from canvasrt.runtime.gpu.calls import Pass
+from canvasrt.runtime.gpu.workspace import Workspace
+from canvasrt.runtime.passes import EncodeInput
+from canvasrt.runtime.pictures import Picture
+
+
+class Sight:
+    """The tower's engine and its memory, for one image at a time."""
+
+    def __init__(self, device: Device, engine: Engine, config: ModelConfig) -> None:
+        assert config.vision is not None
+        self._device, self._engine = device, engine
+        self._square = config.vision["pooling_kernel_size"] ** 2
+        self._hidden = config.hidden_size
+        patches = self._square * SOFT_TOKENS
+        self._pixel = 3 * config.vision["patch_size"] ** 2
+        sizes = {
+            "pixel_values": patches * self._pixel * engine.inputs["pixel_values"].itemsize,
+            "pixel_positions": patches * 2 * engine.inputs["pixel_positions"].itemsize,
+            "features": SOFT_TOKENS * self._hidden * engine.outputs["features"].itemsize,
+            "valid": SOFT_TOKENS,
+        }
+        self._addresses = {name: device.allocate(size) for name, size in sizes.items()}
+        self.bytes = sum(sizes.values())
+
+    def see(self, picture: Picture) -> np.ndarray:
+        """Return an image's soft tokens, float32 `[tokens, hidden_size]`."""
+        fed = {
+            name: np.ascontiguousarray(array.astype(self._engine.inputs[name]))
+            for name, array in (
+                ("pixel_values", picture.pixels),
+                ("pixel_positions", picture.positions),
+            )
+        }
+        for name, array in fed.items():
+            self._device.upload(self._addresses[name], array)
+        self._engine.launch(self._call(len(picture.pixels)))
+        features = np.empty((picture.tokens, self._hidden), self._engine.outputs["features"])
+        self._device.download(features.view(np.uint8), self._addresses["features"])
+        self._device.synchronize()
+        return features.astype(np.float32)
+
+    def _call(self, patches: int) -> Call:
+        tokens = patches // self._square
+        shapes = {
+            "pixel_values": (1, patches, self._pixel),
+            "pixel_positions": (1, patches, 2),
+            "features": (1, tokens, self._hidden),
+            "valid": (1, tokens),
+        }
+        # The exporter names the number of patches by its expression.
+        dims = {"images": 1, f"{self._square}*soft_tokens": patches}
+        return Call(dims, shapes, self._addresses, repeats=False)
+
+
+def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:
+    """Put the soft tokens of a pass's images into its embeddings, `[batch, length, hidden_size]`, and
+    queue the upload of the groups that they form."""
+    groups = space.pictures.view("groups", this.batch, this.length)
+    groups[:] = -1
+    for item in batch:
+        if item.groups is not None and item.features is not None:
+            here = slice(0, len(item.groups))
+            groups[this.index(item.row), here] = item.groups
+            hidden[this.index(item.row), here][item.groups >= 0] = item.features
+    space.pictures.upload()

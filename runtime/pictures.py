@@ -1,0 +1,160 @@
+"""Images as the vision tower takes them: resized to a budget of soft tokens and cut into patches.
+
+Follows `transformers.models.gemma4.image_processing_pil_gemma4`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import SOFT_TOKENS
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
+
+# The most soft tokens of an image. The checkpoint knows larger ones, which no engine has room for.
+BUDGETS = (70, 140, SOFT_TOKENS)
+MAX_PIXELS = 64_000_000  # of an image as it comes; decoding takes three bytes per pixel
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One image as patches. `tokens` is the number of its soft tokens."""
+
+    pixels: np.ndarray  # float32 [patches, 3 · patch²] in [0, 1]
+    positions: np.ndarray  # int64 [patches, 2], (x, y) of each patch
+    tokens: int
+
+
+def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKENS) -> Picture:
+    """Return an image file as patches; `vision` is the configuration of the tower.
+
+    Of an animation, the first frame counts. CanvasError for a file that is not an image, too large,
+    or too long and narrow.
+    """
+    if budget not in BUDGETS:
+        raise CanvasError(
+            f"image_tokens is {budget}", f"give one of {', '.join(map(str, BUDGETS))}"
+        )
+    return cut(_decode(data), vision, budget)
+
+
+def cut(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:
+    """Resize an image, uint8 `[height, width, 3]`, and cut it into patches."""
+    image = require("PIL.Image", "serve")
+    patch, pool = vision["patch_size"], vision["pooling_kernel_size"]
+    height, width = target_size(pixels.shape[0], pixels.shape[1], patch, pool, budget)
+    if (height, width) != pixels.shape[:2]:
+        scaled = image.fromarray(pixels).resize((width, height), image.Resampling.BICUBIC)
+        pixels = np.asarray(scaled)
+    down, across = height // patch, width // patch
+    cells = pixels.reshape(down, patch, across, patch, 3).transpose(0, 2, 1, 3, 4)
+    values = (cells.reshape(down * across, -1).astype(np.float64) * (1 / 255)).astype(np.float32)
+    x, y = np.meshgrid(np.arange(across), np.arange(down))
+    positions = np.stack([x, y], -1).reshape(-1, 2).astype(np.int64)
+    return Picture(values, positions, down * across // pool**2)
+
+
+def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
+    """Return the largest height and width with about these proportions that `budget` soft tokens
+    allow; both are multiples of `patch · pool`. CanvasError if there are none."""
+    side = patch * pool
+    factor = math.sqrt(budget * side**2 / (height * width))
+    rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+    if not rows and columns:
+        rows, columns = 1, min(width // height, budget)
+    elif rows and not columns:
+        rows, columns = min(height // width, budget), 1
+    if not rows or not columns or rows * columns > budget:
+        raise CanvasError(
+            f"an image of {width} × {height} pixels is too long and narrow",
+            "send an image that is closer to a square",
+        )
+    return rows * side, columns * side
+
+
+def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> list[int]:
+    """Return a prompt in which every image token stands for one picture, with as many image tokens
+    as the picture has, between those that begin and end an image.
+
+    CanvasError when their numbers differ: a message may contain the token's spelling, and some
+    templates write no images.
+    """
+    places = sum(id == config.image_token_id for id in ids)
+    if places != len(pictures):
+        raise CanvasError(
+            f"messages have {len(pictures)} images, but the chat template wrote {places}",
+            "leave the image token's spelling out of texts, and send images to a checkpoint whose "
+            "template has them",
+        )
+    expanded: list[int] = []
+    left = iter(pictures)
+    for id in ids:
+        if id != config.image_token_id:
+            expanded.append(id)
+            continue
+        around = (config.boi_token_id, config.eoi_token_id)
+        begin, end = ([each] if each is not None else [] for each in around)
+        expanded += [*begin, *[id] * next(left).tokens, *end]
+    return expanded
+
+
+def groups_of(
+    ids: Sequence[int] | np.ndarray, pictures: Sequence[Picture], config: ModelConfig
+) -> np.ndarray:
+    """Return the number of the picture that each token is part of, int64 `[tokens]`; -1 for text.
+
+    CanvasError unless the prompt has room for exactly these pictures, in this order.
+    """
+    groups = np.full(len(ids), -1, np.int64)
+    if not pictures:
+        return groups
+    inside = np.asarray(ids) == config.image_token_id
+    begins = np.flatnonzero(inside & ~np.concatenate([[False], inside[:-1]]))
+    lengths = [int(np.argmin(np.append(inside[begin:], False))) for begin in begins]
+    if lengths != [each.tokens for each in pictures]:
+        raise CanvasError(
+            f"the prompt has runs of {lengths} image tokens, and the images have "
+            f"{[each.tokens for each in pictures]}",
+            "give as many image tokens as each image has soft tokens",
+        )
+    for number, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+        groups[begin : begin + length] = number
+    return groups
+
+
+def uncut(groups: np.ndarray, most: int) -> int:
+    """Return how many of the tokens with these `groups` to encode together: at most `most`, and
+    fewer where that would cut an image. An image that is longer comes alone."""
+    if len(groups) <= most or groups[most] < 0 or groups[most] != groups[most - 1]:
+        return min(len(groups), most)
+    (inside,) = np.nonzero(groups == groups[most])
+    return int(inside[0]) or len(inside)
+
+
+def _decode(data: bytes) -> np.ndarray:
+    """Return an image file's pixels, uint8 `[height, width, 3]`, turned as its camera was."""
+    image, ops = require("PIL.Image", "serve"), require("PIL.ImageOps", "serve")
+    hint = f"send a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+    try:
+        with image.open(io.BytesIO(data), formats=FORMATS) as opened:
+            width, height = opened.size
+            if width * height > MAX_PIXELS:
+                raise CanvasError(
+                    f"an image has {width} × {height} pixels",
+                    f"send one of at most {MAX_PIXELS // 10**6} million pixels",
+                )
+            return np.asarray(ops.exif_transpose(opened).convert("RGB"))
+    except CanvasError:
+        raise
+    except image.UnidentifiedImageError as error:
+        raise CanvasError("an image is in no format that is read here", hint) from error
+    except Exception as error:  # decoders raise whatever a damaged file makes them
+        raise CanvasError(f"an image cannot be read: {error}", hint) from error

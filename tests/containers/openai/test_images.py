@@ -1,0 +1,262 @@
+"""Images through the real server and clients give transformers' tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+from PIL import Image
+from transformers import DiffusionGemmaForBlockDiffusion
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+from canvasrt.containers.client.triton import Client
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.pictures import noise, png
+from tests.helpers.reference import Reference
+from tests.helpers.scripted import Served, client_of, core, gemma_template, serving
+from tests.helpers.serving import needs_triton
+
+pytestmark = needs_triton
+SETTINGS: dict[str, Any] = {
+    "max_denoising_steps": 6,
+    "entropy_bound": 1.0,
+    "confidence_threshold": 1.0,
+    "t_min": 0.4,
+    "t_max": 0.8,
+}
+
+
+class Sighted(NamedTuple):
+    """A server whose random model sees, the model in transformers, and a client."""
+
+    served: Served
+    reference: Reference
+    client: OpenAI
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.served.server.ports.grpc}"
+
+
+@pytest.fixture(scope="module")
+def sighted(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iterator[Sighted]:
+    from canvasrt.export.graphs import export
+    from tests.helpers.random_models import random_model
+
+    folder = tmp_path_factory.mktemp("sighted")
+    tokenizer = core()
+    shape = {"vocab_size": tokenizer.get_vocab_size(), "num_hidden_layers": 2}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"]}
+    model = random_model(shape, canvas=32, vision={"patch_size": 16})
+    model.config.boi_token_id = tokenizer.token_to_id("<|image>")
+    model.config.image_token_id = tokenizer.token_to_id("<|image|>")
+    model.config.eoi_token_id = tokenizer.token_to_id("<image|>")
+    checkpoint = folder / "checkpoint"
+    model.save_pretrained(checkpoint)
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
+    (checkpoint / "chat_template.jinja").write_text(gemma_template())
+    bundle = export(checkpoint, folder / "graphs")
+    loaded = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
+    with serving(bundle) as served, client_of(served) as client:
+        yield Sighted(served, Reference(loaded), client)
+
+
+def url(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
+
+
+def part(image: Image.Image, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url(image), **fields}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def answer_of(
+    sighted: Sighted, body: str, images: list[Image.Image], budget: int, seed: int
+) -> Any:
+    """What transformers generates after a user's `body`, in which `<|image|>` stands for images."""
+    seen = Gemma4ImageProcessorPil(max_soft_tokens=budget)(images, return_tensors="pt")
+    counts = iter(seen["num_soft_tokens_per_image"])
+    pieces = body.split("<|image|>")
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole += f"<|image>{'<|image|>' * int(next(counts))}<image|>{piece}"
+    prompt = f"<bos><|turn>user\n{whole}<turn|>\n<|turn>model\n"
+    tokenizer = core()
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    image = tokenizer.token_to_id("<|image|>")
+    params = SamplingParams(max_new_tokens=32, seed=seed, eos_token_ids=(1,), **SETTINGS)
+    output = sighted.reference.generate(
+        [ids],
+        [params],
+        pixel_values=seen["pixel_values"].float(),
+        image_position_ids=seen["image_position_ids"],
+        mm_token_type_ids=torch.tensor([[int(id == image) for id in ids]]),
+    )
+    return ids, output.tokens[0]
+
+
+CASES: dict[str, tuple[list[Any], str, list[Image.Image]]] = {
+    "one": (
+        [text("What is "), part(noise(90, 70)), text("?")],
+        "What is<|image|>?",
+        [noise(90, 70)],
+    ),
+    "only": ([part(noise(30, 90, 1))], "<|image|>", [noise(30, 90, 1)]),
+    "two": (
+        [part(noise(64, 64, 2)), part(noise(20, 99, 3)), text("Compare.")],
+        "<|image|><|image|>Compare.",
+        [noise(64, 64, 2), noise(20, 99, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "body", "images"), CASES.values(), ids=CASES)
+def test_tokens_are_those_of_transformers(
+    sighted: Sighted, content: list[Any], body: str, images: list[Image.Image]
+) -> None:
+    prompt, tokens = answer_of(sighted, body, images, 70, seed=3)
+    chat = [{"role": "user", "content": content}]
+    answer = sighted.client.chat.completions.create(
+        model="canvasrt",
+        messages=chat,
+        max_tokens=32,
+        seed=3,
+        extra_body={"image_tokens": 70, **SETTINGS},
+    )
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(tokens)
+    parts = [each if each["type"] == "text" else {"type": "image"} for each in content]
+    inputs: dict[str, Any] = {
+        "messages": json.dumps([{"role": "user", "content": parts}]),
+        "images": [png(image) for image in images],
+        "image_tokens": [70],
+        "max_new_tokens": 32,
+        "seed": 3,
+        **SETTINGS,
+    }
+    with Client(sighted.grpc, "grpc", timeout=60) as client:
+        found = client.infer(inputs)
+        assert (found.prompt_token_ids, found.token_ids) == (prompt, tokens)
+        kept = client.infer({**inputs, "control": True})
+        assert answer.choices[0].message.content.strip() in kept.text
+        # As JSON carries them.
+        inputs["images"] = [url(image) for image in images]
+        assert client.infer(inputs).token_ids == tokens
+    http = f"127.0.0.1:{sighted.served.server.ports.http}"
+    with Client(http, "http", timeout=60) as client:
+        assert client.infer(inputs).token_ids == tokens
+
+
+def test_responses_see_too(sighted: Sighted) -> None:
+    content = [{"type": "input_text", "text": "What is "}, {"type": "input_image"}]
+    content[1]["image_url"] = url(noise(90, 70))
+    response = sighted.client.responses.create(
+        model="canvasrt",
+        input=[{"role": "user", "content": content}],  # type: ignore[misc, list-item]
+        max_output_tokens=32,
+        extra_body={"image_tokens": 70, "seed": 3, **SETTINGS},
+    )
+    prompt, tokens = answer_of(sighted, "What is<|image|>", [noise(90, 70)], 70, seed=3)
+    assert response.usage.input_tokens == len(prompt)
+    assert response.usage.output_tokens == len(tokens)
+
+
+def test_budgets(sighted: Sighted) -> None:
+    """The request's, OpenAI's low detail, and the checkpoint's without either."""
+
+    def tokens(detail: str = "auto", **fields: Any) -> int:
+        answer = sighted.client.chat.completions.create(
+            model="canvasrt",
+            messages=[{"role": "user", "content": [part(noise(96, 96), detail=detail)]}],
+            max_tokens=8,
+            extra_body={"max_denoising_steps": 1, **fields},
+        )
+        return answer.usage.prompt_tokens
+
+    around = tokens(image_tokens=70) - 64  # 8 × 8 of at most 70
+    assert tokens(detail="low") == tokens("low", image_tokens=140) == 64 + around
+    assert tokens(image_tokens=140) == 121 + around
+    assert tokens() == tokens("high") == 256 + around
+
+
+GOOD = part(noise(20, 20))
+REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
+    "remote": (
+        [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
+        {},
+        "messages[0].content[0].image_url.url",
+        "--allow-remote-images",
+    ),
+    "not base64": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,&&"}}],
+        {},
+        "messages[0].content[0].image_url.url",
+        "data URL in base64",
+    ),
+    "not an image": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}],
+        {},
+        "messages",
+        "in no format that is read here",
+    ),
+    "detail": (
+        [part(noise(20, 20), detail="huge")],
+        {},
+        "messages[0].content[0].image_url.detail",
+        "auto, low, high",
+    ),
+    "budget": ([GOOD], {"image_tokens": 100}, "image_tokens", "70, 140 or 280"),
+    "too many": ([GOOD] * 40, {}, "messages", "exceed the context"),
+    "its spelling": ([GOOD, text("<|image|>")], {}, "messages", "1 images, but"),
+    "audio": ([{"type": "input_audio"}], {}, "messages[0].content[0]", "text and images"),
+}
+
+
+@pytest.mark.parametrize(("content", "fields", "param", "says"), REFUSED.values(), ids=REFUSED)
+def test_wrong_use_is_refused_by_name(
+    sighted: Sighted, content: list[Any], fields: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(BadRequestError) as error:
+        sighted.client.chat.completions.create(
+            model="canvasrt",
+            messages=[{"role": "user", "content": content}],
+            max_tokens=8,
+            extra_body=fields,
+        )
+    assert error.value.body["param"] == param
+    assert says in error.value.message
+
+
+def test_only_users_send_images(sighted: Sighted) -> None:
+    for role in ("system", "assistant"):
+        with pytest.raises(BadRequestError, match="only a user's message may have one"):
+            sighted.client.chat.completions.create(
+                model="canvasrt", messages=[{"role": role, "content": [GOOD]}]
+            )
+
+
+def test_a_blind_template_refuses_images(openai: OpenAI, grpc: Client) -> None:
+    """The demo's model has a tower, but its template writes no images."""
+    with pytest.raises(BadRequestError, match="the chat template wrote 0"):
+        openai.chat.completions.create(
+            model="canvasrt", messages=[{"role": "user", "content": [GOOD]}]
+        )
+    with pytest.raises(CanvasError, match="2 numbers for 1 images"):
+        grpc.infer({"prompt": "a", "images": [png(noise(9, 9))], "image_tokens": [70, 70]})
+
+
+def test_a_model_without_a_tower_refuses_images(agent: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match="no vision tower"):
+        agent.chat.completions.create(
+            model="canvasrt", messages=[{"role": "user", "content": [GOOD]}]
+        )
