@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import statistics
 import sys
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import tritonclient.grpc
 import tritonclient.grpc.aio
@@ -29,25 +30,22 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
-CLIENTS, EACH = 64, 8
+CLIENTS, ROUNDS = 64, 12
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 Question = tuple[str, int]  # prompt and seed
-Ask = Callable[[Question], Awaitable[str]]
+# Questions → answers, and the processes that worked on them.
+Side = Callable[[Sequence[Question]], tuple[list[str], list[int]]]
 
 
 def main() -> None:
-    """Answer the same questions in process and over both APIs; print the CPU time per answer.
+    """Answer the same questions in process and over both APIs, in turns; print the CPU time per
+    answer.
 
     On cores that are busy all the time, throughput is inverse to that time. The clients' own is not
     part of it.
     """
     bundle = load_bundle(Path(sys.argv[1]), kind="engines", check=False)
-    rng = random.Random(0)
-    words = ["".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 8)) for _ in range(CLIENTS * EACH)]
-    questions = [(f"reverse {word}", seed) for seed, word in enumerate(words)]
-    expected, base = in_process(bundle.path, questions)
-    print(f"in process  {1e3 * base / len(questions):6.2f} ms of CPU per answer")
     ports = Ports(0, 0, 0).resolve("127.0.0.1")
     options = ModelOptions(prefix_cache=0)
     with (
@@ -55,101 +53,148 @@ def main() -> None:
         Server(repository, ports=ports, model=options, log=Path(os.devnull)) as server,
         FrontEnd.over(server, FrontOptions(port=0, log_level="WARNING")) as front,
     ):
-        processes = [*family(server.pid), front.pid]
-        for name, sides in (
-            ("gRPC", lambda: over_grpc(f"127.0.0.1:{server.ports.grpc}")),
-            ("OpenAI", lambda: over_openai(front.url)),
-        ):
-            asyncio.run(crowd(sides(), questions[:CLIENTS]))  # warms up
-            before, start = sum(map(cpu, processes)), time.perf_counter()
-            answers = asyncio.run(crowd(sides(), questions))
-            seconds = time.perf_counter() - start
-            used = sum(map(cpu, processes)) - before
-            wrong = sum(a != b for a, b in zip(answers, expected, strict=True))
-            print(
-                f"{name:10}  {1e3 * used / len(questions):6.2f} ms of CPU per answer, "
-                f"{base / used:.2f} of the throughput; {len(questions) / seconds:.0f} answers/s "
-                f"with the clients on the same cores; {wrong} wrong"
-            )
+        local = InProcess(bundle.path)
+        sides: dict[str, Side] = {
+            "in process": lambda questions: (local(questions), [os.getpid()]),
+            "gRPC": lambda questions: (
+                asyncio.run(crowd(lambda: OverGrpc(f"127.0.0.1:{server.ports.grpc}"), questions)),
+                family(server.pid),
+            ),
+            "OpenAI": lambda questions: (
+                asyncio.run(crowd(lambda: OverOpenAI(front.url), questions)),
+                [*family(server.pid), front.pid],
+            ),
+        }
+        measure(sides)
 
 
-def in_process(path: Path, questions: Sequence[Question]) -> tuple[list[str], float]:
-    """Return the answers, and the CPU seconds that they took."""
-    model = open_model(path, check=False)
-    assert model.bundle is not None
-    tokenizer = Tokenizer.load(model.bundle)
-    params = SamplingParams.from_defaults(model.sampler, model.config)
+def measure(sides: dict[str, Side]) -> None:
+    """Let every side answer the questions of each round, and compare their answers and times."""
+    rng = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    wrong = dict.fromkeys(sides, 0)
+    for round_ in range(ROUNDS + 1):
+        words = ["".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 8)) for _ in range(2 * CLIENTS)]
+        questions = [(f"reverse {word}", seed) for seed, word in enumerate(words)]
+        expected: list[str] = []
+        for name, side in sides.items():
+            before = usage()
+            answers, processes = side(questions)
+            after = usage()
+            expected = expected or answers
+            wrong[name] += sum(a != b for a, b in zip(answers, expected, strict=True))
+            if round_:  # the first warms up
+                spent = sum(after[pid] - before[pid] for pid in processes)
+                times[name].append(spent / len(questions))
+    base = times["in process"]
+    for name, found in times.items():
+        share = statistics.median(a / b for a, b in zip(base, found, strict=True))
+        print(
+            f"{name:10} {1e3 * statistics.median(found):6.2f} ms of CPU per answer, "
+            f"{share:.2f} of the throughput, {wrong[name]} wrong"
+        )
 
-    def answer(asked: Sequence[Question]) -> list[str]:
-        chats = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text, _ in asked]
+
+class InProcess:
+    """Answers questions with the runtime alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = open_model(path, check=False)
+        assert self._model.bundle is not None
+        self._tokenizer = Tokenizer.load(self._model.bundle)
+
+    def __call__(self, questions: Sequence[Question]) -> list[str]:
+        params = SamplingParams.from_defaults(self._model.sampler, self._model.config)
         requests = [
-            Request(ids, replace(params, seed=seed))
-            for ids, (_, seed) in zip(chats, asked, strict=True)
+            Request(
+                self._tokenizer.encode_chat([{"role": "user", "content": text}]),
+                replace(params, seed=seed),
+            )
+            for text, seed in questions
         ]
-        return [tokenizer.decode(each.token_ids) for each in Generator(model).run(requests)]
-
-    answer(questions[:CLIENTS])
-    start = time.process_time()
-    answers = answer(questions)
-    return answers, time.process_time() - start
+        results = Generator(self._model).run(requests)
+        return [self._tokenizer.decode(each.token_ids) for each in results]
 
 
-async def crowd(ask: Ask, questions: Sequence[Question]) -> list[str]:
+async def crowd(open_client: Callable[[], Client], questions: Sequence[Question]) -> list[str]:
     """Return the answers; every client asks its questions in turn."""
     answers = [""] * len(questions)
+    connection = open_client()
 
     async def client(number: int) -> None:
         for index in range(number, len(questions), CLIENTS):
-            answers[index] = await ask(questions[index])
+            answers[index] = await connection.ask(*questions[index])
 
     await asyncio.gather(*map(client, range(CLIENTS)))
+    await connection.close()
     return answers
 
 
-def over_openai(url: str) -> Ask:
-    client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+class Client(Protocol):
+    """A connection that many clients share."""
 
-    async def ask(question: Question) -> str:
-        messages = [{"role": "user", "content": question[0]}]
-        reply = await client.chat.completions.create(
-            model="canvasrt", messages=messages, seed=question[1]
+    async def ask(self, prompt: str, seed: int) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class OverOpenAI:
+    """Calls the OpenAI API with its own client."""
+
+    def __init__(self, url: str) -> None:
+        self._client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+
+    async def ask(self, prompt: str, seed: int) -> str:
+        reply = await self._client.chat.completions.create(
+            model="canvasrt", messages=[{"role": "user", "content": prompt}], seed=seed
         )
         return str(reply.choices[0].message.content)
 
-    return ask
+    async def close(self) -> None:
+        await self._client.close()
 
 
-def over_grpc(address: str) -> Ask:
-    clients: list[tritonclient.grpc.aio.InferenceServerClient] = []
+class OverGrpc:
+    """Calls Triton's answer model with its own client."""
 
-    async def ask(question: Question) -> str:
-        if not clients:  # it belongs to the event loop
-            clients.append(tritonclient.grpc.aio.InferenceServerClient(address))
-        inputs = {"prompt": question[0], "seed": question[1]}
+    def __init__(self, address: str) -> None:
+        self._client = tritonclient.grpc.aio.InferenceServerClient(address)
+
+    async def ask(self, prompt: str, seed: int) -> str:
+        inputs = {"prompt": prompt, "seed": seed}
         tensors = make_tensors(tritonclient.grpc, ANSWER_MODEL, inputs)
-        result = await clients[0].infer(ANSWER_MODEL, tensors)
+        result = await self._client.infer(ANSWER_MODEL, tensors)
         return bytes(result.as_numpy("text")[0]).decode()
 
-    return ask
+    async def close(self) -> None:
+        await self._client.close()
 
 
 def family(pid: int) -> list[int]:
     """Return a process and all that it started."""
+    parents = {each: fields[1] for each, fields in _processes().items()}
     found = [pid]
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(file.read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        if parent == pid:
-            found += family(int(file.parent.name))
+    for each in found:  # grows meanwhile
+        found += [child for child, parent in parents.items() if int(parent) == each]
     return found
 
 
-def cpu(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+def usage() -> dict[int, float]:
+    """Return the CPU seconds that each process has used."""
+    return {
+        pid: (int(fields[11]) + int(fields[12])) / _TICKS for pid, fields in _processes().items()
+    }
+
+
+def _processes() -> dict[int, list[str]]:
+    """Return the fields of every process's stat file, from its state on."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            found[int(file.parent.name)] = file.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+    return found
 
 
 if __name__ == "__main__":

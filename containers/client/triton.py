@@ -199,14 +199,15 @@ def make_tensors(module: Any, model: str, inputs: Mapping[str, Any]) -> list[Any
     made = []
     for name, value in inputs.items():
         if value is not None:
-            array = _array(known[name], value)
+            array = to_array(known[name], value)
             tensor = module.InferInput(name, list(array.shape), known[name].datatype)
             tensor.set_data_from_numpy(array)
             made.append(tensor)
     return made
 
 
-def _array(tensor: Tensor, value: Any) -> np.ndarray:
+def to_array(tensor: Tensor, value: Any) -> np.ndarray:
+    """Return a value as the array of a tensor. CanvasError if it does not fit the type."""
     if tensor.datatype == "BYTES":
         texts = value if tensor.shape == (-1,) else [value]
         # NumPy would cut zeros off the ends of bytes, were they not objects.

@@ -11,12 +11,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import grpc
-import tritonclient.grpc
 import tritonclient.grpc.aio
 from tritonclient.utils import InferenceServerException
 
-from canvasrt.containers.client.triton import StreamEvent, make_tensors, read_reply
+from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
+from canvasrt.containers.openai.streams import Stream, Streams, decode, encode
 from canvasrt.containers.tensors import ANSWER_MODEL, ERROR_EVENT, ERRORS, HINT, STREAM_MODEL
 
 log = logging.getLogger(__name__)
@@ -30,9 +30,11 @@ class Upstream:
 
     def __init__(self, address: str) -> None:
         self._client = tritonclient.grpc.aio.InferenceServerClient(address)
+        self._streams = Streams(address)
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
+        await self._streams.close()
         await self._client.close()
 
     async def is_ready(self) -> bool:
@@ -45,37 +47,45 @@ class Upstream:
             return False
         return True
 
-    async def stream(self, inputs: Mapping[str, Any]) -> AsyncGenerator[StreamEvent, None]:
+    async def stream(
+        self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Yield the events of one request; closing the iterator cancels it. ApiError when it fails."""
-        tensors = make_tensors(tritonclient.grpc, STREAM_MODEL, inputs)
-
-        async def requests() -> AsyncIterator[dict[str, Any]]:
-            yield {"model_name": STREAM_MODEL, "inputs": tensors, "parameters": {ERRORS: 1}}
-
-        call = self._client.stream_infer(requests())
-        ended = False
+        request = encode(inputs, {ERRORS: 1, **(parameters or {})})
+        stream = self._streams.take()
         last = ""
         try:
-            # Read to the stream's own end; Triton misbehaves when it is left just before.
-            async for result, error in call:
-                if error is not None:
-                    raise explained("INTERNAL", error.message())
-                last = bytes(result.as_numpy("event")[0]).decode()
-                if last == ERROR_EVENT:
-                    failure = json.loads(bytes(result.as_numpy("text")[0]))
-                else:
-                    yield StreamEvent(**read_reply(result, STREAM_MODEL))
-            ended = True
+            await stream.write(request)
+            while last not in ("final", ERROR_EVENT):
+                response = await stream.read()
+                if response is grpc.aio.EOF:
+                    raise await _end_of(stream)
+                if response.error_message:
+                    raise explained("INTERNAL", response.error_message)
+                values = decode(response.infer_response)
+                last = values["event"]
+                if last != ERROR_EVENT:
+                    yield StreamEvent(**values)
         except grpc.aio.AioRpcError as error:
-            ended = True
             raise explained(error.code().name, error.details() or "") from error
+        except asyncio.InvalidStateError:  # the stream ended before the request was written
+            raise await _end_of(stream) from None
         finally:
-            if not ended:
-                call.cancel()
+            if last in ("final", ERROR_EVENT):
+                self._streams.give(stream)
+            else:
+                stream.cancel()
         if last == ERROR_EVENT:
+            failure = json.loads(values["text"])
             raise explained(failure["code"], failure["message"])
-        if last != "final":
-            raise unavailable("The request was aborted: the server is stopping.", "stopping")
+
+
+async def _end_of(stream: Stream) -> ApiError:
+    """Return why a stream ended before its request did."""
+    code = await stream.code()
+    if code is not grpc.StatusCode.OK:
+        return explained(code.name, await stream.details() or "")
+    return unavailable("The request was aborted: the server is stopping.", "stopping")
 
 
 class Answers:

@@ -64,11 +64,12 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     gpus = machine.gpus() if gpus is None else gpus
     reasons = [] if gpus else ["nvidia-smi reports no GPU"]
     for gpu in sorted(gpus, key=lambda each: -each.memory):
-        alike = [target for target in TARGETS if target.capability == gpu.capability]
+        # A target of several capabilities uses the formats of the oldest.
+        alike = [each for each in TARGETS if each.capabilities == (gpu.capability,)]
         if not alike:
             reasons.append(f"no target is for {gpu.name}")
             continue
-        target = min(alike, key=lambda each: (each.gpu not in gpu.name, abs(_gap(each, gpu))))
+        target = min(alike, key=lambda each: _distance(each, gpu))
         reason = machine.builds_here(target) or machine.runs_here(target)
         if not reason:
             return target, ""
@@ -104,8 +105,10 @@ def build(local: Local, say: Say) -> None:
         )
 
 
-def _gap(target: Target, gpu: Gpu) -> int:
-    return (target.memory or 0) - gpu.memory
+def _distance(target: Target, gpu: Gpu) -> tuple[bool, bool, int]:
+    """Sort the GPU's own target first, then those that fit its memory, the nearest first."""
+    memory = target.memory or 0
+    return target.gpu not in gpu.name, memory > 1.1 * gpu.memory, abs(memory - gpu.memory)
 
 
 def _key(checkpoint: Path, target: Target) -> str:

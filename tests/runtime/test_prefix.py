@@ -73,20 +73,24 @@ def test_keys_and_values_are_the_same_to_the_last_bit(tiny: Any, prompt: Prompt)
     prefixes = PrefixCache(tiny.model, 256 * MB)
     tokens = prompt(700)
 
-    def past() -> dict[str, np.ndarray]:
+    def past() -> tuple[dict[str, np.ndarray], dict[Any, Any]]:
         generator = Generator(tiny.model, prefixes=prefixes)
         generator.add(request(tiny.model, tokens))
         while generator._running == [] or generator._running[0].pending.size:
             generator.step()
         row = generator._running[0].row
-        return {
+        arrays = {
             f"{name}{layer}": array
             for name in ("keys", "values")
             for layer, array in enumerate(getattr(row.cache, name))
         }
+        learned = {key: vars(each) for key, each in row.capacities.items() if "encode" in key}
+        return arrays, learned
 
-    first, second = past(), past()
+    (first, learned), (second, restored) = past(), past()
     assert all(np.array_equal(first[name], second[name]) for name in first)
+    assert learned
+    assert restored == learned  # so that the same shapes follow
 
 
 def test_only_what_is_new_is_encoded(model: Model, prompt: Prompt) -> None:
