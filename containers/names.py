@@ -24,3 +24,8 @@ HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 
 # Set in a container: its health check ends a server that is not alive any more.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
+
+# Callers on this machine only.
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# Variables with secrets, which no child process needs.
+SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")

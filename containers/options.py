@@ -24,6 +24,11 @@ def nim(variable: str, read: Callable[[str], Any] = str, flag: str = "") -> dict
     return {"variable": variable, "read": read, "flag": flag}
 
 
+def option(read: Callable[[str], Any], flag: str) -> dict[str, Any]:
+    """Return the metadata of a field that only the command line sets; see `nim`."""
+    return {"read": read, "flag": flag}
+
+
 def read_port(text: str) -> int:
     """Return a port number."""
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
@@ -71,6 +76,11 @@ class ModelOptions:
     max_model_len: int | None = field(default=None, metadata=nim("NIM_MAX_MODEL_LEN", read_count))
     share_passes: bool = False
     prefix_cache: int = PREFIX_CACHE  # MiB
+    # What one caller may ask for; None stands for no limit.
+    max_steps: int | None = None  # denoising steps per block
+    max_passes: int | None = None  # denoising passes of one request, all of its answers together
+    max_queue_tokens: int = 1 << 22  # of all requests that run or wait
+    request_timeout: int | None = None  # seconds
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that say this. An option that is None is left to the environment."""
@@ -120,9 +130,15 @@ class FrontOptions:
     log_level: str = field(default="INFO", metadata=nim("NIM_LOG_LEVEL", read_level))
     json_logs: bool = field(default=False, metadata=nim("NIM_JSONL_LOGGING", read_switch))
     keys: tuple[str, ...] = field(default=(), repr=False)
+    # Host headers that a server without keys answers to; none stands for loopback's names on
+    # loopback, and for any elsewhere.
+    hosts: tuple[str, ...] = field(default=(), metadata=option(read_names, "--allowed-hosts"))
     tls: dict[str, str] | None = None  # certificate, key and, for mutual TLS, ca
     about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata
     allow_remote_images: bool = False  # fetch images from public addresses
+    max_n: int = 128  # answers to one request
+    max_key_requests: int | None = None  # of one API key at once
+    max_connections: int = 1024
     max_body: int = 16 * 2**20  # bytes; a context of 256k tokens, as ids, takes 2 MB
 
     @classmethod

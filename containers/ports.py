@@ -20,7 +20,7 @@ class Ports:
     grpc: int = GRPC_PORT
     metrics: int = METRICS_PORT
 
-    def resolve(self, host: str) -> Ports:
+    def resolve(self, host: str, metrics_host: str | None = None) -> Ports:
         """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot
         be used."""
         held: dict[str, socket.socket] = {}
@@ -28,7 +28,8 @@ class Ports:
             # Hold each until all are known, so that no two get the same free port.
             for field in fields(self):
                 option = f"--{field.name}-port"
-                held[field.name] = listen(host, getattr(self, field.name), option)
+                where = metrics_host or host if field.name == "metrics" else host
+                held[field.name] = listen(where, getattr(self, field.name), option)
             return Ports(**{name: each.getsockname()[1] for name, each in held.items()})
         finally:
             for each in held.values():
@@ -49,6 +50,17 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
         listener.close()
         raise _refusal(host, port, option, error) from error
     return listener
+
+
+def callable_host(host: str) -> str:
+    """Return the address to call for one to listen on: loopback's for all."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
+def url_host(host: str) -> str:
+    """Return the same as part of a URL."""
+    found = callable_host(host)
+    return f"[{found}]" if ":" in found else found
 
 
 def split_url(url: str, schemes: Sequence[str], hint: str) -> tuple[str, str, int | None]:

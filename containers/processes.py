@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from canvasrt.containers.names import SECRETS
+
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 
@@ -24,6 +26,11 @@ def run_name() -> str:
     It names the owning process, so that others can tell when they are stale.
     """
     return f"canvasrt-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}-"
+
+
+def child_environment() -> dict[str, str]:
+    """Return this process's environment without its secrets."""
+    return {name: value for name, value in os.environ.items() if name not in SECRETS}
 
 
 def die_with_parent() -> Callable[[], None]:

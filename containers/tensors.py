@@ -16,11 +16,14 @@ from canvasrt.runtime.sampling import PARAMETERS
 
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
-MAX_STOPS = 16
+MAX_IMAGES = 1024
+MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # strings, and characters of one
 # With this request parameter, the stream model reports an error as an event of that name, whose
 # text is JSON with the code and the message. Triton's streams carry no codes, and its option to add
 # them (triton_grpc_error) has crashed it.
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
+# More request parameters of the front end: who asks, and for how many answers in all.
+OWNER, ANSWERS = "canvasrt_owner", "canvasrt_answers"
 HINT = ". Hint: "  # in an error reply, between the message and the hint
 
 
@@ -108,14 +111,45 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
     be silently ignored.
     """
     for name in parameters:
-        if name != ERRORS and not name.startswith(_TRITON_PARAMETERS):
+        if name not in (ERRORS, OWNER, ANSWERS) and not name.startswith(_TRITON_PARAMETERS):
             known = ", ".join(tensor.name for tensor in inputs_of(model))
             raise CanvasError(f"unknown input {name!r}", f"the inputs are {known}")
 
 
+def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:
+    """Raise CanvasError for a tensor with too many elements, before anything is made of them."""
+    for tensor in inputs_of(STREAM_MODEL):
+        shape = [int(size) for size in shapes.get(tensor.name, tensor.shape)]
+        if len(shape) != 1 or (tensor.shape == (1,) and shape != [1]):
+            raise _wrong_shape(tensor, shape)
+    count = int(shapes.get("prompt_ids", (0,))[0])
+    if count > max_context:
+        raise CanvasError(
+            f"the prompt of {count} tokens and new ones exceed the context of {max_context} tokens",
+            "shorten the prompt",
+        )
+    _check_stop_count(int(shapes.get("stop", (0,))[0]))
+    for tensor in (IMAGES, IMAGE_TOKENS):
+        if int(shapes.get(tensor.name, (0,))[0]) > MAX_IMAGES:
+            raise CanvasError(
+                f"{tensor.name} has {shapes[tensor.name][0]} elements", f"send at most {MAX_IMAGES}"
+            )
+
+
+def _wrong_shape(tensor: Tensor, shape: Sequence[int]) -> CanvasError:
+    if tensor.shape == (-1,):
+        return CanvasError(
+            f"{tensor.name} has the shape {list(shape)}", f"send {tensor.name} as one list"
+        )
+    return CanvasError(
+        f"{tensor.name} has the shape {list(shape)}, not [1]",
+        f"send one value of {tensor.name} per request",
+    )
+
+
 def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return tensors as Python values: text as str, dimensions of -1 as lists, everything else as a
-    number.
+    """Return tensors as Python values: text as str, dimensions of -1 as lists or arrays, everything
+    else as a number.
 
     CanvasError names a tensor with a wrong shape, or text that is not UTF-8.
     """
@@ -131,24 +165,19 @@ def read_inputs(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return values
 
 
-def _list(tensor: Tensor, array: np.ndarray) -> list[Any]:
+def _list(tensor: Tensor, array: np.ndarray) -> Any:
     if array.ndim != 1:
-        raise CanvasError(
-            f"{tensor.name} has the shape {list(array.shape)}", f"send {tensor.name} as one list"
-        )
+        raise _wrong_shape(tensor, array.shape)
     if tensor is IMAGES:
         return [_file(item) for item in array]
     if tensor.datatype == "BYTES":
         return [_text(tensor.name, item) for item in array]
-    return [int(item) for item in array]
+    return np.array(array)  # a copy: Triton's memory ends with the request
 
 
 def _scalar(tensor: Tensor, array: np.ndarray) -> Any:
     if array.shape != (1,):
-        raise CanvasError(
-            f"{tensor.name} has the shape {list(array.shape)}, not [1]",
-            f"send one value of {tensor.name} per request",
-        )
+        raise _wrong_shape(tensor, array.shape)
     item = array[0]
     if tensor.datatype == "BYTES":
         return _text(tensor.name, item)
@@ -205,9 +234,18 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     """Return the strings of a `stop` tensor. CanvasError for an empty string, or too many."""
     if "" in stops:
         raise CanvasError("stop contains an empty string", "leave it out")
-    if len(stops) > MAX_STOPS:
-        raise CanvasError(f"stop contains {len(stops)} strings", f"send at most {MAX_STOPS}")
+    _check_stop_count(len(stops))
+    longest = max((len(stop) for stop in stops), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise CanvasError(
+            f"stop contains a string of {longest} characters", f"send at most {MAX_STOP_LENGTH}"
+        )
     return tuple(stops)
+
+
+def _check_stop_count(count: int) -> None:
+    if count > MAX_STOPS:
+        raise CanvasError(f"stop contains {count} strings", f"send at most {MAX_STOPS}")
 
 
 def read_messages(text: str) -> list[dict[str, Any]]:

@@ -46,7 +46,12 @@ class ActiveRequest:
         self._whole = self.pending
         self._pictures = request.pictures
         self._groups = groups_of(self._whole, self._pictures, model.config)
-        self._prompt = [int(token) for token in request.prompt_token_ids]
+        self._clean = [self.pending]  # all tokens that were ever pending
+        self._later: list[np.ndarray] = []
+        self._again = False  # whether they were in the cache before
+        self._prompt = request.prompt_token_ids
+        self.owner = request.owner
+        self.passes = self.turn = 0  # in all, and since it last got a place
         self._params = request.params
         self._blocks = request.params.blocks(model.canvas_length)
         self._model = model
@@ -62,8 +67,9 @@ class ActiveRequest:
     def skip(self, count: int) -> None:
         """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
         size = sum(chunk.size for chunk in self.chunks[:count])
-        self.chunks, self.pending = self.chunks[count:], self.pending[size:]
-        self._cached += size
+        self.chunks = self.chunks[count:]
+        self._cached += 0 if self._again else size
+        self._advance(size)
 
     def next_chunk(self) -> EncodeInput:
         """Return the tokens to encode next. An image's tokens see each other, so they stay together."""
@@ -82,8 +88,23 @@ class ActiveRequest:
 
     def encoded(self, count: int) -> Chunk | None:
         """Count `count` tokens as encoded; return their chunk if they are part of a prompt of text."""
-        self.pending = self.pending[count:]
+        self._advance(count)
         return self.chunks.pop(0) if self.chunks else None
+
+    def _advance(self, count: int) -> None:
+        self.pending = self.pending[count:]
+        if not self.pending.size and self._later:
+            self.pending = self._later.pop(0)
+
+    def park(self) -> None:
+        """Make room for another request. The tokens stay the same: what must be encoded again is
+        cut into the same chunks."""
+        self._hidden, lost = self._model.park(self.row, self._hidden)
+        if lost:
+            self.pending, *self._later = self._clean
+            most = self._model.prefill_chunk
+            self.chunks = chunks_of(self.pending, most) if self.shares else []
+            self._again = True
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step. The first step of a block creates its
@@ -133,7 +154,7 @@ class ActiveRequest:
         """Return the result so far."""
         return Result(
             token_ids=self._tokens,
-            prompt_token_ids=self._prompt,
+            prompt_token_ids=[int(token) for token in self._prompt],
             finish_reason=reason,
             seed=self._params.seed,
             steps=self._steps,
@@ -183,6 +204,7 @@ class ActiveRequest:
             events.append(Finished(self.id, self.result(reason)))
         else:
             self.pending = canvas
+            self._clean.append(canvas)
         return events
 
     def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:

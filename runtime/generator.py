@@ -15,6 +15,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
+from canvasrt.runtime.schedule import Schedule
 
 __all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result", "Settled"]
 
@@ -23,7 +24,7 @@ class Generator:
     """Runs requests over one model, up to `max_batch` at a time, or fewer if the engines take
     fewer.
 
-    The others wait in order. `add` and `cancel` may be called from other threads while one thread
+    The others wait; places are shared as `Schedule` says. `add` and `cancel` may be called from other threads while one thread
     calls `step`.
     """
 
@@ -35,8 +36,10 @@ class Generator:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
         self.max_batch = min(max_batch, model.max_batch or max_batch)
-        self._waiting: deque[ActiveRequest] = deque()
+        self._arrived: deque[ActiveRequest] = deque()  # filled by other threads
+        self._waiting: list[ActiveRequest] = []
         self._running: list[ActiveRequest] = []
+        self._schedule = Schedule(model.quantum)
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._denoised = 0
@@ -45,12 +48,17 @@ class Generator:
     @property
     def idle(self) -> bool:
         """True if no request is waiting or running."""
-        return not (self._waiting or self._running)
+        return not (self._arrived or self._waiting or self._running)
 
     @property
     def active_canvases(self) -> int:
         """The rows of the last denoising pass whose requests are still running."""
         return min(self._denoised, len(self._running))
+
+    @property
+    def running(self) -> set[int]:
+        """The ids of the requests that have a place in the batch."""
+        return {each.id for each in self._running}
 
     def add(self, request: Request) -> int:
         """Queue a request and return its id. Raises CanvasError if it can never run."""
@@ -58,7 +66,7 @@ class Generator:
         self.model.check_sight(request.pictures)
         id = self._next_id
         self._next_id += 1
-        self._waiting.append(ActiveRequest(id, request, self.model, time.perf_counter()))
+        self._arrived.append(ActiveRequest(id, request, self.model, time.perf_counter()))
         return id
 
     def cancel(self, id: int) -> None:
@@ -71,9 +79,9 @@ class Generator:
 
         Each step encodes one chunk of a long prompt, so it delays the others by only one chunk.
         """
+        self._take_arrived()
         events = self._drop_cancelled()
-        while self._waiting and len(self._running) < self.max_batch:
-            self._running.append(self._waiting.popleft())
+        self._give_places()
         self._encode()
         events += self._denoise()
         self._leave([each for each in self._running if each.finished])
@@ -89,6 +97,7 @@ class Generator:
             self.model.release(each.row)
         self._running.clear()
         self._waiting.clear()
+        self._arrived.clear()
 
     def run(self, requests: Sequence[Request]) -> list[Result]:
         """Run requests to their end; return results in the order of `requests`."""
@@ -114,7 +123,30 @@ class Generator:
         finally:
             if not done:
                 self.cancel(id)
+                self._take_arrived()
                 self._drop_cancelled()
+
+    def _take_arrived(self) -> None:
+        while self._arrived:
+            fresh = self._arrived.popleft()
+            self._schedule.join(fresh.owner, [*self._waiting, *self._running])
+            self._waiting.append(fresh)
+
+    def _give_places(self) -> None:
+        """Fill the batch, and let requests that wait take turns with those that ran for long."""
+        while self._waiting and len(self._running) < self.max_batch:
+            self._place(self._schedule.next(self._waiting))
+        while (pair := self._schedule.swap(self._waiting, self._running)) is not None:
+            best, worst = pair
+            worst.park()
+            self._running.remove(worst)
+            self._waiting.append(worst)
+            self._place(best)
+
+    def _place(self, each: ActiveRequest) -> None:
+        self._waiting.remove(each)
+        each.turn = 0
+        self._running.append(each)
 
     def _drop_cancelled(self) -> list[Event]:
         if not self._cancelled:
@@ -124,7 +156,10 @@ class Generator:
         for each in [*self._waiting, *self._running]:
             if each.id in cancelled:
                 events.append(Finished(each.id, each.result("cancelled")))
-        self._waiting = deque(each for each in self._waiting if each.id not in cancelled)
+        for each in self._waiting:
+            if each.id in cancelled and each.passes:
+                self.model.release(each.row)
+        self._waiting = [each for each in self._waiting if each.id not in cancelled]
         self._leave([each for each in self._running if each.id in cancelled])
         return events
 
@@ -138,6 +173,7 @@ class Generator:
         ready = self._to_encode()
         inputs = [each.next_chunk() for each in ready]
         self.model.encode(inputs)
+        self._schedule.count(ready)
         for each, item in zip(ready, inputs, strict=True):
             chunk = each.encoded(len(item.tokens))
             if chunk and self._prefixes is not None and each.shares:
@@ -162,6 +198,7 @@ class Generator:
         ready = [each for each in self._running if not each.pending.size]
         inputs: list[DenoiseInput] = [each.next_step() for each in ready]
         self._denoised = len(ready)
+        self._schedule.count(ready)
         events: list[Event] = []
         for each, output in zip(ready, self.model.denoise(inputs), strict=True):
             _check_finite(output)

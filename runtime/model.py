@@ -49,6 +49,8 @@ class Model(ABC):
     # The most requests per pass; None if there is no limit.
     max_batch: int | None = None
     device_name = "cpu"
+    # After how many passes a request may have to make room for others.
+    quantum = 8
 
     def __init__(
         self,
@@ -116,6 +118,11 @@ class Model(ABC):
 
     @abstractmethod
     def _see(self, picture: Picture) -> np.ndarray: ...
+
+    def park(self, row: Row, hidden: Hidden) -> tuple[Hidden, bool]:
+        """Give up a row's place among those that run. Return the hidden states to go on with, and
+        whether its tokens must be encoded again."""
+        return hidden, False
 
     def check_device(self) -> None:  # noqa: B027 - only a device can be lost
         """Wait for the device. Raises EngineError if it cannot be used any more."""

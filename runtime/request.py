@@ -20,10 +20,11 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class Request:
     """A prompt as token ids, and how to continue it."""
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
     # One for each run of image tokens in the prompt.
     pictures: Sequence[Picture] = ()
+    owner: str = ""  # the caller, between whom the passes are shared
 
     @property
     def is_text(self) -> bool:
@@ -37,12 +38,6 @@ class Request:
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")
-        for token in self.prompt_token_ids:
-            if not 0 <= token < config.vocab_size:
-                raise CanvasError(
-                    f"prompt token {token} is not in the vocabulary",
-                    f"this model's token ids run from 0 to {config.vocab_size - 1}",
-                )
         groups_of(self.prompt_token_ids, self.pictures, config)
         room = self.params.blocks(config.canvas_length) * config.canvas_length
         if count + room > max_context:
@@ -52,6 +47,13 @@ class Request:
                 f"shorten the prompt to {max_context - room} tokens, or ask for fewer new tokens"
                 if max_context > room
                 else f"ask for fewer new tokens than {max_context - count}",
+            )
+        tokens = np.asarray(self.prompt_token_ids, np.int64)
+        foreign = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+        if foreign.size:
+            raise CanvasError(
+                f"prompt token {foreign[0]} is not in the vocabulary",
+                f"this model's token ids run from 0 to {config.vocab_size - 1}",
             )
 
 

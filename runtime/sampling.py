@@ -152,6 +152,21 @@ class SamplingParams:
         """Return the most blocks that this request may take."""
         return -(-self.max_new_tokens // canvas_length)
 
+    def check_limits(
+        self, canvas_length: int, answers: int, max_steps: int | None, max_passes: int | None
+    ) -> None:
+        """Raise CanvasError for more than an operator allows: denoising steps per block, and passes
+        of all answers together. None stands for no limit."""
+        steps = self.max_denoising_steps
+        if max_steps is not None and steps > max_steps:
+            raise CanvasError(f"max_denoising_steps is {steps}", f"this server allows {max_steps}")
+        passes = self.blocks(canvas_length) * steps * answers
+        if max_passes is not None and passes > max_passes:
+            raise CanvasError(
+                f"the request may take {passes} denoising passes",
+                f"this server allows {max_passes}: ask for fewer tokens, steps or answers",
+            )
+
     def temperature(self, step: int) -> np.float32:
         """Return the temperature of denoising step `step`, counted from 1 (t_max's end) to
         `max_denoising_steps`; in the reference's float32 order of operations."""

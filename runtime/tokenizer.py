@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ CONTROL = (THOUGHT, THOUGHT_END, CALL, CALL_END, QUOTE)
 TURN_END = "<turn|>"
 # Variables of a chat template that are not the caller's.
 _RESERVED = ("messages", "add_generation_prompt")
+_MOST_OPEN = 4096  # tokens that may wait for a character to be complete
 
 
 class Tokenizer:
@@ -138,7 +140,15 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of plain text, with the tokenizer's own special tokens (usually
         bos)."""
-        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, because that releases the interpreter's lock: long texts take seconds.
+        (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
+        return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes of text that one token stands for."""
+        return max(len(token.encode()) for token in self._core.get_vocab())
 
     def decode(
         self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False
@@ -155,21 +165,32 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, keep_control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._keep_control = keep_control
-        self._ids: list[int] = []
-        self._given = ""
+        # The tokens of the last whole piece, which later ones may join, and those after it.
+        self._before: list[int] = []
+        self._open: list[int] = []
+        self._given = 0  # characters of the open tokens that were returned already
 
     def put(self, ids: Sequence[int], final: bool = False) -> str:
         """Return the text that `ids` add.
 
         An incomplete character waits for the next call, unless this is the `final` one.
         """
-        self._ids += ids
-        text = self._tokenizer.decode(self._ids, keep_control=self._keep_control)
-        if not final:
+        self._open += ids
+        before = len(self._text(self._before))
+        text = self._text([*self._before, *self._open])
+        waits = text.endswith(REPLACEMENT) and not final and len(self._open) < _MOST_OPEN
+        if waits:
             text = text.rstrip(REPLACEMENT)
-        piece = text[len(self._given) :]
-        self._given += piece
+        piece = text[before + self._given :]
+        self._given = max(self._given, len(text) - before)
+        if not waits and self._open:
+            # Decoders treat the beginning of a text differently, so some text stays in front.
+            front = [] if len(text) > before else self._before
+            self._before, self._open, self._given = [*front, *self._open], [], 0
         return piece
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, keep_control=self._keep_control)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -35,7 +35,8 @@ RUNTIME = (
     "model request backends inputs",
     "kv_cache gpu settled prefix",
     "active",
-    "cpu generator",
+    "cpu schedule",
+    "generator",
     "open",
     "bench",
 )

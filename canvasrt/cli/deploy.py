@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli.options import AsJson
-from canvasrt.containers.names import API_PORT, GRPC_PORT
+from canvasrt.containers.names import API_PORT
 
 Package = Annotated[
     str,
@@ -41,9 +41,14 @@ Port = Annotated[
     ),
 ]
 GrpcPort = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--grpc-port", metavar="PORT", min=1, max=65535, help="Port of Triton's gRPC API."
+        "--grpc-port",
+        metavar="PORT",
+        min=1,
+        max=65535,
+        show_default="closed",
+        help="Port of Triton's gRPC API, which checks no key; not together with API keys.",
     ),
 ]
 HttpPort = Annotated[
@@ -54,7 +59,7 @@ HttpPort = Annotated[
         min=1,
         max=65535,
         show_default="closed",
-        help="Port of Triton's HTTP API.",
+        help="Port of Triton's HTTP API, which checks no key; not together with API keys.",
     ),
 ]
 Gpus = Annotated[
@@ -134,7 +139,7 @@ def deploy(
     engine: Engine = None,
     listen: Listen = "127.0.0.1",
     port: Port = API_PORT,
-    grpc_port: GrpcPort = GRPC_PORT,
+    grpc_port: GrpcPort = None,
     http_port: HttpPort = None,
     gpus: Gpus = "all",
     cache: Cache = "canvasrt-cache",

@@ -133,7 +133,8 @@ def _triton() -> Check:
 
     name = "Triton Inference Server"
     try:
-        binary = find_installation().binary
+        installation = find_installation()
+        binary = installation.binary
     except CanvasError as error:
         return Check(name, "gap", error.message, error.hint)
     try:
@@ -144,7 +145,11 @@ def _triton() -> Check:
     if "Usage: tritonserver" not in output:
         fix = "use a system with glibc 2.35 or later (Debian 12, Ubuntu 22.04)"
         return Check(name, "gap", f"{binary} does not start: {output.strip()[-200:]}", fix)
-    return Check(name, "ok", str(binary))
+    found = f"{binary}, {installation.release_text}"
+    if not installation.is_safe:
+        fix = "to open Triton's own ports to other machines, use a tritonserver of 26.07 or later"
+        return Check(name, "info", f"{found}: one request can crash it, so loopback only", fix)
+    return Check(name, "ok", found)
 
 
 def _containers() -> Check:

@@ -42,6 +42,32 @@ Host = Annotated[
         help="The address to listen on; 0.0.0.0 for all.",
     ),
 ]
+TritonHost = Annotated[
+    str | None,
+    typer.Option(
+        "--triton-host",
+        metavar="ADDRESS",
+        show_default="127.0.0.1",
+        help="The address for Triton's HTTP and gRPC, which check no key.",
+    ),
+]
+TritonBehindProxy = Annotated[
+    bool | None,
+    typer.Option(
+        "--triton-behind-proxy",
+        show_default=False,
+        help="A proxy checks who reaches Triton's ports; needed for --triton-host with keys or TLS.",
+    ),
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        "--allowed-hosts",
+        metavar="HOST[,HOST...]",
+        show_default="loopback's, on loopback",
+        help="The names under which a server without API keys answers.",
+    ),
+]
 Profile = Annotated[
     str | None,
     typer.Option(
@@ -202,6 +228,40 @@ StallTimeout = Annotated[
         help="How long one pass may take; after that, the server ends with exit code 4.",
     ),
 ]
+
+
+def _limit(name: str, what: str, default: str = "none") -> Any:
+    return typer.Option(name, metavar="N", min=1, show_default=default, help=what)
+
+
+MaxSteps = Annotated[
+    int | None, _limit("--max-steps", "Most denoising steps per block that a request may ask for.")
+]
+MaxPasses = Annotated[
+    int | None,
+    _limit("--max-passes", "Most denoising passes of a request: blocks times steps times answers."),
+]
+MaxAnswers = Annotated[int | None, _limit("--max-n", "Most answers per prompt.", "128")]
+MaxQueueTokens = Annotated[
+    int | None,
+    _limit("--max-queue-tokens", "Most tokens of all requests that run or wait.", "4194304"),
+]
+MaxKeyRequests = Annotated[
+    int | None, _limit("--max-key-requests", "Most requests of one API key at once.")
+]
+MaxConnections = Annotated[
+    int | None, _limit("--max-connections", "Most connections to the OpenAI API.", "1024")
+]
+RequestTimeout = Annotated[
+    int | None,
+    typer.Option(
+        "--request-timeout",
+        metavar="SECONDS",
+        min=1,
+        show_default="none",
+        help="How long one request may take, its wait included.",
+    ),
+]
 SharePasses = Annotated[
     bool | None,
     typer.Option(
@@ -242,6 +302,9 @@ DryRun = Annotated[
 def serve(
     bundle: Bundle = None,
     host: Host = None,
+    hosts: Hosts = None,
+    triton_host: TritonHost = None,
+    triton_behind_proxy: TritonBehindProxy = None,
     port: Port = None,
     health_port: HealthPort = None,
     http_port: HttpPort = None,
@@ -262,6 +325,13 @@ def serve(
     ready_timeout: ReadyTimeout = None,
     exit_timeout: ExitTimeout = None,
     stall_timeout: StallTimeout = None,
+    max_steps: MaxSteps = None,
+    max_passes: MaxPasses = None,
+    max_n: MaxAnswers = None,
+    max_queue_tokens: MaxQueueTokens = None,
+    max_key_requests: MaxKeyRequests = None,
+    max_connections: MaxConnections = None,
+    request_timeout: RequestTimeout = None,
     threads: Threads = None,
     share_passes: SharePasses = None,
     prefix_cache: PrefixCache = None,

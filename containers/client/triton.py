@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.ports import Ports, split_url
 from canvasrt.containers.tensors import (
     ANSWER_MODEL,
@@ -79,6 +80,8 @@ class Client:
         extra: dict[str, Any] = {}
         if protocol == "http":
             extra = {"network_timeout": timeout, "connection_timeout": 10.0}
+        elif self.url.rpartition(":")[0].strip("[]") in LOOPBACK:
+            extra = {"channel_args": direct_channel()}
         self._client = self._module.InferenceServerClient(self.url, **extra)
 
     def __enter__(self) -> Client:
@@ -180,6 +183,12 @@ def _host_and_port(url: str | None, protocol: Protocol) -> str:
         url or "127.0.0.1", ("http", "grpc"), "give host:port; TLS is not supported"
     )
     return f"[{host}]:{port or default}" if ":" in host else f"{host}:{port or default}"
+
+
+def direct_channel() -> list[tuple[str, int]]:
+    """Return the options of a gRPC channel that uses no proxy, with tritonclient's own limits."""
+    limits = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
+    return [("grpc.enable_http_proxy", 0), *((name, 2**31 - 1) for name in limits)]
 
 
 def _taken(replies: Replies, timeout: float | None = None) -> Any:

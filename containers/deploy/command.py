@@ -32,7 +32,7 @@ class Options:
     name: str = "canvasrt"
     listen: str = "127.0.0.1"
     port: int = API_PORT
-    grpc_port: int = GRPC_PORT
+    grpc_port: int | None = None
     http_port: int | None = None
     gpus: str = "all"
     cache: str = VOLUME
@@ -49,6 +49,21 @@ class Options:
         """This machine's ports, by those of the container."""
         ports = {API_PORT: self.port, GRPC_PORT: self.grpc_port, HTTP_PORT: self.http_port}
         return {inside: outside for inside, outside in ports.items() if outside is not None}
+
+    @property
+    def own_ports(self) -> dict[int, int]:
+        """The ports that the container itself uses on the host's network, by their defaults."""
+        return {
+            API_PORT: self.port,
+            GRPC_PORT: self.grpc_port or GRPC_PORT,
+            HTTP_PORT: self.http_port or HTTP_PORT,
+        }
+
+    @property
+    def opens_triton(self) -> bool:
+        """Whether callers outside the container are to reach Triton's own ports."""
+        inside = self.network in ("host", "none")
+        return not inside and (self.grpc_port, self.http_port) != (None, None)
 
     def __post_init__(self) -> None:
         checks = (
@@ -79,6 +94,8 @@ def run_command(
         words += engine.gpu_options(options.gpus)
     words += _network(options)
     words += _LOGS[engine.name]
+    if options.network == "host" and options.port != API_PORT:
+        words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # for the health check too
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]
     engines = options.engines or package.engines
     if engines is not None:
@@ -92,7 +109,14 @@ def run_command(
                 "give a file with NAME=VALUE lines to --env-file",
             )
         words += ["--env-file", str(options.variables_file)]
-    return [*words, package.tag]
+    words.append(package.tag)
+    if options.opens_triton:
+        words += [*image.COMMAND, "--triton-host", "0.0.0.0"]  # noqa: S104
+    elif options.network == "host" and any(a != b for a, b in options.own_ports.items()):
+        own = options.own_ports
+        words += [*image.COMMAND, "--grpc-port", str(own[GRPC_PORT])]
+        words += ["--http-port", str(own[HTTP_PORT]), "--metrics-port", "0"]
+    return words
 
 
 def _hardening(options: Options) -> list[str]:

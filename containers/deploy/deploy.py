@@ -115,8 +115,11 @@ def addresses(options: Options) -> dict[str, str]:
     if options.network == "none":
         return {}
     if options.network == "host":
-        own = Options()
-        return {"openai": f"http://127.0.0.1:{own.port}/v1", "grpc": f"127.0.0.1:{own.grpc_port}"}
+        own = options.own_ports
+        return {
+            "openai": f"http://127.0.0.1:{own[API_PORT]}/v1",
+            "grpc": f"127.0.0.1:{own[GRPC_PORT]}",
+        }
     found = {"openai": f"http://{host}:{options.port}/v1"}
     for name, port in (("grpc", options.grpc_port), ("http", options.http_port)):
         if port is not None:
@@ -140,9 +143,9 @@ def check_ports(options: Options) -> None:
     if options.network == "none":
         return
     host = options.network == "host"
-    for inside, outside in options.published.items():
+    for inside, outside in (options.own_ports if host else options.published).items():
         address = "0.0.0.0" if host else options.listen
-        listen(address, inside if host else outside, names[inside]).close()
+        listen(address, outside, names[inside]).close()
 
 
 def wait_ready(

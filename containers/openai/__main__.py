@@ -23,6 +23,7 @@ import uvicorn
 from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
+from canvasrt.containers.openai.connections import bound_handshakes, connections, raise_file_limit
 from canvasrt.containers.openai.state import FrontSettings, State
 
 # How long to wait after the last answer, for requests already on their way.
@@ -31,6 +32,7 @@ _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
 _BEAT_EVERY = 0.5
+HEALTH_CONNECTIONS = 128  # on the port for health alone
 
 
 class _Uvicorn(uvicorn.Server):
@@ -49,6 +51,8 @@ def main() -> None:
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)
+    raise_file_limit()
+    bound_handshakes()
     asyncio.run(_serve(settings, State(), commands))
 
 
@@ -109,18 +113,20 @@ def _apply(state: State, report: dict[str, Any]) -> None:
 
 
 def _server(settings: FrontSettings, state: State) -> _Uvicorn:
-    options: dict[str, Any] = {}
+    connection, places = connections(settings.options.max_connections)
+    options: dict[str, Any] = {"http": connection}
     if settings.options.tls is not None:
         options["ssl_certfile"] = settings.options.tls["certificate"]
         options["ssl_keyfile"] = settings.options.tls["key"]
         if settings.options.tls.get("ca"):
             options["ssl_ca_certs"] = settings.options.tls["ca"]
             options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
-    return _Uvicorn(_config(make_app(settings, state), **options))
+    return _Uvicorn(_config(make_app(settings, state, places), **options))
 
 
 def _health_server(settings: FrontSettings, state: State) -> _Uvicorn:
-    return _Uvicorn(_config(make_health_app(settings, state)))
+    connection, _ = connections(HEALTH_CONNECTIONS)
+    return _Uvicorn(_config(make_health_app(settings, state), http=connection))
 
 
 def _config(app: Any, **options: Any) -> uvicorn.Config:
@@ -129,7 +135,6 @@ def _config(app: Any, **options: Any) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        http="h11",
         loop="asyncio",
         ws="none",
         lifespan="on",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib.metadata
 import time
@@ -15,12 +16,22 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 import canvasrt
-from canvasrt.containers.openai.auth import Keys
+from canvasrt.containers.openai.auth import Callers, Keys
 from canvasrt.containers.openai.completions import Completions
+from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
+from canvasrt.containers.openai.inputs import Limits
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
-from canvasrt.containers.openai.middleware import DISCONNECTED, ID, Middleware, internal_error
+from canvasrt.containers.openai.middleware import (
+    AT_END,
+    CALLER,
+    DISCONNECTED,
+    ID,
+    Middleware,
+    internal_error,
+)
+from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
@@ -35,6 +46,7 @@ from canvasrt.containers.openai.state import FrontSettings, State
 from canvasrt.containers.openai.upstream import Upstream
 
 API_VERSION = "1.0"
+_SHORT = 1 << 16  # bytes of a body that is read at once
 _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
 
@@ -48,6 +60,7 @@ class Front:
         self.state = state
         self.metrics = FrontMetrics()
         self.keys = Keys(settings.options.keys)
+        self.callers = Callers(settings.options.max_key_requests)
         self.created = int(time.time())
         self._upstream: Upstream | None = None
         self._completions: Completions | None = None
@@ -56,9 +69,11 @@ class Front:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Hold the connection to Triton, which belongs to the event loop."""
         self._upstream = Upstream(self.settings.grpc)
+        self._long = asyncio.Semaphore(1)
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         fetcher = Fetcher() if self.options.allow_remote_images else None
-        self._completions = Completions(self._upstream, self.metrics, fingerprint, fetcher)
+        limits = Limits(self.options.max_n, self.options.about.get("max_context"))
+        self._completions = Completions(self._upstream, self.metrics, fingerprint, limits, fetcher)
         yield
         await self._upstream.close()
 
@@ -72,10 +87,17 @@ class Front:
 
     async def generate(self, request: Request, kind: type[Sampling]) -> Response:
         """Answer one request for text."""
-        self.keys.check(request.headers.get("authorization"))
+        caller = self.keys.check(request.headers.get("authorization"))
         if (refusal := self.state.refusal()) is not None:
             raise refusal
-        body = read_body(kind, await request.body())
+        request.scope[AT_END].enter_context(self.callers.one(caller))
+        request.scope[CALLER] = caller
+        raw = await request.body()
+        if len(raw) > _SHORT:  # the event loop serves the others meanwhile
+            async with self._long:
+                body = await asyncio.to_thread(read_body, kind, raw)
+        else:
+            body = read_body(kind, raw)
         self.check_model(body.model)
         assert self._completions is not None
         if isinstance(body, ResponsesRequest):
@@ -106,8 +128,8 @@ class Front:
         }
 
 
-def make_app(settings: FrontSettings, state: State) -> ASGIApp:
-    """Return the application of one server."""
+def make_app(settings: FrontSettings, state: State, places: Places | None = None) -> ASGIApp:
+    """Return the application of one server, whose connections have `places`."""
     front = Front(settings, state)
     app = FastAPI(title="canvasrt", lifespan=front.lifespan, **_NO_SCHEMA)
     _add_errors(app)
@@ -115,7 +137,9 @@ def make_app(settings: FrontSettings, state: State) -> ASGIApp:
     _add_management(app, front)
     _add_inference(app, front)
     add_page(app)
-    return Middleware(app, state, front.metrics, settings.options.max_body)
+    origin = Origin(settings.options)
+    limit = settings.options.max_body
+    return Middleware(app, state, front.metrics, limit, places, origin)
 
 
 def make_health_app(settings: FrontSettings, state: State) -> ASGIApp:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.errors import ApiError, too_many
 
 
 class Keys:
@@ -15,10 +17,11 @@ class Keys:
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
-    def check(self, authorization: str | None) -> None:
-        """Raise ApiError 401 unless the header has one of the keys."""
+    def check(self, authorization: str | None) -> str:
+        """Return a name for the caller's key; empty if none is needed. ApiError 401 unless the
+        header has one of the keys."""
         if not self._digests:
-            return
+            return ""
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _refusal("You did not provide an API key: send Authorization: Bearer KEY.", None)
@@ -28,6 +31,28 @@ class Keys:
         found = [hmac.compare_digest(given, known) for known in self._digests]
         if not any(found):
             raise _refusal("Incorrect API key provided.", "invalid_api_key")
+        return given.hex()[:16]
+
+
+class Callers:
+    """Counts the requests of each key, of which `most` may run at once; None for any number."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._count: dict[str, int] = defaultdict(int)
+
+    @contextmanager
+    def one(self, caller: str) -> Iterator[None]:
+        """Count a request while the block runs. ApiError 429 when its caller has too many."""
+        if self._most is not None and self._count[caller] >= self._most:
+            raise too_many(f"{self._most} requests of this key are already running.")
+        self._count[caller] += 1
+        try:
+            yield
+        finally:
+            self._count[caller] -= 1
+            if not self._count[caller]:
+                del self._count[caller]
 
 
 def _digest(key: bytes) -> bytes:

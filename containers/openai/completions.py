@@ -15,8 +15,9 @@ from starlette.responses import JSONResponse, Response
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
-from canvasrt.containers.openai.inputs import inputs_of
+from canvasrt.containers.openai.inputs import Limits, inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.middleware import CALLER
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.replies import Shape
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
@@ -39,9 +40,11 @@ class Completions:
         upstream: Upstream,
         metrics: FrontMetrics,
         fingerprint: str,
+        limits: Limits,
         fetcher: Fetcher | None = None,
     ) -> None:
         """Without a `fetcher`, remote images are refused."""
+        self._limits = limits
         self._fetcher = fetcher
         self._upstream = upstream
         self._metrics = metrics
@@ -60,17 +63,18 @@ class Completions:
         """Return one request, ready to be sent. ApiError for what is wrong with it."""
         if isinstance(body, ChatRequest) and self._fetcher is not None:
             await inline(body.messages, self._fetcher)
-        inputs = inputs_of(body)
+        inputs = inputs_of(body, self._limits)
+        caller: str = request.scope.get(CALLER, "")
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
         shape = Shape(chat, body.model, self._fingerprint, seed, body.wants_usage)
         if isinstance(body, ChatRequest):
             shape.reader = reader_of(body)
-        return Run(self, body, inputs, shape, request.url.path)
+        return Run(self, body, inputs, shape, request.url.path, caller)
 
-    def answers(self, inputs: list[dict[str, Any]]) -> Answers:
-        """Return the answers to requests that Triton has yet to get."""
-        return Answers(self._upstream, inputs)
+    def answers(self, inputs: list[dict[str, Any]], caller: str) -> Answers:
+        """Return the answers to a caller's requests that Triton has yet to get."""
+        return Answers(self._upstream, inputs, caller)
 
 
 class Run:
@@ -83,7 +87,9 @@ class Run:
         inputs: list[dict[str, Any]],
         shape: Shape,
         endpoint: str,
+        caller: str,
     ) -> None:
+        self._caller = caller
         self._owner = owner
         self._body = body
         self._inputs = inputs
@@ -95,7 +101,7 @@ class Run:
 
     def answers(self) -> Answers:
         """Return the answers, which iterating over them asks for."""
-        return self._owner.answers(self._inputs)
+        return self._owner.answers(self._inputs, self._caller)
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""

@@ -33,6 +33,8 @@ class ApiError(Exception):
         """OpenAI's name for the kind of error."""
         if self.status == 503:
             return "service_unavailable"
+        if self.status == 429:
+            return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
     def to_json(self) -> dict[str, Any]:
@@ -48,6 +50,12 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400: the request is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_many(message: str, retry_after: int = RETRY_AFTER) -> ApiError:
+    """Return a 429: a limit was reached; the same request may succeed later."""
+    headers = {"Retry-After": str(retry_after)}
+    return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
 def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiError:

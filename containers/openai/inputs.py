@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.containers.openai.errors import bad_request
@@ -19,13 +20,24 @@ from canvasrt.containers.openai.schema import (
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.runtime.pictures import BUDGETS
 
+_MOST_SENT = 64 * 2**20  # characters of all prompts, times their answers
 # JSON readers that parse numbers as doubles, as JavaScript does, keep these exact.
 _SEEDS = 2**53 - MAX_ANSWERS
 # Soft tokens of an image.
 _LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)
 
 
-def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. `max_context` is in tokens; None if it is not known."""
+
+    max_n: int = MAX_ANSWERS
+    max_context: int | None = None
+
+
+def inputs_of(
+    request: ChatRequest | CompletionRequest, limits: Limits | None = None
+) -> list[dict[str, Any]]:
     """Return the inputs of each Triton request: `n` per prompt, with consecutive seeds.
 
     Without a seed, callers expect a different answer each time, so one is drawn.
@@ -34,7 +46,11 @@ def inputs_of(request: ChatRequest | CompletionRequest) -> list[dict[str, Any]]:
         prompts: list[dict[str, Any]] = [_chat(request)]
     else:
         prompts = [_prompt(each) for each in request.prompt]
+    limits = limits or Limits()
     n = request.n or 1
+    if n > limits.max_n:
+        raise bad_request(f"n is {n}; this server allows {limits.max_n}.", "n", "invalid_value")
+    _check_size(prompts, n, limits.max_context)
     if len(prompts) * n > MAX_ANSWERS:
         raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
     options = _options(request)
@@ -53,6 +69,27 @@ def _chat(request: ChatRequest) -> dict[str, Any]:
             min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images
         ]
     return inputs
+
+
+def _check_size(prompts: Sequence[dict[str, Any]], n: int, max_context: int | None) -> None:
+    """Raise ApiError for prompts that cannot fit, before anything is made of them."""
+    for prompt in prompts:
+        count = len(prompt.get("prompt_ids", ()))
+        if max_context is not None and count > max_context:
+            raise bad_request(
+                f"The prompt of {count} tokens and new ones exceed the context of {max_context}"
+                " tokens.",
+                "prompt",
+                "context_length_exceeded",
+            )
+    texts = [prompt.get("messages") or prompt.get("prompt") or "" for prompt in prompts]
+    if (sent := n * sum(map(len, texts))) > _MOST_SENT:
+        raise bad_request(
+            f"{n} answers to prompts of {sent // n} characters are more than this server handles"
+            " at once; send fewer, or ask for fewer answers.",
+            "n",
+            "invalid_value",
+        )
 
 
 def _options(request: Sampling) -> dict[str, Any]:

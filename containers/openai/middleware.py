@@ -6,27 +6,45 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.disconnect import Disconnected
-from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.state import State
 
 log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope
 DISCONNECTED = 499  # nginx's status for callers that disconnect
-_QUIET = ("/v1/health/live", "/v1/health/ready", "/v1/metrics")
+CALLER = "canvasrt.caller"  # in a request's scope: a name for the caller's key
+AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
+_HEALTH = ("/v1/health/live", "/v1/health/ready")
+_QUIET = (*_HEALTH, "/v1/metrics")
 
 
 class Middleware:
-    """Wraps the application. `max_body` is in bytes."""
+    """Wraps the application. `max_body` is in bytes. Callers in the reserved of `places` only get
+    health routes."""
 
-    def __init__(self, app: ASGIApp, state: State, metrics: FrontMetrics, max_body: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: State,
+        metrics: FrontMetrics,
+        max_body: int,
+        places: Places | None = None,
+        origin: Origin | None = None,
+    ) -> None:
+        self._origin = origin
         self._app = app
+        self._places = places or Places(0)
         self._state = state
         self._metrics = metrics
         self._max_body = max_body
@@ -36,11 +54,15 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._max_body)
+        if scope.get("client") in self._places.reserved and scope["path"] not in _HEALTH:
+            exchange.refusal = too_many_connections()
+        exchange.origin = self._origin
         counts = scope["method"] == "POST"
         self._state.in_flight += counts
         begin = time.perf_counter()
         try:
-            await exchange.run(self._app)
+            with ExitStack() as scope[AT_END]:
+                await exchange.run(self._app)
         finally:
             self._state.in_flight -= counts
             self._report(scope, exchange, time.perf_counter() - begin)
@@ -77,12 +99,18 @@ class _Exchange:
         self._left = max_body
         self._max_body = max_body
         self._started = False
+        self.refusal: ApiError | None = None
+        self.origin: Origin | None = None
 
     async def run(self, app: ASGIApp) -> None:
         try:
+            if self.refusal is not None:
+                raise self.refusal
+            if self.origin is not None:
+                self.origin.check(self._scope)
             self._check_length()
             await app(self._scope, self.receive, self.send)
-        except Disconnected:
+        except (Disconnected, ClientDisconnect):
             self.status = DISCONNECTED
         except ApiError as error:
             await self._fail(error.response())
@@ -122,6 +150,13 @@ class _Exchange:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+def too_many_connections() -> ApiError:
+    """Return the error for a caller in one of the places that are kept for health checks."""
+    error = unavailable("Too many connections are open.", "too_many_connections")
+    error.headers["Connection"] = "close"
+    return error
 
 
 def internal_error(id: str) -> Response:

@@ -24,6 +24,7 @@ from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
+MAX_STOP_LENGTH = 1000  # characters
 MAX_STOPS = 4  # as in OpenAI's API
 # OpenAI has parameters of its own for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
@@ -81,7 +82,10 @@ def _prompts(value: Any) -> Any:
     raise _fail("invalid_type", "prompt must be a string, a list of strings, or token ids")
 
 
-Strings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_one_or_more)]
+Strings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+    BeforeValidator(_one_or_more),
+]
 Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 # Describes the caller; cannot change an answer.
 Note = str | None

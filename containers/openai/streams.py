@@ -14,6 +14,7 @@ from canvasrt.containers.tensors import STREAM_MODEL, inputs_of, outputs_of
 
 MAX_IDLE = 64
 _OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # Triton is on this machine
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]

@@ -14,10 +14,18 @@ import grpc
 import tritonclient.grpc.aio
 from tritonclient.utils import InferenceServerException
 
-from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.errors import ApiError, bad_request, unavailable
+from canvasrt.containers.client.triton import StreamEvent, direct_channel
+from canvasrt.containers.openai.errors import ApiError, bad_request, too_many, unavailable
 from canvasrt.containers.openai.streams import Stream, Streams, decode, encode
-from canvasrt.containers.tensors import ANSWER_MODEL, ERROR_EVENT, ERRORS, HINT, STREAM_MODEL
+from canvasrt.containers.tensors import (
+    ANSWER_MODEL,
+    ANSWERS,
+    ERROR_EVENT,
+    ERRORS,
+    HINT,
+    OWNER,
+    STREAM_MODEL,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +37,9 @@ class Upstream:
     """One Triton server, created and used on one event loop."""
 
     def __init__(self, address: str) -> None:
-        self._client = tritonclient.grpc.aio.InferenceServerClient(address)
+        self._client = tritonclient.grpc.aio.InferenceServerClient(
+            address, channel_args=direct_channel()
+        )
         self._streams = Streams(address)
 
     async def close(self) -> None:
@@ -94,8 +104,9 @@ class Answers:
     As an asynchronous context manager, it cancels at the end what is still running.
     """
 
-    def __init__(self, upstream: Upstream, requests: list[dict[str, Any]]) -> None:
+    def __init__(self, upstream: Upstream, requests: list[dict[str, Any]], owner: str = "") -> None:
         self._upstream = upstream
+        self._parameters = {OWNER: owner, ANSWERS: len(requests)}
         self._requests = requests
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,7 +136,9 @@ class Answers:
 
     async def _run(self, number: int, inputs: dict[str, Any]) -> None:
         try:
-            async with contextlib.aclosing(self._upstream.stream(inputs)) as events:
+            async with contextlib.aclosing(
+                self._upstream.stream(inputs, self._parameters)
+            ) as events:
                 async for event in events:
                     self._queue.put_nowait((number, event))
             self._queue.put_nowait(_Done)
@@ -144,6 +157,10 @@ def explained(code: str, details: str) -> ApiError:
     message = details.replace(HINT, ": ") if HINT in details else details
     if code in ("INVALID_ARG", "INVALID_ARGUMENT"):
         return _refused(message)
+    if code == "RESOURCE_EXHAUSTED":
+        return too_many(_sentence(message))
+    if code == "DEADLINE_EXCEEDED" and HINT in details:
+        return ApiError(504, _sentence(message), code="request_timeout")
     if code == "UNAVAILABLE" and HINT in details:  # from the model itself
         return unavailable(_sentence(message), "overloaded")
     absent = re.search("unknown model|not ready|no available versions", details)

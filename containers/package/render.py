@@ -46,6 +46,7 @@ def render(facts: Mapping[str, Any]) -> dict[str, str]:
         "temporary": TEMPORARY,
         "end_unhealthy": END_UNHEALTHY,
         "grace": image.STOP_GRACE,
+        "open": " ".join([*image.COMMAND, "--triton-host", "0.0.0.0"]),  # noqa: S104
     }
     return {place: environment.get_template(name).render(known) for name, place in _FILES.items()}
 

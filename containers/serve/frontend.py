@@ -17,8 +17,8 @@ from typing import IO
 from canvasrt.containers.heartbeat import silence
 from canvasrt.containers.openai.state import FrontSettings, Phase
 from canvasrt.containers.options import FrontOptions
-from canvasrt.containers.ports import listen
-from canvasrt.containers.processes import die_with_parent
+from canvasrt.containers.ports import listen, url_host
+from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
 
@@ -76,9 +76,8 @@ class FrontEnd:
     @classmethod
     def over(cls, server: Server, options: FrontOptions) -> FrontEnd:
         """Return a front end over a server of this process."""
-        where, ports = server.address, server.ports
-        metrics = f"http://{where}:{ports.metrics}/metrics"
-        return cls(options, f"{where}:{ports.grpc}", metrics, server.log)
+        grpc = f"{server.address}:{server.ports.grpc}"
+        return cls(options, grpc, server.metrics_url, server.log)
 
     @property
     def url(self) -> str:
@@ -92,9 +91,7 @@ class FrontEnd:
         return self._url(self.health_port, False) if self.health_port else self.url
 
     def _url(self, port: int, secure: bool) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.options.host, self.options.host)
-        where = f"[{host}]" if ":" in host else host
-        return f"{'https' if secure else 'http'}://{where}:{port}/v1"
+        return f"{'https' if secure else 'http'}://{url_host(self.options.host)}:{port}/v1"
 
     @property
     def pid(self) -> int | None:
@@ -120,6 +117,7 @@ class FrontEnd:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "canvasrt.containers.openai"],
+                env=child_environment(),  # keys come over standard input
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=output,

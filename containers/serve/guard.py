@@ -12,7 +12,12 @@ import subprocess
 import sys
 import time
 
-from canvasrt.containers.processes import is_running, processes_of, remove_stale
+from canvasrt.containers.processes import (
+    child_environment,
+    is_running,
+    processes_of,
+    remove_stale,
+)
 
 GRACE = 6.0  # a server without open streams ends by itself, and cleans up better
 
@@ -22,6 +27,7 @@ def start_guard(run_name: str) -> subprocess.Popen[bytes]:
     however this process ends."""
     return subprocess.Popen(
         [sys.executable, "-m", "canvasrt.containers.serve.guard", run_name],
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

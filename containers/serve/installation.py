@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,14 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from canvasrt import extras
+from canvasrt.containers.processes import child_environment
 from canvasrt.errors import CanvasError
 
 VARIABLE = "CANVASRT_TRITONSERVER"
+# Before it, one request over HTTP can crash a server (CVE-2025-23310 and later ones).
+SAFE_RELEASE = (26, 7)
+_RELEASES = {"0.7.0": (24, 10)}  # of nvidia-pytriton
 _STUB = "triton_python_backend_stub"
 
 
@@ -23,6 +29,25 @@ class Installation:
 
     binary: Path
     bundled: Path | None
+
+    @property
+    def release(self) -> tuple[int, int] | None:
+        """The year and month of the release, as in 26.07; None if nothing says it."""
+        if self.bundled is not None:
+            return _RELEASES.get(extras.version("nvidia-pytriton") or "")
+        text = os.environ.get("NVIDIA_TRITON_SERVER_VERSION", "")  # set in NVIDIA's images
+        match = re.fullmatch(r"(\d\d)\.(\d\d).*", text)
+        return (int(match[1]), int(match[2])) if match else None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether callers from elsewhere may reach its ports."""
+        return self.release is not None and self.release >= SAFE_RELEASE
+
+    @property
+    def release_text(self) -> str:
+        """The release, for a reader."""
+        return "an unknown release" if self.release is None else "{}.{:02}".format(*self.release)
 
     def prepare(self, folder: Path) -> list[str]:
         """Put a bundled server's Python backend into `folder`; return the options that select it."""
@@ -43,9 +68,9 @@ class Installation:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment, changed so that models run in this interpreter's
+        """Return this process's environment without its secrets, changed so that models run in this interpreter's
         environment."""
-        env = dict(os.environ)
+        env = child_environment()
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("ORT_DISABLE_TELEMETRY", "1")
         # The stub finds its virtual environment by the first python3 on PATH.

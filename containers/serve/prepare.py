@@ -20,7 +20,7 @@ import canvasrt
 from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.openai.state import Phase
-from canvasrt.containers.processes import die_with_parent
+from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.profiles import ServingProfile
 from canvasrt.errors import CanvasError
 
@@ -143,7 +143,7 @@ def _build(
     cache = out.parents[2]
     process = subprocess.Popen(
         command,
-        env={**os.environ, "CANVASRT_CACHE": str(cache)},
+        env={**child_environment(), "CANVASRT_CACHE": str(cache)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
+from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import Output
@@ -20,14 +21,12 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
 from canvasrt.containers.serve.supervisor import Supervisor
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 
 log = logging.getLogger(__name__)
 
 # Called with the addresses by name, once everything answers.
 Ready = Callable[[dict[str, Any]], None]
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
@@ -38,11 +37,12 @@ def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
     CanvasError when a server cannot start, or ends by itself.
     """
     configure(settings.front.log_level, settings.front.json_logs)
+    check_triton_host(settings)
     source = open_source(settings.bundle)
     profile = choose(source, settings.profile)
     settings = replace(
         settings,
-        ports=settings.ports.resolve(settings.front.host),
+        ports=settings.ports.resolve(settings.triton_host, settings.front.host),
         front=replace(
             settings.front,
             tls=settings.tls,
@@ -62,9 +62,9 @@ def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
 @contextlib.contextmanager
 def _front(settings: Settings, output: Output) -> Iterator[FrontEnd]:
     """Run the front end, which answers health checks while Triton is not running yet."""
-    host = Server(Path(), host=settings.front.host).address
-    metrics = f"http://{host}:{settings.ports.metrics}/metrics"
-    front = FrontEnd(settings.front, f"{host}:{settings.ports.grpc}", metrics, output.log)
+    triton = _triton(settings, Path(), output)
+    grpc = f"{triton.address}:{settings.ports.grpc}"
+    front = FrontEnd(settings.front, grpc, triton.metrics_url, output.log)
     try:
         front.start()
         log.info("alive: %s/health/live", front.health_url)
@@ -104,15 +104,14 @@ def _serve(
 def _supervisor(
     settings: Settings, repository: Path, front: FrontEnd, output: Output, stop: StopRequest
 ) -> Supervisor:
-    if settings.front.keys and settings.front.host not in LOOPBACK:
-        log.warning(
-            "the API keys guard only the OpenAI API: ports %d and %d need none",
-            settings.ports.http,
-            settings.ports.grpc,
-        )
-    server = Server(
+    return Supervisor(_triton(settings, repository, output), front, stop, settings.stall_timeout)
+
+
+def _triton(settings: Settings, repository: Path, output: Output) -> Server:
+    return Server(
         repository,
-        host=settings.front.host,
+        host=settings.triton_host,
+        metrics_host=settings.front.host,
         ports=settings.ports,
         log=output.log,
         exit_timeout=settings.exit_timeout,
@@ -121,7 +120,6 @@ def _supervisor(
         recent=output.recent,
         options=settings.triton_options,
     )
-    return Supervisor(server, front, stop, settings.stall_timeout)
 
 
 def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready: Ready) -> None:
@@ -161,7 +159,7 @@ def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
         "health": front.health_url.removesuffix("/v1"),
         "http": f"{host}:{ports.http}",
         "grpc": f"{host}:{ports.grpc}",
-        "metrics": f"http://{host}:{ports.metrics}/metrics",
+        "metrics": server.metrics_url,
         "log": str(server.log) if server.log else None,
         "pid": server.pid,
         "front_end_pid": front.pid,
@@ -169,8 +167,29 @@ def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
     return data
 
 
+def check_triton_host(settings: Settings) -> None:
+    """Raise UsageError when Triton's ports would be a way around the API's keys or TLS."""
+    guarded = [
+        name
+        for name, on in (
+            ("API keys", settings.front.keys),
+            ("TLS", settings.ssl_mode != "disabled"),
+        )
+        if on
+    ]
+    if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not guarded:
+        return
+    raise UsageError(
+        f"--triton-host is {settings.triton_host}, but Triton's ports know neither the API's keys nor"
+        f" its TLS, and {' and '.join(guarded)} would be no protection",
+        "leave out --triton-host; or put a proxy that checks callers in front of ports"
+        f" {settings.ports.http} and {settings.ports.grpc}, and say so with --triton-behind-proxy",
+    )
+
+
 def decisions(settings: Settings) -> dict[str, Any]:
     """Return what a dry run shows: all decisions about a run, without its keys."""
+    check_triton_host(settings)
     source = open_source(settings.bundle)
     profile = choose(source, settings.profile)
     return {
@@ -178,6 +197,7 @@ def decisions(settings: Settings) -> dict[str, Any]:
         "profile": profile.to_json(),
         "builds_first": profile.builds,
         "host": settings.front.host,
+        "triton_host": settings.triton_host,
         "ports": {
             "api": settings.front.port,
             "health": settings.front.health_port,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -17,44 +16,41 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from canvasrt.containers.heartbeat import reason_left, silence_at
-from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
+from canvasrt.containers.heartbeat import reason_left
+from canvasrt.containers.names import (
+    HEARTBEAT_VARIABLE,
+    LOOPBACK,
+    REASON_VARIABLE,
+    STOPPING_VARIABLE,
+)
 from canvasrt.containers.options import ModelOptions
-from canvasrt.containers.ports import Ports
+from canvasrt.containers.ports import Ports, callable_host, url_host
 from canvasrt.containers.processes import (
     die_with_parent,
     end_group,
     group_members,
     is_running,
-    is_stopped,
     remove_shm,
     remove_stale,
     run_name,
 )
 from canvasrt.containers.serve.guard import dismiss, start_guard
 from canvasrt.containers.serve.installation import Installation, find_installation
+from canvasrt.containers.serve.logtail import cause_in, last_lines
+from canvasrt.containers.serve.stall import StallWatch
 from canvasrt.errors import CanvasError, EngineError, StalledError
 
 READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
 EXIT_TIMEOUT = 10  # for requests in flight at shutdown
-STALL_TIMEOUT = 300.0  # for one pass; the first of a shape may compile kernels
-STOPPED_TIMEOUT = 5.0  # for a process that a signal has stopped
 UNLOAD_TIMEOUT = 3  # for unloading the models after that
-PROBE_TIMEOUT, PROBE_EVERY = 5.0, 5.0
-SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
+PROBE_TIMEOUT = 5.0
 # Files in the scratch folder.
 _STOPPING, _HEARTBEAT, _REASON = "stopping", "heartbeat", "reason"
 # These change the server, or make it read and write shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
+# The header that would open them. Arguments keep no secret, so it is one that cannot be sent.
+_NO_HEADER = "closed\r\n"
 POLL = 0.05
-_TAIL = 2**20  # bytes at a log's end in which to look for a cause
-_CAUSES = (
-    # The traceback follows on the same line, with escaped line breaks.
-    re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
-    re.compile(r"^error: (.*)"),
-    re.compile(r"^E\d{4} [^\"]*\"(.*)\""),
-    re.compile(r"(.*(?:error while loading shared libraries|GLIBC_[\d.]+' not found).*)"),
-)
 
 
 class Server:
@@ -70,6 +66,7 @@ class Server:
         repository: Path,
         *,
         host: str = "127.0.0.1",
+        metrics_host: str | None = None,
         ports: Ports | None = None,
         log: Path | None = None,
         exit_timeout: float = EXIT_TIMEOUT,
@@ -80,12 +77,15 @@ class Server:
     ) -> None:
         """Prepare a server; nothing is started yet.
 
+        host: what Triton's HTTP and gRPC listen on. metrics_host: the same for its metrics, unless
+        its release may be reached from this machine only.
         log: a file to append the server's output to; None sends it to stderr, or to the descriptor
         `output`, whose last lines are in `recent`.
         model: what the models are given. options: further options of tritonserver.
         """
         self.repository = repository
         self.host = host
+        self.metrics_host = metrics_host or host
         self.ports = ports or Ports()
         self.log = log
         self.exit_timeout = exit_timeout
@@ -98,13 +98,17 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._models: set[int] = set()
-        self._stopped_since: float | None = None
-        self._answered = 0.0  # when Triton last answered a probe
+        self._stall: StallWatch | None = None
 
     @property
     def address(self) -> str:
         """The host to call: the loopback address if the server listens on all."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return callable_host(self.host)
+
+    @property
+    def metrics_url(self) -> str:
+        """The address of Triton's metrics."""
+        return f"http://{url_host(self.metrics_host)}:{self.ports.metrics}/metrics"
 
     @property
     def pid(self) -> int | None:
@@ -135,7 +139,8 @@ class Server:
     def start(self) -> None:
         """Start the process. CanvasError for a port in use, or without a tritonserver."""
         installation = find_installation()
-        self.ports = self.ports.resolve(self.host)
+        self._check_hosts(installation)
+        self.ports = self.ports.resolve(self.host, self.metrics_host)
         remove_stale()
         try:
             command = self._command(installation)
@@ -161,6 +166,18 @@ class Server:
                 ) from error
             raise
 
+    def _check_hosts(self, installation: Installation) -> None:
+        """Raise CanvasError when callers from elsewhere could reach a release that they can crash."""
+        if installation.is_safe:
+            return
+        if self.host not in LOOPBACK:
+            raise CanvasError(
+                f"{installation.binary} is {installation.release_text}, and one request from"
+                f" {self.host} could crash it",
+                "let Triton listen on 127.0.0.1, or use a tritonserver of 26.07 or later",
+            )
+        self.metrics_host = self.metrics_host if self.metrics_host in LOOPBACK else self.host
+
     def wait_ready(
         self,
         timeout: float = READY_TIMEOUT,
@@ -179,7 +196,8 @@ class Server:
                 meanwhile()
             if self.is_ready():
                 self._models = self._model_processes()
-                self._answered = time.monotonic()
+                if self._folder is not None:
+                    self._stall = StallWatch(self._folder / _HEARTBEAT, self._answers)
                 return
             if time.monotonic() > deadline:
                 raise CanvasError(
@@ -192,6 +210,9 @@ class Server:
     def is_ready(self) -> bool:
         """Return whether the server and all its models are ready."""
         return bool(self._get("http", "/v2/health/ready"))
+
+    def _answers(self) -> bool:
+        return bool(self._get("http", "/v2/health/live", timeout=1.0))
 
     def check_alive(self) -> None:
         """Raise CanvasError, with the cause from the log, when the server or a model's process has
@@ -212,7 +233,7 @@ class Server:
                 )
             return
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        cause = _cause(self.log_tail(1000))
+        cause = cause_in(self.log_tail(1000))
         raise CanvasError(
             f"tritonserver stopped with {how}" + (f": {cause}" if cause else ""),
             "see its output" + self._log_hint(),
@@ -222,32 +243,15 @@ class Server:
     def check_progress(self, limit: float) -> None:
         """Raise StalledError when a process is stopped, or when there was no progress for `limit`
         seconds: no step of the engines, or no answer of Triton."""
-        now = time.monotonic()
-        processes = {*self._models, self._process.pid} if self._process else set()
-        if not any(is_stopped(pid) for pid in processes):
-            self._stopped_since = None
-        elif self._stopped_since is None:
-            self._stopped_since = now
-        elif now - self._stopped_since > STOPPED_TIMEOUT:
-            raise self._stalled(f"was stopped by a signal for {STOPPED_TIMEOUT:g} s")
-        if self._folder is not None:
-            quiet = silence_at(self._folder / _HEARTBEAT)
-            if quiet is not None and quiet > limit:
-                raise self._stalled(f"made no progress for {limit:g} s")
-        # Without a stop, Triton's own threads can hang too.
-        if now - self._answered > PROBE_EVERY and self._stopped_since is None:
-            if self._get("http", "/v2/health/live", timeout=1.0):
-                self._answered = time.monotonic()
-            elif now - self._answered > max(limit, PROBE_EVERY):
-                raise self._stalled(f"did not answer for {limit:g} s")
-
-    def _stalled(self, how: str) -> StalledError:
-        return StalledError(
-            f"the server {how}",
-            "allow more time for a pass with --stall-timeout, or see what holds it up"
-            + self._log_hint(),
-            self.log_tail(),
-        )
+        if self._stall is None or self._process is None:
+            return
+        if how := self._stall.stalled({*self._models, self._process.pid}, limit):
+            raise StalledError(
+                f"the server {how}",
+                "allow more time for a pass with --stall-timeout, or see what holds it up"
+                + self._log_hint(),
+                self.log_tail(),
+            )
 
     def stop(self, force: threading.Event | None = None) -> bool:
         """Stop the server and clean up; return whether all requests finished.
@@ -310,9 +314,8 @@ class Server:
 
     def _get(self, port: str, path: str, timeout: float = PROBE_TIMEOUT) -> bytes:
         """Return the body of a page of the server; empty unless the status is 200."""
-        connection = http.client.HTTPConnection(
-            self.address, getattr(self.ports, port), timeout=timeout
-        )
+        host = callable_host(self.metrics_host) if port == "metrics" else self.address
+        connection = http.client.HTTPConnection(host, getattr(self.ports, port), timeout=timeout)
         try:
             connection.request("GET", path)
             reply = connection.getresponse()
@@ -325,11 +328,7 @@ class Server:
 
     def log_tail(self, lines: int = 20) -> list[str]:
         """Return the last lines of the log, without Triton's tables."""
-        found: Sequence[str] = list(self._recent)
-        if self.log is not None and self.log.exists():
-            with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, 2) - _TAIL))
-                found = file.read().decode(errors="replace").splitlines()
+        found = list(self._recent) if self.log is None else last_lines(self.log)
         return [line for line in found if line.strip() and line[0] not in "|+"][-lines:]
 
     def _command(self, installation: Installation) -> list[str]:
@@ -348,18 +347,17 @@ class Server:
             f"--backend-config=python,stub-timeout-seconds={READY_TIMEOUT:.0f}",
         ]
         for name in ("http", "grpc", "metrics"):
-            command.append(f"--{name}-address={self.host}")
+            host = self.metrics_host if name == "metrics" else self.host
+            command.append(f"--{name}-address={host}")
             command.append(f"--{name}-port={getattr(self.ports, name)}")
         for option in ("http-restricted-api", "grpc-restricted-protocol"):
-            command.append(f"--{option}={_CLOSED}:closed={secrets.token_hex(16)}")
+            command.append(f"--{option}={_CLOSED}:{_NO_HEADER}=closed")
         if not Path("/dev/nvidiactl").exists():
             command.append("--allow-gpu-metrics=false")
         return [*command, *self._options]
 
     def _environment(self, installation: Installation) -> dict[str, str]:
         env = installation.environment()
-        for name in SECRETS:  # the models do not need them
-            env.pop(name, None)
         env |= self._model_options.to_environment()
         if self._folder is not None:
             env[STOPPING_VARIABLE] = str(self._folder / _STOPPING)
@@ -400,13 +398,3 @@ def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Eve
             return False
         time.sleep(POLL)
     return process.returncode == 0
-
-
-def _cause(lines: list[str]) -> str:
-    """Return the likely cause from the log: a model's exception, else an error of Triton."""
-    for pattern in _CAUSES:
-        for line in reversed(lines):
-            match = pattern.search(line)
-            if match:
-                return match[1].strip()[:500]
-    return ""

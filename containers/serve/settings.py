@@ -12,7 +12,8 @@ from typing import Any
 
 from canvasrt.containers.options import LEVELS, FrontOptions, ModelOptions, nim, read_switch
 from canvasrt.containers.ports import Ports
-from canvasrt.containers.serve.server import EXIT_TIMEOUT, READY_TIMEOUT, STALL_TIMEOUT
+from canvasrt.containers.serve.server import EXIT_TIMEOUT, READY_TIMEOUT
+from canvasrt.containers.serve.stall import STALL_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
@@ -45,6 +46,8 @@ class Settings:
     front: FrontOptions = field(default_factory=FrontOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     ports: Ports = field(default_factory=Ports)
+    triton_host: str = "127.0.0.1"
+    triton_behind_proxy: bool = False
     ssl_mode: str = field(default="disabled", metadata=nim("NIM_SSL_MODE", _read_tls_mode))
     ssl_cert: Path | None = field(default=None, metadata=nim("NIM_SSL_CERTS_PATH", _read_path))
     ssl_key: Path | None = field(default=None, metadata=nim("NIM_SSL_KEY_PATH", _read_path))

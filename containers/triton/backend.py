@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,22 @@ from canvasrt.containers.heartbeat import Heartbeat, leave_reason
 from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
 from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import (
+    ANSWERS,
     ERROR_EVENT,
     ERRORS,
     HINT,
+    IMAGES,
+    OWNER,
     STREAM_MODEL,
     check_parameters,
+    check_shapes,
     outputs_of,
 )
 from canvasrt.containers.triton.metrics import Metrics
+from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import read_request
-from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Overloaded, Worker
+from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Busy, Late, Overloaded, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Generator
@@ -77,7 +83,13 @@ class StreamModel:
             Metrics(pb_utils).update,
             Heartbeat.at(heartbeat).beat if heartbeat else lambda: None,
             _end_process,
+            options.max_queue_tokens,
+            options.request_timeout,
         )
+        self._options = options
+        self._encoder = PromptEncoder(self._tokenizer, self._model.max_context)
+        # Long prompts are encoded here, so that short ones need not wait for them.
+        self._pool = ThreadPoolExecutor(2, "canvasrt-prompts")
         self._cancelled_calls: dict[str, threading.Event] = {}
 
     def execute(self, requests: list[Any]) -> None:
@@ -96,16 +108,48 @@ class StreamModel:
                 sink.fail(error)
 
     def finalize(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
         self._worker.close()
 
     def _admit(
         self, request: Any, parameters: dict[str, Any], sink: _Sink, call: str | None
     ) -> None:
         check_parameters(parameters, STREAM_MODEL)
+        tensors = request.inputs()
+        check_shapes({each.name(): each.shape() for each in tensors}, self._model.max_context)
         if os.path.exists(os.environ.get(STOPPING_VARIABLE, "")):
             raise Overloaded("the server is stopping", "send the request to another server")
-        arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        served = read_request(arrays, self._model, self._tokenizer)
+        arrays = {tensor.name(): np.array(tensor.as_numpy()) for tensor in tensors}
+        if call is not None:
+            cancel = self._cancelled_calls.setdefault(str(call), threading.Event())
+            sink.cancel = cancel
+            sink.on_end = lambda: self._cancelled_calls.pop(str(call), cancel)
+        if IMAGES.name in arrays or is_long(
+            {name: array[0] for name, array in arrays.items() if array.dtype == object}
+        ):
+            self._pool.submit(self._submit_long, arrays, parameters, sink, call)
+        else:
+            self._submit(arrays, parameters, sink, call)
+
+    def _submit_long(self, *arguments: Any) -> None:
+        try:
+            self._submit(*arguments)
+        except Exception as error:
+            arguments[2].fail(error)
+
+    def _submit(
+        self,
+        arrays: dict[str, np.ndarray],
+        parameters: dict[str, Any],
+        sink: _Sink,
+        call: str | None,
+    ) -> None:
+        if sink.cancelled():
+            raise CanvasError("the request was cancelled")
+        owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
+        served = read_request(
+            arrays, self._model, self._encoder, self._options, owner, max(1, answers)
+        )
         sink.replies = ReplyBuilder(
             self._tokenizer,
             served.request.params,
@@ -116,10 +160,6 @@ class StreamModel:
             control=served.control,
             opening=served.opening,
         )
-        if call is not None:
-            cancel = self._cancelled_calls.setdefault(str(call), threading.Event())
-            sink.cancel = cancel
-            sink.on_end = lambda: self._cancelled_calls.pop(str(call), cancel)
         self._worker.submit(served.request, sink)
 
     def _cancel_call(self, call: str) -> None:
@@ -287,7 +327,8 @@ def _max_context(most: int, limit: int | None) -> int:
 def describe(error: Exception) -> tuple[str, str]:
     """Return Triton's code for an error, and a message with its hint."""
     if isinstance(error, CanvasError) and not isinstance(error, EngineError):
-        code = "UNAVAILABLE" if isinstance(error, Overloaded) else "INVALID_ARG"
+        codes = {Busy: "RESOURCE_EXHAUSTED", Late: "DEADLINE_EXCEEDED", Overloaded: "UNAVAILABLE"}
+        code = codes.get(type(error), "INVALID_ARG")
         return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
     if isinstance(error, EngineError):
         return "INTERNAL", error.message
@@ -297,6 +338,8 @@ def describe(error: Exception) -> tuple[str, str]:
 def error_response(code: str, message: str) -> Any:
     """Return an error reply."""
     codes = pb_utils.TritonError
+    # Triton has none of its own for these two.
+    code = {"RESOURCE_EXHAUSTED": "UNAVAILABLE", "DEADLINE_EXCEEDED": "CANCELLED"}.get(code, code)
     return pb_utils.InferenceResponse(
         error=pb_utils.TritonError(message, getattr(codes, code, codes.INTERNAL))
     )

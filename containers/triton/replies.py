@@ -30,7 +30,7 @@ class ReplyBuilder:
         drafts: bool,
         only_final: bool = False,
         stops: Sequence[str] = (),
-        prompt: Sequence[int] = (),
+        prompt: Sequence[int] | np.ndarray = (),
         control: bool = False,
         opening: str = "",
     ) -> None:
@@ -47,7 +47,7 @@ class ReplyBuilder:
         self._opening = self._unsent = opening
         self._given = ""
         self._spelt: dict[int, str] = {}
-        self._prompt = list(prompt)
+        self._prompt = prompt
         self._cached = 0
         self.ended = False
 
@@ -164,7 +164,7 @@ class ReplyBuilder:
         step: int,
         text: str,
         tokens: Sequence[int],
-        prompt: Sequence[int] = (),
+        prompt: Sequence[int] | np.ndarray = (),
         finish: str = "",
     ) -> dict[str, np.ndarray]:
         return {
@@ -181,7 +181,7 @@ class ReplyBuilder:
         }
 
 
-def _ints(values: Sequence[Any]) -> np.ndarray:
+def _ints(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     return np.array(values, np.int32)
 
 

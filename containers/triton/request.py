@@ -7,21 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import (
-    OPTIONS,
-    check_stops,
-    chosen_prompt,
-    read_inputs,
-    read_messages,
-    read_template,
-)
+from canvasrt.containers.options import ModelOptions
+from canvasrt.containers.tensors import OPTIONS, check_stops, read_inputs
+from canvasrt.containers.triton.prompts import PromptEncoder
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert, read_picture
 from canvasrt.runtime.sampling import SamplingParams
-from canvasrt.runtime.tokenizer import Tokenizer
 
 
 class ServedRequest(NamedTuple):
@@ -36,23 +30,33 @@ class ServedRequest(NamedTuple):
 
 
 def read_request(
-    arrays: Mapping[str, np.ndarray], model: Model, tokenizer: Tokenizer | None
+    arrays: Mapping[str, np.ndarray],
+    model: Model,
+    encoder: PromptEncoder,
+    options: ModelOptions,
+    owner: str = "",
+    answers: int = 1,
 ) -> ServedRequest:
-    """Return a caller's request. CanvasError names the tensor that is wrong."""
+    """Return a caller's request. CanvasError names the tensor that is wrong, or the operator's limit.
+
+    `answers` are all those that the caller asks for together.
+    """
     values = read_inputs(arrays)
     # Options before the prompt: checking them is cheap, encoding a long prompt is not.
-    options = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
-    params = SamplingParams.from_defaults(model.sampler, model.config, **options)
+    given = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
+    params = SamplingParams.from_defaults(model.sampler, model.config, **given)
+    params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
     stops = check_stops(values.get("stop") or ())
-    if stops and tokenizer is None:
+    if stops and not encoder.has_tokenizer:
         raise CanvasError(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
-    prompt, opening = _prompt(values, tokenizer)
+    prompt, opening = encoder.encode(values)
     pictures = _pictures(values, model)
     if pictures:
-        prompt = insert(prompt, pictures, model.config)
-    request = Request(prompt, params, pictures=pictures)
+        prompt = insert(prompt.tolist(), pictures, model.config)
+    request = Request(prompt, params, pictures=pictures, owner=owner)
+    request.validate(model.config, model.max_context)
     control = bool(values.get("control"))
     return ServedRequest(
         request, bool(values.get("drafts")), stops, control, opening if control else ""
@@ -61,7 +65,8 @@ def read_request(
 
 def _pictures(values: Mapping[str, Any], model: Model) -> list[Picture]:
     """Return a request's images as patches."""
-    files, budgets = values.get("images", []), values.get("image_tokens") or [SOFT_TOKENS]
+    files = values.get("images", [])
+    budgets = [int(most) for most in values.get("image_tokens", ())] or [SOFT_TOKENS]
     if not files:
         return []
     model.check_sees()
@@ -82,42 +87,3 @@ def _pictures(values: Mapping[str, Any], model: Model) -> list[Picture]:
         read_picture(file, model.config.vision, budget)
         for file, budget in zip(files, budgets, strict=True)
     ]
-
-
-def _prompt(values: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[list[int], str]:
-    """Return the prompt's tokens, and the beginning of the answer that they hold."""
-    chosen = chosen_prompt(values)
-    prefix = values.get("prefix", "")
-    if chosen == "prompt_ids":
-        _no_chat(values, "prompt_ids")
-        return list(values["prompt_ids"]), ""
-    if tokenizer is None:
-        raise CanvasError(
-            f"the model has no tokenizer, so it cannot encode {chosen}", "send prompt_ids"
-        )
-    if chosen == "messages":
-        messages = read_messages(values["messages"])
-        return tokenizer.open_chat(messages, read_template(values.get("template", "{}")), prefix)
-    text = values["prompt"]
-    if not text.strip():
-        raise CanvasError("the prompt is empty", "send some text")
-    if values.get("raw"):
-        _no_chat(values, "raw")
-        return tokenizer.encode(text), ""
-    if not tokenizer.has_template:
-        raise CanvasError(
-            "the model's tokenizer has no chat template to apply to prompt",
-            "set raw to true to continue the prompt as it is, or send prompt_ids",
-        )
-    chat = [{"role": "user", "content": text}]
-    return tokenizer.open_chat(chat, read_template(values.get("template", "{}")), prefix)
-
-
-def _no_chat(values: Mapping[str, Any], why: str) -> None:
-    """Raise CanvasError for inputs of a chat in a request without one."""
-    for name in ("template", "prefix"):
-        if name in values:
-            raise CanvasError(
-                f"{name} has no meaning with {why}, which takes no chat template",
-                f"leave out {name}, or send messages",
-            )

@@ -15,6 +15,7 @@ class StopCutter:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._borders = {stop: _borders(stop) for stop in self._stops}
         self._kept = ""
         self.found: str | None = None
 
@@ -28,12 +29,30 @@ class StopCutter:
         if ends:
             end, _, self.found = min(ends)
             return text[: end - len(self.found)]
-        keep = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = 0
+        if not final:
+            keep = max((_overlap(text, s, self._borders[s]) for s in self._stops), default=0)
         self._kept = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` begin `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+def _borders(stop: str) -> list[int]:
+    """Return, for each prefix of `stop`, the length of its longest end that also begins it (the
+    failure function of Knuth, Morris and Pratt)."""
+    borders, length = [0] * len(stop), 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = borders[length - 1]
+        length += stop[index] == stop[length]
+        borders[index] = length
+    return borders
+
+
+def _overlap(text: str, stop: str, borders: Sequence[int]) -> int:
+    """Return how many characters at the end of `text`, which lacks `stop`, begin `stop`."""
+    length = 0
+    for character in text[max(0, len(text) - len(stop) + 1) :]:
+        while length and character != stop[length]:
+            length = borders[length - 1]
+        length += character == stop[length]
+    return length

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 # Asking Triton whether a request was cancelled takes about 0.1 ms, too long to do at each step.
 CANCEL_INTERVAL = 0.05
+CANCEL_CHECKS = 16  # waiting requests that are asked about each time
 MAX_WAITING = 1024
 MAX_FAILURES = 3  # failed passes in a row
 IDLE_BEAT = 0.5  # seconds
@@ -39,6 +40,14 @@ class Overloaded(CanvasError):
     """The server cannot take the request now; nothing is wrong with it."""
 
 
+class Busy(Overloaded):
+    """A limit on what waits was reached."""
+
+
+class Late(CanvasError):
+    """A request took longer than the operator allows."""
+
+
 class Worker:
     """Runs a generator in a thread of its own.
 
@@ -56,7 +65,16 @@ class Worker:
         observe: Callable[[Generator, int], None] | None = None,
         beat: Callable[[], None] = lambda: None,
         lost: Callable[[EngineError], None] = lambda error: None,
+        max_tokens: int | None = None,
+        timeout: float | None = None,
     ) -> None:
+        """max_tokens: of all requests together, prompts and new ones. timeout: seconds that one
+        request may take."""
+        self._max_tokens = max_tokens
+        self._timeout = timeout
+        self._tokens = 0
+        self._counting = threading.Lock()
+        self._next_check = 0
         self._make = make
         self._observe = observe
         self._beat = beat
@@ -64,8 +82,9 @@ class Worker:
         self._failures = 0  # in a row
         self._refusal: Overloaded | None = None
         self._generator = make()
-        self._arrived: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Request, Sink, float] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
+        self._known: dict[int, tuple[int, float]] = {}  # tokens and begin of each, by id
         self._closing = False
         self._cancel_check = 0.0
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
@@ -77,12 +96,27 @@ class Worker:
         if self._refusal is not None:
             raise self._refusal
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} requests are already waiting", "try again later")
+            raise Busy(f"{MAX_WAITING} requests are already waiting", "try again later")
         if self._closing:
             raise Overloaded(*_STOPPING)
-        self._arrived.put((request, sink))
+        self._take_tokens(_tokens_of(request))
+        self._arrived.put((request, sink, time.monotonic()))
         if self._refusal is not None:  # perhaps since the check above: nobody would answer it
             self._fail_arrived(self._refusal)
+
+    def _take_tokens(self, count: int) -> None:
+        with self._counting:
+            # One request alone is let in, however long.
+            if self._max_tokens and self._tokens and self._tokens + count > self._max_tokens:
+                raise Busy(
+                    f"requests with {self._tokens} tokens are waiting, of {self._max_tokens} at most",
+                    "try again later",
+                )
+            self._tokens += count
+
+    def _give_tokens_back(self, count: int) -> None:
+        with self._counting:
+            self._tokens -= count
 
     def close(self) -> None:
         """Fail the requests that are still running, and end the thread."""
@@ -139,25 +173,48 @@ class Worker:
             wait = False
             if arrived is None:
                 continue
-            request, sink = arrived
+            request, sink, begin = arrived
             try:
-                self._sinks[self._generator.add(request)] = sink
+                id = self._generator.add(request)
             except Exception as error:
+                self._give_tokens_back(_tokens_of(request))
                 _fail(sink, error)
+                continue
+            self._sinks[id] = sink
+            self._known[id] = _tokens_of(request), begin
 
     def _drop_cancelled(self) -> None:
         now = time.monotonic()
         if now < self._cancel_check:
             return
         self._cancel_check = now + CANCEL_INTERVAL
-        for id, sink in self._sinks.items():
-            if _is_cancelled(sink):
+        self._drop_late(now)
+        # Those that wait cost nothing until they run, so they are asked about in turns.
+        running = self._generator.running
+        waiting = [id for id in self._sinks if id not in running]
+        begin = self._next_check % max(1, len(waiting))
+        self._next_check = begin + CANCEL_CHECKS
+        for id in [*running, *waiting[begin : begin + CANCEL_CHECKS]]:
+            if id in self._sinks and _is_cancelled(self._sinks[id]):
                 self._generator.cancel(id)
+
+    def _drop_late(self, now: float) -> None:
+        if self._timeout is None:
+            return
+        for id, (_, begin) in list(self._known.items()):
+            if now - begin > self._timeout and id in self._sinks:
+                self._generator.cancel(id)
+                error = Late(
+                    f"the request took longer than {self._timeout:g} s",
+                    "ask for fewer tokens or steps",
+                )
+                _fail(self._sinks.pop(id), error)
 
     def _deliver(self, event: Event) -> None:
         sink = self._sinks.get(event.id)
         if isinstance(event, Finished):
             self._sinks.pop(event.id, None)
+            self._forget(event.id)
         if sink is None:
             return
         try:
@@ -165,6 +222,10 @@ class Worker:
         except Exception:  # nobody takes its events any more
             log.exception("cannot send an event")
             self._generator.cancel(event.id)
+
+    def _forget(self, id: int) -> None:
+        if id in self._known:
+            self._give_tokens_back(self._known.pop(id)[0])
 
     def _restart(self, error: EngineError) -> None:
         """Take a new generator after a failed pass, or give up."""
@@ -196,6 +257,8 @@ class Worker:
     def _fail_all(self, error: Exception) -> None:
         sinks = list(self._sinks.values())
         self._sinks.clear()
+        for id in list(self._known):
+            self._forget(id)
         for sink in sinks:
             _fail(sink, error)
 
@@ -204,7 +267,12 @@ class Worker:
             while True:
                 arrived = self._arrived.get_nowait()
                 if arrived is not None:
+                    self._give_tokens_back(_tokens_of(arrived[0]))
                     _fail(arrived[1], error)
+
+
+def _tokens_of(request: Request) -> int:
+    return len(request.prompt_token_ids) + request.params.max_new_tokens
 
 
 def _engine_error(error: Exception) -> EngineError:

@@ -52,6 +52,8 @@ class DeviceModel(Model):
     """The engines of one bundle over one device's memory. Not thread-safe."""
 
     max_batch: int
+    # A request that makes room is encoded again later, so turns are long.
+    quantum = 96
 
     def __init__(
         self,
@@ -138,6 +140,20 @@ class DeviceModel(Model):
     def _see(self, picture: Picture) -> np.ndarray:
         assert self._sight is not None
         return self._sight.see(picture)
+
+    def park(self, row: DeviceRow, hidden: Hidden) -> tuple[Hidden, bool]:
+        if isinstance(hidden, Resident):
+            shape = (self.canvas_length, self.config.hidden_size)
+            kept = np.empty(shape, self.workspace.hidden_dtype)
+            assert row.slot is not None
+            self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
+            self.device.synchronize()
+            hidden = kept
+        self.release(row)
+        # Encoding again must learn again, or its passes would have other shapes.
+        for key in [key for key in row.capacities if key[1] == "encode"]:
+            del row.capacities[key]
+        return hidden, True
 
     def check_device(self) -> None:
         self.device.synchronize()

@@ -1,3 +1,3 @@
-from tests.helpers.serving import _one_thread, engines, graphs, packaged
+from tests.helpers.serving import _one_thread, engines, graphs, packaged, tokenizer
 
-__all__ = ["_one_thread", "engines", "graphs", "packaged"]
+__all__ = ["_one_thread", "engines", "graphs", "packaged", "tokenizer"]

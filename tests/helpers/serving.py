@@ -44,16 +44,14 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Graphs of a random model with the demo's shape and tokenizer; its blocks take many steps."""
+def export_random(folder: Path) -> Bundle:
+    """Export a random model with the demo's shape and tokenizer; its blocks take many steps."""
     import torch
 
     from canvasrt.demo.model import build_model
     from canvasrt.demo.tokenizer import build_tokenizer
     from canvasrt.export.graphs import export
 
-    folder = tmp_path_factory.mktemp("served")
     torch.manual_seed(3)
     model = build_model()
     with torch.no_grad():
@@ -64,6 +62,12 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     build_tokenizer().save_pretrained(folder / "checkpoint")
     export(str(folder / "checkpoint"), folder / "graphs")
     return load_bundle(folder / "graphs", check=False)
+
+
+@pytest.fixture(scope="session")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Graphs of a random model."""
+    return export_random(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from canvasrt.containers.deploy.packages import Package, open_package
 from canvasrt.containers.package.package import PackageOptions, package
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
+from tests.helpers import container_tools
 
 DOCKER, PODMAN = Engine("docker"), Engine("podman")
 CPU = Package("canvasrt:latest", None, "image", {"canvasrt.target": "cpu"}, "amd64")
@@ -77,6 +78,29 @@ def test_limits_ports_and_variables_are_passed_on(tmp_path: Path):
     assert ":8001" not in said
     assert "--env NIM_SERVED_MODEL_NAME=mine --env HF_TOKEN" in said
     assert f"--env-file {keys}" in said
+
+
+def test_on_the_hosts_network_it_uses_the_ports_that_were_asked_for():
+    said = words(CPU, network="host", port=9000, grpc_port=9001)
+    assert "--env NIM_SERVER_PORT=9000" in said
+    assert said.endswith("--grpc-port 9001 --http-port 8080 --metrics-port 0")
+    assert "--publish" not in said
+    assert words(CPU, network="host").endswith("canvasrt:latest")
+
+
+def test_tritons_ports_are_published_on_purpose_only():
+    assert "8001" not in words(CPU)
+    said = words(CPU, grpc_port=9001)
+    assert "--publish 127.0.0.1:9001:8001" in said
+    assert said.endswith("--exit-timeout 30 --triton-host 0.0.0.0")
+
+
+@pytest.mark.parametrize("ci", ["true", ""])
+def test_ci_does_not_skip_what_it_must_run(ci: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CI", ci)
+    wanted = pytest.fail.Exception if ci else pytest.skip.Exception
+    with pytest.raises(wanted, match="there is no docker"):
+        container_tools.missing("there is no docker")
 
 
 def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import tarfile
 import time
@@ -96,7 +97,7 @@ def _kept() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def base(_kept: None) -> Path:
     if shutil.which("mmdebstrap") is None:
-        pytest.skip("mmdebstrap is not installed (apt: mmdebstrap)")
+        tools.missing("mmdebstrap is not installed (apt: mmdebstrap)")
     return standin()
 
 
@@ -301,8 +302,20 @@ def test_podman_runs_it_too(made: Made):
             assert tools.state(engine, name)["ExitCode"] == 0
 
 
+def free_ports() -> tuple[str, ...]:
+    """Ports for the host's network, on which anything may be listening already."""
+    held = {name: socket.create_server(("0.0.0.0", 0)) for name in ("", "grpc-", "http-")}
+    found: list[str] = []
+    for name, each in held.items():
+        found += [f"--{name}port", str(each.getsockname()[1])]
+        each.close()
+    return tuple(found)
+
+
 def test_deploy_runs_it_until_it_is_ready(docker: Engine, made: Made, command: Command):
+    ports = free_ports()
     options = ("--network", "host", "--name", "canvasrt-deployed", "--env", "CANVASRT_THREADS=1")
+    options += ports
     try:
         done = command("deploy", made.image.path, *options, "--json")
         assert done.returncode == 0, done.stderr
@@ -311,13 +324,13 @@ def test_deploy_runs_it_until_it_is_ready(docker: Engine, made: Made, command: C
         assert asked.returncode == 0, asked.stderr
         again = command("deploy", TAG, *options)
         assert again.returncode == 1
-        assert "port 8000 on 0.0.0.0 is in use" in again.stderr
+        assert f"port {ports[1]} on 0.0.0.0 is in use" in again.stderr
     finally:
         docker.run("rm", "--force", "--volumes", "canvasrt-deployed")
 
 
 def test_deploy_shows_the_log_of_what_fails(docker: Engine, made: Made, command: Command):
-    options = ("--network", "host", "--name", "canvasrt-failing")
+    options = ("--network", "host", "--name", "canvasrt-failing", *free_ports())
     done = command("deploy", TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
     assert done.returncode == 1
     assert (
@@ -337,7 +350,8 @@ def test_deploy_says_when_docker_has_no_gpu_runtime(docker: Engine, command: Com
         check=True,
         capture_output=True,
     )
-    done = command("deploy", "canvasrt-gpu:1", "--network", "host", "--name", "canvasrt-gpu")
+    name = ("--name", "canvasrt-gpu")
+    done = command("deploy", "canvasrt-gpu:1", "--network", "host", *name, *free_ports())
     assert done.returncode == 1
     assert "cannot give GPUs to containers" in done.stderr
     assert "NVIDIA Container Toolkit" in done.stderr

@@ -217,7 +217,8 @@ def call(
 ) -> tuple[http.client.HTTPResponse, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=30)
     with contextlib.suppress(OSError):  # the server has answered before it had everything
-        connection.request(method, path, body, **options)
+        headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+        connection.request(method, path, body, headers, **options)
     try:
         reply = connection.getresponse()
         return reply, reply.read()

@@ -172,7 +172,7 @@ def test_nothing_gets_out_and_only_the_api_in(chart: Path) -> None:
     assert policy["egress"] == []
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-    assert ports == {8000, 8001, 8002, 8080}
+    assert ports == {8000, 8002}
     assert all(rule["from"] for rule in policy["ingress"])
 
 
@@ -303,11 +303,27 @@ def test_keys_come_from_a_secret_that_exists(chart: Path) -> None:
     ]
 
 
-def test_where_keys_are_asked_for_no_port_goes_without(chart: Path) -> None:
-    objects = render(chart, "apiKeys.existingSecret=keys", *PEERS)
+@pytest.mark.parametrize("opened", [False, True])
+def test_tritons_ports_are_opened_on_purpose_only(chart: Path, opened: bool) -> None:
+    objects = render(chart, *PEERS, *(["triton.open=true"] if opened else []))
+    wanted = {8000, 8002} | ({8001, 8080} if opened else set())
     policy = objects["NetworkPolicy"]["spec"]
-    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == {8000, 8002}
-    assert {port["port"] for port in objects["Service"]["spec"]["ports"]} == {8000, 8002}
+    assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == wanted
+    assert {port["port"] for port in objects["Service"]["spec"]["ports"]} == wanted
+    (container,) = pod(objects)["containers"]
+    assert {port["containerPort"] for port in container["ports"]} == wanted
+    assert ("--triton-host=0.0.0.0" in container.get("args", [])) == opened
+
+
+@pytest.mark.parametrize("guard", ["apiKeys.existingSecret=keys", "tls.existingSecret=cert"])
+def test_keys_and_tls_are_not_got_around(chart: Path, guard: str) -> None:
+    assert HELM is not None
+    command = ["template", "release", str(chart), "--set", guard, "--set", "triton.open=true"]
+    refused = helm(*command)
+    assert refused.returncode != 0
+    assert "triton.behindProxy" in refused.stderr
+    spec = pod(render(chart, guard, "triton.open=true", "triton.behindProxy=true"))
+    assert "--triton-behind-proxy" in spec["containers"][0]["args"]
 
 
 def test_kserve_takes_the_place_of_the_deployment(chart: Path) -> None:

@@ -32,7 +32,8 @@ def asking(front: FrontEnd, **fields: Any) -> Iterator[http.client.HTTPConnectio
     """A request that has been sent, on a connection that can be closed."""
     connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
     body = {"model": "canvasrt", "messages": QUESTION, **fields}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     try:
         yield connection
     finally:

@@ -235,3 +235,22 @@ def test_too_little_memory_is_said_at_load(tiny: Pair) -> None:
     backend.device = FakeDevice(1 << 20)
     with pytest.raises(CanvasError, match="bytes left"):
         open_model(tiny.graphs, check=False, backend=backend)
+
+
+@pytest.mark.parametrize("quantum", [3, 5])
+def test_requests_that_take_turns_keep_their_tokens(
+    quantum: int, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making room gives the slot away, in the middle of a block too; tokens are encoded again."""
+    monkeypatch.setattr(DeviceModel, "quantum", quantum)
+    model, _ = resident(tiny.graphs)
+    wanted = requests(tiny, prompt, [5, 40, 600], stability_threshold=100)
+    parked = []
+    real = model.park
+    monkeypatch.setattr(
+        model, "park", lambda row, hidden: (parked.append(hidden), real(row, hidden))[1]
+    )
+    same(Generator(model, max_batch=1).run(wanted), Generator(tiny.model).run(wanted))
+    assert len(parked) > 3
+    assert any(not isinstance(hidden, np.ndarray | None) for hidden in parked)
+    assert not model.workspace.cache.rows()

@@ -88,3 +88,12 @@ httpGet: {path: {{ .path }}, port: 8000}
 {{- fail "tls.existingSecret is set with kserve.enabled: let KServe's gateway end TLS" -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Triton's own ports know neither the API's keys nor its TLS. */}}
+{{- define "canvasrt.checkTriton" -}}
+{{- if and .Values.triton.open (not .Values.triton.behindProxy) -}}
+{{- if or .Values.apiKeys.existingSecret .Values.tls.existingSecret -}}
+{{- fail "triton.open would be a way around apiKeys and tls: leave it off, or set triton.behindProxy if a proxy checks who reaches ports 8001 and 8080" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

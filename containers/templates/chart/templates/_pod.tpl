@@ -1,6 +1,7 @@
 {{/* The pod of a Deployment and of a StatefulSet, and the predictor of a KServe InferenceService. */}}
 {{- define "canvasrt.pod" -}}
 {{- include "canvasrt.checkTls" . -}}
+{{- include "canvasrt.checkTriton" . -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
 terminationGracePeriodSeconds: {{ .Values.terminationGracePeriodSeconds }}
@@ -38,14 +39,22 @@ containers:
   - name: {{ if .Values.kserve.enabled }}kserve-container{{ else }}canvasrt{{ end }}
     image: {{ include "canvasrt.image" . }}
     imagePullPolicy: {{ .Values.image.pullPolicy }}
-    {{- with .Values.args }}
+    {{- if or .Values.args .Values.triton.open }}
     # These replace the image's own arguments, so they repeat them. If an option is repeated, the last one wins.
     args:
       - serve
       - --host=0.0.0.0
       - --log=-
       - --exit-timeout=30
+      {{- if .Values.triton.open }}
+      - --triton-host=0.0.0.0
+      {{- if .Values.triton.behindProxy }}
+      - --triton-behind-proxy
+      {{- end }}
+      {{- end }}
+      {{- with .Values.args }}
       {{- toYaml . | nindent 6 }}
+      {{- end }}
     {{- end }}
     env:
       - name: NIM_CACHE_PATH
@@ -78,12 +87,14 @@ containers:
         protocol: TCP
       {{- end }}
       {{- if not .Values.kserve.enabled }}
+      {{- if .Values.triton.open }}
       - name: grpc
         containerPort: 8001
         protocol: TCP
       - name: triton
         containerPort: 8080
         protocol: TCP
+      {{- end }}
       - name: metrics
         containerPort: 8002
         protocol: TCP

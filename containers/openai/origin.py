@@ -1,0 +1,51 @@
+"""Keeps web pages from using a server without keys: they can post to loopback, but not as JSON, and
+not under its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.types import Scope
+
+from canvasrt.containers.names import LOOPBACK
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.options import FrontOptions
+
+_OPEN = ("/v1/health/live", "/v1/health/ready")  # probes call them by address
+
+
+class Origin:
+    """What requests without a key must look like. A server with keys needs none of this: pages do
+    not know them."""
+
+    def __init__(self, options: FrontOptions) -> None:
+        hosts = options.hosts or (LOOPBACK if options.host in LOOPBACK else ())
+        self._hosts = {each.lower() for each in hosts}
+        self._keyless = not options.keys
+
+    def check(self, scope: Scope) -> None:
+        """Raise ApiError 403 for a foreign Host, and 415 for a body that is not JSON."""
+        if not self._keyless or scope["path"] in _OPEN:
+            return
+        headers = dict(scope["headers"])
+        if self._hosts and (host := _host(headers)) not in self._hosts:
+            raise ApiError(
+                403,
+                f"This server does not answer to the host {host!r}; see --allowed-hosts.",
+                code="host_not_allowed",
+            )
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != b"application/json":
+            raise ApiError(
+                415,
+                "Send the body as JSON, with Content-Type: application/json.",
+                code="unsupported_media_type",
+            )
+
+
+def _host(headers: Mapping[bytes, bytes]) -> str:
+    """Return the Host header without its port, in lower case."""
+    text = headers.get(b"host", b"").decode("latin-1").strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] if text.rpartition(":")[2].isdecimal() and ":" in text else text

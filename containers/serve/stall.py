@@ -1,0 +1,44 @@
+"""Notices a server that makes no progress: stopped processes, a pass that never ends, no answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from canvasrt.containers.heartbeat import silence_at
+from canvasrt.containers.processes import is_stopped
+
+STALL_TIMEOUT = 300.0  # for one pass; the first of a shape may compile kernels
+STOPPED_TIMEOUT = 5.0  # for a process that a signal has stopped
+_PROBE_EVERY = 5.0
+
+
+class StallWatch:
+    """Looks at one server again and again. `probe` returns whether Triton answers."""
+
+    def __init__(self, heartbeat: Path, probe: Callable[[], bool]) -> None:
+        self._heartbeat = heartbeat
+        self._probe = probe
+        self._stopped_since: float | None = None
+        self._answered = time.monotonic()
+
+    def stalled(self, processes: Iterable[int], limit: float) -> str:
+        """Return how the server hangs; empty if it does not. `limit` is in seconds."""
+        now = time.monotonic()
+        if not any(is_stopped(pid) for pid in processes):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now - self._stopped_since > STOPPED_TIMEOUT:
+            return f"was stopped by a signal for {STOPPED_TIMEOUT:g} s"
+        quiet = silence_at(self._heartbeat)
+        if quiet is not None and quiet > limit:
+            return f"made no progress for {limit:g} s"
+        # Triton's own threads can hang too.
+        if now - self._answered > _PROBE_EVERY and self._stopped_since is None:
+            if self._probe():
+                self._answered = time.monotonic()
+            elif now - self._answered > max(limit, _PROBE_EVERY):
+                return f"did not answer for {limit:g} s"
+        return ""

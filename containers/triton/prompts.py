@@ -1,0 +1,161 @@
+"""Turns callers' prompts into token ids: bounded first, once per prompt, and without holding up
+others."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from canvasrt.containers.tensors import chosen_prompt, read_messages, read_template
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.tokenizer import Tokenizer
+
+# Bytes of text that are encoded at once; longer ones wait for each other.
+SHORT = 1 << 16
+_TEXTS = ("prompt", "messages", "template", "prefix")
+_KEPT = 32  # prompts
+_KEPT_TOKENS = 1 << 22
+
+
+class Prompt(NamedTuple):
+    """Token ids, int32 `[n]`, and the beginning of the answer that they hold."""
+
+    ids: np.ndarray
+    opening: str
+
+
+class PromptEncoder:
+    """Encodes prompts of at most `max_context` tokens; `n` answers to one prompt share the result.
+
+    May be called from several threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, max_context: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._lock = threading.Lock()
+        self._long = threading.Lock()
+        self._known: OrderedDict[bytes, Future[Prompt]] = OrderedDict()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text can be encoded."""
+        return self._tokenizer is not None
+
+    def encode(self, values: Mapping[str, Any]) -> Prompt:
+        """Return a request's prompt. CanvasError names what is wrong."""
+        chosen = chosen_prompt(values)
+        if chosen == "prompt_ids":
+            _no_chat(values, "prompt_ids")
+            return Prompt(np.asarray(values["prompt_ids"], np.int32), "")
+        if self._tokenizer is None:
+            raise CanvasError(
+                f"the model has no tokenizer, so it cannot encode {chosen}", "send prompt_ids"
+            )
+        text: str = values[chosen]
+        parts = [chosen, str(bool(values.get("raw"))), text]
+        for name in ("template", "prefix"):
+            parts.append(values.get(name, ""))
+        for name, part in (*zip(("template", "prefix"), parts[3:], strict=True), (chosen, text)):
+            self._check_length(name, part)
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(f"{len(part)} ".encode() + part.encode())
+        return self._once(digest.digest(), lambda: self._encode(values, chosen))
+
+    def _check_length(self, chosen: str, text: str) -> None:
+        """Raise CanvasError for a text that cannot fit the context, however its tokens fall."""
+        assert self._tokenizer is not None
+        most = self._max_context * self._tokenizer.longest_token
+        # JSON may write a character as \uXXXX.
+        most = 6 * most if chosen in ("messages", "template") else most
+        if len(text) > most:
+            raise CanvasError(
+                f"{chosen} has {len(text)} characters, which exceed the context of"
+                f" {self._max_context} tokens",
+                "shorten it",
+            )
+
+    def _once(self, key: bytes, work: Callable[[], Prompt]) -> Prompt:
+        """Return the result of `work`, which runs once however many ask for it."""
+        with self._lock:
+            future = self._known.get(key)
+            mine = future is None
+            if future is None:
+                future = self._known[key] = Future()
+            self._known.move_to_end(key)
+        if mine:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+            self._forget()
+        return future.result()
+
+    def _forget(self) -> None:
+        with self._lock:
+            done = {key: each for key, each in self._known.items() if each.done()}
+            for key, each in done.items():
+                if each.exception() is not None:
+                    del self._known[key]
+            sizes = {key: done[key].result().ids.size for key in done if key in self._known}
+            for key in list(sizes):
+                if len(self._known) <= _KEPT and sum(sizes.values()) <= _KEPT_TOKENS:
+                    return
+                del self._known[key], sizes[key]
+
+    def _encode(self, values: Mapping[str, Any], chosen: str) -> Prompt:
+        if is_long(values):
+            with self._long:
+                return self._prompt(values, chosen)
+        return self._prompt(values, chosen)
+
+    def _prompt(self, values: Mapping[str, Any], chosen: str) -> Prompt:
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        prefix = values.get("prefix", "")
+        if chosen == "messages":
+            messages = read_messages(values["messages"])
+            variables = read_template(values.get("template", "{}"))
+            return _made(*tokenizer.open_chat(messages, variables, prefix))
+        text = values["prompt"]
+        if not text.strip():
+            raise CanvasError("the prompt is empty", "send some text")
+        if values.get("raw"):
+            _no_chat(values, "raw")
+            return _made(tokenizer.encode(text))
+        if not tokenizer.has_template:
+            raise CanvasError(
+                "the model's tokenizer has no chat template to apply to prompt",
+                "set raw to true to continue the prompt as it is, or send prompt_ids",
+            )
+        chat = [{"role": "user", "content": text}]
+        variables = read_template(values.get("template", "{}"))
+        return _made(*tokenizer.open_chat(chat, variables, prefix))
+
+
+def is_long(values: Mapping[str, Any]) -> bool:
+    """Return whether encoding a request's texts takes long enough to wait for."""
+    return sum(len(values.get(name, "")) for name in _TEXTS) > SHORT
+
+
+def _made(ids: list[int], opening: str = "") -> Prompt:
+    array = np.array(ids, np.int32)
+    array.flags.writeable = False  # several requests share it
+    return Prompt(array, opening)
+
+
+def _no_chat(values: Mapping[str, Any], why: str) -> None:
+    """Raise CanvasError for inputs of a chat in a request without one."""
+    for name in ("template", "prefix"):
+        if name in values:
+            raise CanvasError(
+                f"{name} has no meaning with {why}, which takes no chat template",
+                f"leave out {name}, or send messages",
+            )

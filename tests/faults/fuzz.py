@@ -1,0 +1,277 @@
+"""Random calls over HTTP and gRPC: no 500, no hang, and right answers in between.
+
+python -m tests.faults.fuzz --calls 10000
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+from canvasrt.containers.tensors import inputs_of
+from tests.faults import attack
+from tests.helpers.serving_process import ANY_PORTS, serving
+
+# So that no random request runs for long.
+LIMITS = ("--max-steps", "50", "--max-passes", "400", "--request-timeout", "20")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+OTHERS = ("/v1/models", "/v1/models/x", "/v1/metadata", "/v1/health/live", "/", "/v1/none", "/%00")
+GOOD_EVERY = 20
+_FIELDS = (
+    *("model", "messages", "prompt", "input", "n", "seed", "stop", "stream", "stream_options"),
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "tools", "tool_choice"),
+    *("response_format", "reasoning_effort", "metadata", "logit_bias", "max_denoising_steps"),
+    *("entropy_bound", "t_min", "t_max", "stability_threshold", "early_stop", "drafts", "unknown"),
+)
+
+
+class Fuzzer:
+    """Draws calls from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+
+    def value(self, depth: int = 0) -> Any:
+        """Return any JSON value."""
+        draw = self.draw
+        if depth < 3 and draw.random() < 0.25:
+            count = draw.choice([0, 1, 2, 5])
+            if draw.random() < 0.5:
+                return [self.value(depth + 1) for _ in range(count)]
+            return {self.text(): self.value(depth + 1) for _ in range(count)}
+        numbers = [0, 1, -1, 2, 7, 1e-45, 1e308, -1e308, 0.5, 2**31, 2**53, 2**64, -(2**63), 10**40]
+        others = [True, False, None, "", "canvasrt", "auto", "none", self.text()]
+        return draw.choice(numbers + others)
+
+    def text(self) -> str:
+        """Return any text."""
+        draw = self.draw
+        pieces = [
+            "a",
+            "\x00",
+            "\n",
+            "é",
+            "\U0001f600",
+            "<|turn>",
+            "<|channel>",
+            "{{",
+            "\u202e",
+            " ",
+        ]
+        return "".join(draw.choices(pieces, k=draw.choice([0, 1, 3, 20, 2000])))
+
+    def body(self) -> dict[str, Any]:
+        """Return a valid body with some of its fields changed."""
+        draw = self.draw
+        body: dict[str, Any] = {"model": "canvasrt", "max_tokens": 3, "max_denoising_steps": 2}
+        body["messages"] = [{"role": "user", "content": "12+34="}]
+        shape = draw.random()
+        if shape < 0.3:
+            del body["messages"]
+            body["prompt"] = draw.choice(["12+34=", [3, 4, 5], ["a", "b"], self.value()])
+        elif shape < 0.5:
+            body = {"model": "canvasrt", "input": draw.choice(["12+34=", self.value()])}
+        for _ in range(draw.choice([0, 1, 1, 2, 4])):
+            field = draw.choice(_FIELDS)
+            if draw.random() < 0.2:
+                body.pop(field, None)
+            else:
+                body[field] = self.value()
+        if draw.random() < 0.2 and "messages" in body:
+            roles = ["user", "system", "assistant", "tool", self.text()]
+            fields = {"role": draw.choice(roles), "content": self.value()}
+            body["messages"] = [
+                fields | ({self.text(): self.value()} if draw.random() < 0.5 else {})
+            ]
+        return body
+
+    def request(self) -> bytes:
+        """Return a whole HTTP request."""
+        draw = self.draw
+        path, method = draw.choice(PATHS), "POST"
+        body = json.dumps(self.body()).encode()
+        headers = {"Host": "127.0.0.1", "Content-Type": "application/json"}
+        kind = draw.random()
+        if kind < 0.1:  # damaged JSON
+            at = draw.randrange(len(body))
+            body = body[:at] + draw.randbytes(draw.choice([0, 1, 4])) + body[at + 1 :]
+        elif kind < 0.2:
+            path, method = (
+                draw.choice(OTHERS),
+                draw.choice(["GET", "POST", "PUT", "HEAD", "OPTIONS"]),
+            )
+        elif kind < 0.25:
+            headers[draw.choice(["Authorization", "Content-Type", "Host", "Accept"])] = "\t".join(
+                draw.choices(["a", "é", "Bearer", "*/*", "127.0.0.1"], k=3)
+            )
+        elif kind < 0.3:
+            body = draw.randbytes(draw.choice([0, 10, 3000]))
+        if draw.random() < 0.1:
+            cut = draw.choice([1, 100, 10_000])
+            pieces = [body[i : i + cut] for i in range(0, len(body), cut)] + [b""]
+            body = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in pieces)
+            headers["Transfer-Encoding"] = "chunked"
+        else:
+            headers["Content-Length"] = str(len(body))
+        if draw.random() < 0.03:
+            headers["Content-Length"] = draw.choice(["-1", "abc", "0", str(2**70), "5, 6"])
+        lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+        return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+
+    def tensors(self) -> tuple[str, list[Any], dict[str, Any]]:
+        """Return a model, its inputs, and the request's parameters, for gRPC."""
+        draw = self.draw
+        model = draw.choice(["canvasrt", "canvasrt_stream"])
+        known = {each.name: each for each in inputs_of(model)}
+        names = draw.sample(sorted(known), draw.choice([0, 1, 2, 4]))
+        if draw.random() < 0.8:
+            names = [each for each in names if each not in ("prompt", "messages", "prompt_ids")]
+            names.append(draw.choice(["prompt", "messages", "prompt_ids"]))
+        made = [self._tensor(name, known[name].datatype) for name in names]
+        if draw.random() < 0.1:
+            made.append(self._tensor(self.text()[:40] or "x", "INT32"))
+        parameters = {
+            "canvasrt_errors": 1,
+            self.text()[:20] or "x": self.draw.choice([1, "a", True]),
+        }
+        return model, made, parameters if draw.random() < 0.2 else {}
+
+    def _tensor(self, name: str, datatype: str) -> Any:
+        draw = self.draw
+        datatype = (
+            draw.choice(["BYTES", "INT32", "FP32", "BOOL", "UINT64"])
+            if (draw.random() < 0.1)
+            else datatype
+        )
+        shape = draw.choice([[1], [1], [1], [3], [0], [1, 1], [2, 2], [5000]])
+        count = int(np.prod(shape))
+        if datatype == "BYTES":
+            chat = json.dumps([{"role": "user", "content": self.text()}])
+            options = [self.text(), chat, json.dumps(self.value()), "12+34="]
+            data = [draw.choice(options).encode("utf-8", "replace") for _ in range(count)]
+            array = np.array(data or [b""], np.object_)[:count]
+        else:
+            kind = {"INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_, "UINT64": np.uint64}
+            numbers = [0, 1, 2, 3, 50, 2**31 - 1] + ([] if datatype in ("UINT64", "BOOL") else [-1])
+            values = draw.choices(
+                [*numbers, *([np.nan, np.inf, 1e-40] * (datatype == "FP32"))], k=count
+            )
+            array = np.array(values or [0]).astype(kind[datatype])[:count]
+        tensor = tritonclient.grpc.InferInput(name, shape, datatype)
+        tensor.set_data_from_numpy(array.reshape(shape))
+        return tensor
+
+
+def call_http(host: str, request: bytes) -> str:
+    """Return the status of one request, or `closed`."""
+    name, _, port = host.partition(":")
+    with socket.create_connection((name, int(port)), timeout=30) as connection:
+        try:
+            connection.sendall(request)
+            reply = http.client.HTTPResponse(connection)
+            reply.begin()
+            reply.read()
+        except (ConnectionError, http.client.HTTPException):
+            return "closed"
+        return str(reply.status)
+
+
+def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str, Any]) -> str:
+    """Return the outcome of one call."""
+    replies: list[Any] = []
+    try:
+        if model == "canvasrt":
+            client.infer(model, tensors, parameters=parameters, client_timeout=30)
+            return "grpc ok"
+        done = threading.Event()
+
+        def take(result: Any, error: Any) -> None:
+            replies.append((result, error))
+            end = result is not None and result.as_numpy("event")[0] in (b"final", b"error")
+            if error is not None or end:
+                done.set()
+
+        client.start_stream(callback=take, stream_timeout=40)
+        try:
+            client.async_stream_infer(model, tensors, parameters=parameters)
+            if not done.wait(30):
+                return "grpc hang"
+            result, error = replies[-1]  # ending the stream adds another
+        finally:
+            client.stop_stream(cancel_requests=True)
+        if error is not None:
+            return f"grpc {describe(error)}"
+        return "grpc " + bytes(result.as_numpy("event")[0]).decode()
+    except InferenceServerException as error:
+        return f"grpc {describe(error)}"
+
+
+def describe(error: InferenceServerException) -> str:
+    """Return an error's code, and `internal` for a bug in the models."""
+    text = str(error.message())
+    if any(mark in text for mark in ("Traceback", "Error:", "unhealthy")):
+        return f"internal: {text[:200]}"
+    return str(error.status() or "refused")
+
+
+def run(package: Path, folder: Path, calls: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Make random calls; return the outcomes, and what was wrong."""
+    fuzzer, outcomes, wrong = Fuzzer(seed), Counter[str](), []
+    with serving(package, folder, *ANY_PORTS, *LIMITS) as running:
+        host = attack.host_of(running)
+        known = attack.known_answers(host)
+        for number in range(calls):
+            if number % 3 < 2:
+                request = fuzzer.request()
+                try:
+                    outcome = call_http(host, request)
+                except TimeoutError:
+                    outcome = "hang"
+                if outcome in ("hang", "500", "501", "502"):
+                    wrong.append(f"{outcome}: {request[:2000]!r}")
+                outcomes[f"http {outcome}"] += 1
+            else:
+                # A stream's connection may end with the call, so each has its own.
+                with tritonclient.grpc.InferenceServerClient(running.said["grpc"]) as client:
+                    drawn = fuzzer.tensors()
+                    outcome = call_grpc(client, *drawn)
+                if "internal" in outcome or "hang" in outcome:
+                    shown = [(each.name(), each.shape(), each.datatype()) for each in drawn[1]]
+                    wrong.append(f"{outcome}: {drawn[0]} {shown} {drawn[2]}")
+                outcomes[outcome] += 1
+            if number % GOOD_EVERY == 0:
+                question = fuzzer.draw.choice(attack.QUESTIONS)
+                status, body = attack.ask(host, question)
+                right = status == 200 and attack.text_of(body) == known[question]
+                outcomes["good, right" if right else "good, wrong"] += 1
+                if not right:
+                    wrong.append(f"{question}: {status} {body}")
+        if running.process.poll() is not None:
+            wrong.append(f"the server ended with {running.process.returncode}")
+    return outcomes, wrong
+
+
+def main() -> int:
+    """Run as a program; return the exit code."""
+    given = attack.arguments(__doc__ or "", calls=10_000, seed=1)
+    with attack.workspace(given.package) as (package, folder):
+        outcomes, wrong = run(package, folder, given.calls, given.seed)
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:7}  {outcome}")
+    print(f"{len(wrong):7}  wrong", *wrong[:20], sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

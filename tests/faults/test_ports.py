@@ -1,0 +1,302 @@
+"""Who reaches which port: addresses, hosts, proxies, keys and the processes that know them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import canvasrt.containers.serve.server as server_module
+from canvasrt.bundle import Bundle
+from canvasrt.containers.package.package import repository_of
+from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve.installation import Installation, find_installation
+from canvasrt.containers.serve.server import Server
+from canvasrt.errors import CanvasError
+from tests.helpers.serving import needs_triton
+from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, serving
+
+pytestmark = needs_triton
+ASK = {
+    "model": "canvasrt",
+    "messages": [{"role": "user", "content": "12+34="}],
+    "max_tokens": 3,
+    "max_denoising_steps": 2,
+}
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def keyless(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(packaged.path, tmp_path_factory.mktemp("keyless"), *ANY_PORTS) as found:
+        yield found
+
+
+def port_of(address: str) -> int:
+    match = re.search(r":(\d+)", address.removeprefix("http://"))
+    assert match
+    return int(match[1])
+
+
+def post(
+    running: Serving, headers: dict[str, str], path: str = "/v1/chat/completions"
+) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port_of(running.said["openai"]))
+    try:
+        connection.request("POST", path, json.dumps(ASK), headers)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+def listening(port: int) -> set[str]:
+    """The addresses on which this machine listens on a port, as the kernel writes them."""
+    found = set()
+    for file in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(file).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, _, number = local.partition(":")
+            if state == "0A" and int(number, 16) == port:
+                found.add(address.removeprefix(_MAPPED))
+    return found
+
+
+LOOPBACK, ALL = "0100007F", "00000000"
+_MAPPED = "0000000000000000FFFF0000"  # an IPv4 address on an IPv6 socket
+
+
+def test_tritons_ports_stay_on_loopback_wherever_the_api_is(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--host", "0.0.0.0") as running:
+        assert listening(port_of(running.said["openai"])) == {ALL}
+        for name in ("http", "grpc", "metrics"):
+            assert listening(port_of(running.said[name])) == {LOOPBACK}
+        assert post(running, JSON)[0] == 200
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(running.said["openai"]))
+        connection.request("GET", "/v1/metrics")
+        assert b"canvasrt_requests_in_flight" in connection.getresponse().read()
+
+
+def refused(bundle: Bundle, *options: str, **variables: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "canvasrt", "serve", str(bundle.path), *ANY_PORTS, *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, **variables}
+    )
+    return done.returncode, done.stderr
+
+
+def test_an_old_triton_is_refused_anywhere_but_on_loopback(packaged: Bundle):
+    code, errors = refused(packaged, "--triton-host", "0.0.0.0")
+    assert code == 1
+    assert "24.10" in errors
+    assert "26.07" in errors
+
+
+@pytest.mark.parametrize(
+    ("release", "safe"), [("26.06", False), ("26.07", True), ("27.01", True), ("", False)]
+)
+def test_releases(release: str, safe: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NVIDIA_TRITON_SERVER_VERSION", release)
+    assert Installation(Path("/opt/tritonserver/bin/tritonserver"), None).is_safe == safe
+    bundled = find_installation()
+    assert bundled.release == (24, 10)  # whatever the environment says
+    server = Server(Path("repository"), host="0.0.0.0")
+    if safe:
+        server._check_hosts(Installation(Path("tritonserver"), None))
+    else:
+        with pytest.raises(CanvasError, match="could crash it"):
+            server._check_hosts(Installation(Path("tritonserver"), None))
+
+
+@pytest.mark.parametrize("guard", ["keys", "tls"])
+def test_tritons_ports_are_no_way_around_keys_or_tls(packaged: Bundle, tmp_path: Path, guard: str):
+    options, variables = ["--triton-host", "0.0.0.0"], {}
+    if guard == "keys":
+        variables["CANVASRT_API_KEYS"] = "sesame"
+    else:
+        options += ["--ssl-mode", "tls", "--ssl-cert", __file__, "--ssl-key", __file__]
+    code, errors = refused(packaged, *options, **variables)
+    assert code == 2
+    assert "--triton-behind-proxy" in errors
+    dry = [*options, "--triton-behind-proxy", "--dry-run"]
+    assert refused(packaged, *dry, **variables)[0] == 0
+
+
+def test_a_page_of_another_site_cannot_use_a_server_without_keys(keyless: Serving):
+    assert post(keyless, JSON)[0] == 200
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        status, body = post(keyless, {"Content-Type": kind})
+        assert (status, body["error"]["code"]) == (415, "unsupported_media_type")
+    assert post(keyless, {})[0] == 415
+    assert post(keyless, {"Content-Type": "application/json; charset=utf-8"})[0] == 200
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
+        status, body = post(keyless, {**JSON, "Host": host})
+        assert (status, body["error"]["code"]) == (403, "host_not_allowed")
+    for host in ("localhost", "LocalHost:1", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
+        assert post(keyless, {**JSON, "Host": host})[0] == 200
+
+
+def test_hosts_can_be_named(packaged: Bundle, tmp_path: Path):
+    options = ("--host", "0.0.0.0", "--allowed-hosts", "models.example,localhost")
+    with serving(packaged.path, tmp_path, *ANY_PORTS, *options) as running:
+        assert post(running, {**JSON, "Host": "models.example"})[0] == 200
+        assert post(running, {**JSON, "Host": "127.0.0.1"})[0] == 403
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(running.said["openai"]))
+        connection.request("GET", "/v1/health/ready")  # probes call by address
+        assert connection.getresponse().status == 200
+
+
+class Proxy(threading.Thread):
+    """Takes connections that should not come."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.calls: list[bytes] = []
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            with connection:
+                self.calls.append(connection.recv(100))
+
+
+def test_proxies_get_none_of_the_calls_inside(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    proxy = Proxy()
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "grpc_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        assert post(running, JSON)[0] == 200
+        connection = http.client.HTTPConnection("127.0.0.1", port_of(running.said["openai"]))
+        connection.request("GET", "/v1/metrics")
+        assert b"canvasrt_requests_in_flight" in connection.getresponse().read()
+        command = ["infer", "12+34=", "--url", running.said["grpc"], "--protocol", "grpc"]
+        done = subprocess.run(
+            [sys.executable, "-m", "canvasrt", *command], capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+    assert proxy.calls == []
+    proxy.socket.close()
+
+
+def test_keys_are_in_no_child_process(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("CANVASRT_API_KEYS", "HF_TOKEN", "NGC_API_KEY"):
+        monkeypatch.setenv(name, f"sesame-{name}")
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        children = descendants(running.process.pid)
+        assert len(children) >= 4  # Triton, two models, the front end, the guard
+        for pid in children:
+            assert b"sesame" not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"sesame" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        key = {"Authorization": "Bearer sesame-CANVASRT_API_KEYS"}
+        assert post(running, {**JSON, **key})[0] == 200
+        assert post(running, JSON)[0] == 401
+
+
+def descendants(pid: int) -> set[int]:
+    parents = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+    found, before = {pid}, set()
+    while found != before:
+        before = set(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
+
+
+def test_what_the_process_list_says_opens_nothing(keyless: Serving):
+    """Triton's closed calls open for one header, which its arguments name."""
+    line = command_lines()[str(keyless.said["pid"])]
+    options = re.findall(r"restricted-(?:api|protocol)=(.*?)(?= --|$)", line, re.S)
+    assert len(options) == 2
+    for option in options:
+        name, _, value = option.partition(":")[2].partition("=")
+        value = value.strip()
+        assert "\r\n" in name  # it cannot be sent as a header
+        ports = port_of(keyless.said["http"]), port_of(keyless.said["grpc"])
+        for spelling in (name, name.strip()):
+            assert not opened(*ports, spelling, value)
+
+
+def test_a_header_that_can_be_sent_would_open_them(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise the test above could not fail."""
+    monkeypatch.setattr(server_module, "_NO_HEADER", "closed")
+    with (
+        repository_of(packaged) as repository,
+        Server(repository, ports=Ports(0, 0, 0), log=tmp_path / "log") as running,
+    ):
+        ports = running.ports.http, running.ports.grpc
+        assert opened(*ports, "closed", "closed") == {"http", "grpc"}
+        assert not opened(*ports, "closed", "wrong")
+
+
+def opened(http_port: int, grpc_port: int, name: str, value: str) -> set[str]:
+    """The protocols over which a header opens the list of models; written by hand, since libraries
+    refuse such names."""
+    found = set()
+    raw = f"POST /v2/repository/index HTTP/1.1\r\nHost: a\r\n{name}: {value}\r\n"
+    if b"canvasrt_stream" in talk(http_port, raw.encode() + b"Content-Length: 2\r\n\r\n{}"):
+        found.add("http")
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        head = struct.pack(">I", len(payload))[1:] + bytes([kind, flags])
+        return head + struct.pack(">I", stream) + payload
+
+    def field(key: str, text: str) -> bytes:
+        parts = [each.encode("latin-1") for each in (key, text)]
+        return b"\x00" + b"".join(bytes([len(each)]) + each for each in parts)
+
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/inference.GRPCInferenceService/RepositoryIndex",
+        ":authority": "127.0.0.1",
+        "content-type": "application/grpc",
+        "te": "trailers",
+        f"triton-grpc-protocol-{name}": value,
+    }
+    block = b"".join(field(*each) for each in headers.items())
+    call = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
+    call += frame(1, 4, 1, block) + frame(0, 1, 1, b"\x00\x00\x00\x00\x00")
+    if b"canvasrt_stream" in talk(grpc_port, call):
+        found.add("grpc")
+    return found
+
+
+def talk(port: int, sent: bytes) -> bytes:
+    """What a port answers within two seconds."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
+        connection.sendall(sent)
+        with contextlib.suppress(OSError):
+            while data := connection.recv(65536):
+                received += data
+    return received
