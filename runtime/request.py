@@ -29,7 +29,7 @@ class Request:
     @property
     def is_text(self) -> bool:
         """Whether nothing but tokens decides the prompt's keys and values."""
-        other = set(vars(self)) - {"prompt_token_ids", "params"}
+        other = set(vars(self)) - {"prompt_token_ids", "params", "owner"}
         return all(_is_empty(getattr(self, name)) for name in other)
 
     def validate(self, config: ModelConfig, max_context: int) -> None:

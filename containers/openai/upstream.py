@@ -106,7 +106,7 @@ class Answers:
 
     def __init__(self, upstream: Upstream, requests: list[dict[str, Any]], owner: str = "") -> None:
         self._upstream = upstream
-        self._parameters = {OWNER: owner, ANSWERS: len(requests)}
+        self._parameters: dict[str, int | str] = {OWNER: owner, ANSWERS: len(requests)}
         self._requests = requests
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,10 +51,11 @@ def read_request(
         raise CanvasError(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
-    prompt, opening = encoder.encode(values)
+    encoded, opening = encoder.encode(values)
     pictures = _pictures(values, model)
+    prompt: Sequence[int] | np.ndarray = encoded
     if pictures:
-        prompt = insert(prompt.tolist(), pictures, model.config)
+        prompt = insert(encoded.tolist(), pictures, model.config)
     request = Request(prompt, params, pictures=pictures, owner=owner)
     request.validate(model.config, model.max_context)
     control = bool(values.get("control"))

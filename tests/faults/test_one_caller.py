@@ -103,7 +103,7 @@ def request(model: Model, owner: str = "", **options: Any) -> Request:
     params = SamplingParams.from_defaults(
         model.sampler, model.config, **{"max_new_tokens": 4, "max_denoising_steps": 2, **options}
     )
-    return Request([2, 5, 6], params, owner)
+    return Request([2, 5, 6], params, owner=owner)
 
 
 def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Model):
