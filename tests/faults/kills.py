@@ -38,7 +38,9 @@ class Clients:
         self._host, self._known = host, known
         self._done = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
