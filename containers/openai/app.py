@@ -21,6 +21,7 @@ from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
 from canvasrt.containers.openai.middleware import DISCONNECTED, ID, Middleware, internal_error
+from canvasrt.containers.openai.ollama import add_ollama
 from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
@@ -70,18 +71,28 @@ class Front:
             return unavailable("The model is not ready.", "model_not_ready")
         return refusal
 
-    async def generate(self, request: Request, kind: type[Sampling]) -> Response:
-        """Answer one request for text."""
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that the model is served under."""
+        return self.options.names
+
+    def admit(self, request: Request) -> Completions:
+        """Return what answers a caller. ApiError without a key, or while nothing is accepted."""
         self.keys.check(request.headers.get("authorization"))
         if (refusal := self.state.refusal()) is not None:
             raise refusal
+        assert self._completions is not None
+        return self._completions
+
+    async def generate(self, request: Request, kind: type[Sampling]) -> Response:
+        """Answer one request for text."""
+        completions = self.admit(request)
         body = read_body(kind, await request.body())
         self.check_model(body.model)
-        assert self._completions is not None
         if isinstance(body, ResponsesRequest):
-            return await respond(self._completions, request, body)
+            return await respond(completions, request, body)
         assert isinstance(body, (ChatRequest, CompletionRequest))
-        return await self._completions.reply(request, body)
+        return await completions.reply(request, body)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -114,6 +125,7 @@ def make_app(settings: FrontSettings, state: State) -> ASGIApp:
     _add_health(app, front)
     _add_management(app, front)
     _add_inference(app, front)
+    add_ollama(app, front)
     add_page(app)
     return Middleware(app, state, front.metrics, settings.options.max_body)
 
