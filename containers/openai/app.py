@@ -31,12 +31,14 @@ from canvasrt.containers.openai.middleware import (
     Middleware,
     internal_error,
 )
+from canvasrt.containers.openai.ollama import add_ollama
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.schema import (
+    Body,
     ChatRequest,
     CompletionRequest,
     Sampling,
@@ -85,25 +87,41 @@ class Front:
             return unavailable("The model is not ready.", "model_not_ready")
         return refusal
 
-    async def generate(self, request: Request, kind: type[Sampling]) -> Response:
-        """Answer one request for text."""
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that the model is served under."""
+        return self.options.names
+
+    def admit(self, request: Request) -> Completions:
+        """Return what answers a caller, who is counted until the reply has ended.
+
+        ApiError without a key, over the caller's limit, or while nothing is accepted.
+        """
         caller = self.keys.check(request.headers.get("authorization"))
         if (refusal := self.state.refusal()) is not None:
             raise refusal
         request.scope[AT_END].enter_context(self.callers.one(caller))
         request.scope[CALLER] = caller
-        raw = await request.body()
-        if len(raw) > _SHORT:  # the event loop serves the others meanwhile
-            async with self._long:
-                body = await asyncio.to_thread(read_body, kind, raw)
-        else:
-            body = read_body(kind, raw)
-        self.check_model(body.model)
         assert self._completions is not None
+        return self._completions
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
+        raw = await request.body()
+        if len(raw) <= _SHORT:
+            return read_body(kind, raw)
+        async with self._long:  # the event loop serves the others meanwhile
+            return await asyncio.to_thread(read_body, kind, raw)
+
+    async def generate(self, request: Request, kind: type[Sampling]) -> Response:
+        """Answer one request for text."""
+        completions = self.admit(request)
+        body = await self.read(request, kind)
+        self.check_model(body.model)
         if isinstance(body, ResponsesRequest):
-            return await respond(self._completions, request, body)
+            return await respond(completions, request, body)
         assert isinstance(body, (ChatRequest, CompletionRequest))
-        return await self._completions.reply(request, body)
+        return await completions.reply(request, body)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -136,6 +154,7 @@ def make_app(settings: FrontSettings, state: State, places: Places | None = None
     _add_health(app, front)
     _add_management(app, front)
     _add_inference(app, front)
+    add_ollama(app, front)
     add_page(app)
     origin = Origin(settings.options)
     limit = settings.options.max_body

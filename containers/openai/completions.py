@@ -180,10 +180,12 @@ class Run:
         return error
 
 
-async def streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
+async def streamed(
+    request: Request, events: AsyncIterator[bytes], kind: type[EventStream] = EventStream
+) -> Response:
     """Return a streamed reply. Until the first event, an error still has its own status."""
     first = await unless_disconnected(request.receive, _first(events))
-    return EventStream(_resumed(first, events))
+    return kind(_resumed(first, events))
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:

@@ -1,0 +1,83 @@
+"""Ollama's API, as the real `ollama` client sees it; the model plays a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers.agents import WEATHER
+from tests.helpers.scripted import Script, Served
+from tests.helpers.serving import needs_triton
+
+ollama = pytest.importorskip("ollama")
+pytestmark = needs_triton
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def client(acting_server: Served) -> Iterator[Any]:
+    return ollama.Client(host=acting_server.front.url.removesuffix("/v1"), timeout=60)
+
+
+def test_a_chat_whole_and_streamed(client: Any, acting: Script) -> None:
+    options = acting.choose("thinks")
+    whole = client.chat("canvasrt", HELLO, options=options, think=True)
+    assert whole.message.content == "Hello there."
+    assert whole.message.thinking == "They greet me."
+    assert (whole.done, whole.done_reason) == (True, "stop")
+    assert whole.eval_count > 20
+    lines = list(client.chat("canvasrt:latest", HELLO, options=options, think=True, stream=True))
+    assert "".join(each.message.content for each in lines) == "Hello there."
+    assert "".join(each.message.thinking or "" for each in lines) == "They greet me."
+    assert [each.done for each in lines] == [False] * (len(lines) - 1) + [True]
+    assert lines[-1].prompt_eval_count == whole.prompt_eval_count
+
+
+def test_tools(client: Any, acting: Script) -> None:
+    options = acting.choose("calls")
+    message = client.chat("canvasrt", HELLO, tools=[WEATHER], options=options).message
+    (call,) = message.tool_calls
+    assert (call.function.name, call.function.arguments) == (
+        "weather",
+        {"city": "Paris", "days": 2},
+    )
+    chat = [*HELLO, message, {"role": "tool", "tool_name": "weather", "content": "sunny"}]
+    answer = client.chat("canvasrt", chat, tools=[WEATHER], options=options)
+    assert answer.message.content == "It is sunny in Paris."
+
+
+def test_completions(client: Any, acting: Script) -> None:
+    options = acting.choose("plain")
+    assert client.generate("canvasrt", "Hello", options=options).response == "Hello there."
+    raw = client.generate("canvasrt", "Hello", raw=True, options=options)
+    assert raw.response == "Hello there."
+    assert raw.prompt_eval_count == 5
+    lines = list(
+        client.generate("canvasrt", "Hello", system="be brief", options=options, stream=True)
+    )
+    assert "".join(each.response for each in lines) == "Hello there."
+    short = client.generate("canvasrt", "Hello", options={**options, "num_predict": 4})
+    assert (short.response, short.done_reason) == ("Hell", "length")
+
+
+def test_models(client: Any) -> None:
+    assert [each.model for each in client.list().models] == ["canvasrt"]
+
+
+def test_errors_are_in_its_form(client: Any) -> None:
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (404, "not found", {"model": "other"}),
+        (400, "format is not supported", {"format": "json"}),
+        (400, "Unknown parameter: 'mirostat'", {"options": {"mirostat": 1}}),
+        (400, "exceed the context", {"options": {"num_predict": 32760}}),
+    ]
+    for status, says, fields in cases:
+        for stream in (False, True):
+            with pytest.raises(ollama.ResponseError, match=says) as error:
+                reply = client.chat(
+                    **{"model": "canvasrt", "messages": HELLO, **fields}, stream=stream
+                )
+                list(reply)
+            assert error.value.status_code == status
