@@ -1,0 +1,82 @@
+"""A CPU runs the very codes and scales that a GPU's engines are built from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from canvasrt.build.graphs import quantized_from
+from canvasrt.build.plan import Options
+from canvasrt.bundle import Bundle
+from canvasrt.graphs import lowbits
+from canvasrt.pipeline import build_all, graphs_of, plan_all
+from canvasrt.progress import no_progress
+from canvasrt.targets import parse_targets
+
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
+    """The graphs that engines for a GPU are built from, and the CPU's bundle."""
+    cpu, gpu = plan_all(
+        "demo", parse_targets("cpu,rtx-4090"), tmp_path_factory.mktemp("out"), Options("int4")
+    )
+    assert quantized_from(cpu) == quantized_from(gpu)
+    ((_, bundle),) = build_all([cpu])
+    return graphs_of(gpu, no_progress), bundle
+
+
+def bytes_of(file: Path) -> dict[str, bytes]:
+    """Each initializer of a graph that lies outside of it."""
+    found = {}
+    for name, value in ir.load(file).graph.initializers.items():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor):
+            data = (file.parent / tensor.location).read_bytes()
+            start = tensor.offset or 0
+            found[name] = data[start : start + (tensor.length or len(data))]
+    return found
+
+
+def joined(stored: dict[str, bytes], name: str) -> bytes:
+    """A tensor, or the parts that it was cut into."""
+    if name in stored:
+        return stored[name]
+    parts = {int(key.rpartition(".")[2]): key for key in stored if key.startswith(f"{name}.")}
+    return b"".join(stored[parts[number]] for number in sorted(parts))
+
+
+def test_codes_and_scales_are_the_same(pair: tuple[Bundle, Bundle]) -> None:
+    graphs, cpu = pair
+    compared = 0
+    for entry in graphs.manifest.segments:
+        if "layers" not in entry:
+            continue
+        packed, lowered = (bytes_of(each.file(entry["file"])) for each in (graphs, cpu))
+        for name in entry["quantized"]:
+            (own,) = (each for each in packed if each.startswith(name) and ".values" in each)
+            stem = own.removesuffix(".values")
+            codes = np.frombuffer(joined(lowered, f"{stem}.codes"), np.uint8)
+            # The CPU's are unsigned, so each is 8 more: its highest bit is turned over.
+            assert (codes ^ 0x88).tobytes() == packed[own], name
+            scales = np.frombuffer(packed[f"{stem}.block_scales"], np.uint16)
+            wide = np.frombuffer(joined(lowered, f"{stem}.scales"), np.float32)
+            assert np.array_equal(wide, lowbits.from_bf16(scales).reshape(-1)), name
+            compared += 1
+    assert compared == 6 * len(graphs.manifest.model.layers)
+
+
+def test_the_table_is_the_same(pair: tuple[Bundle, Bundle]) -> None:
+    graphs, cpu = pair
+    ours, theirs = (each.manifest.embedding for each in (cpu, graphs))
+    assert ours["dtype"] == theirs["dtype"] == "int8"
+    size = np.prod(theirs["shape"])
+    files = [each.file(each.manifest.embedding["file"]).read_bytes() for each in (cpu, graphs)]
+    assert files[0][:size] == files[1][:size]
+    scales = np.frombuffer(files[1][theirs["scale"]["offset"] :], np.uint16)
+    wide = np.frombuffer(files[0][ours["scale"]["offset"] :], np.float32)
+    assert np.array_equal(wide, lowbits.from_bf16(scales))
