@@ -45,7 +45,7 @@ CONTAINERS = (
     "options ports logs tensors processes heartbeat",
     "triton client",
     "package",
-    "openai image",
+    "openai image load",
     "serve deploy",
 )
 # Programs whose output is their purpose.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
+from canvasrt.cli.options import AsJson, Device, SharePasses, Threads
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ Against = Annotated[
     str | None,
     typer.Option(
         "--against",
-        metavar="transformers",
+        metavar="transformers|URL",
         show_default=False,
-        help="Also run the reference, in turns, and print the ratio; needs --checkpoint.",
+        help="Also run the reference (needs --checkpoint) or another server, in turns; print ratios.",
     ),
 ]
 CheckpointOption = Annotated[
@@ -58,8 +59,66 @@ Rounds = Annotated[
 ]
 
 
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="BUNDLE|URL",
+        show_default=False,
+        help="A bundle, or the address of any OpenAI-compatible server.",
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", show_default="the first", help="URL: the model."),
+]
+Prompts = Annotated[
+    str,
+    typer.Option(
+        "--prompts",
+        metavar="SET|FILE",
+        help="URL: short, long, chat, agent, or a file with a prompt per line (or .jsonl).",
+    ),
+]
+Sessions = Annotated[
+    int, typer.Option("--sessions", min=1, help="URL: conversations in each round.")
+]
+Concurrency = Annotated[
+    int, typer.Option("--concurrency", min=1, help="URL: most conversations at a time.")
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        "--rate",
+        metavar="PER_SECOND",
+        min=1e-3,
+        show_default="as places are free",
+        help="URL: conversations that arrive per second, at random moments.",
+    ),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", min=1, help="URL: most tokens of an answer.")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=1, metavar="SECONDS", help="URL: limit of one call.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="DIR",
+        show_default=False,
+        help="URL: write the figures to this folder, as bench.html and bench.json.",
+    ),
+]
+# Options that only one of the two takes.
+_OF_URL = {"model", "prompts", "sessions", "concurrency", "rate", "max_tokens", "timeout", "report"}
+_OF_BUNDLE = {"checkpoint", "prompt_tokens", "blocks", "steps", "early_stop", "batch", "threads"}
+_OF_BUNDLE |= {"device", "share_passes"}
+
+
 def bench(
-    bundle: BundlePath,
+    context: typer.Context,
+    bundle: Subject,
     against: Against = None,
     checkpoint: CheckpointOption = None,
     prompt_tokens: PromptTokens = 64,
@@ -71,13 +130,43 @@ def bench(
     threads: Threads = None,
     device: Device = None,
     share_passes: SharePasses = False,
+    model: ModelName = None,
+    prompts: Prompts = "short",
+    sessions: Sessions = 32,
+    concurrency: Concurrency = 1,
+    rate: Rate = None,
+    max_tokens: MaxTokens = 64,
+    timeout: Timeout = 600.0,
+    report: Report = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a bundle: time per pass, steps per block, tokens per second, first-token latency.
+    """Measure a bundle in this process, or a server under load.
 
-    Requests ignore the end of the sequence, so that every round does the same work.
+    A bundle: time per pass, steps per block, tokens per second, first-token latency. Requests ignore
+    the end of the sequence, so that every round does the same work.
+    A server: first-token, per-block and total latency, tokens per second, errors. Keys come from
+    CANVASRT_API_KEY, and from CANVASRT_AGAINST_API_KEY for --against.
     Example: canvasrt bench engines --against transformers --checkpoint demo
+    Example: canvasrt bench http://localhost:8000/v1 --concurrency 8 --report measured
     """
+    from canvasrt.cli import load
+
+    _check_options(context, load.is_url(bundle))
+    if load.is_url(bundle):
+        wanted = load.Options(
+            against=against,
+            model=model,
+            prompts=prompts,
+            sessions=sessions,
+            concurrency=concurrency,
+            rate=rate,
+            max_tokens=max_tokens,
+            rounds=rounds,
+            timeout=timeout,
+            report=report,
+        )
+        load.run(bundle, wanted, as_json)
+        return
     _check(against, checkpoint, early_stop)
     from canvasrt.console import emit, progress
     from canvasrt.runtime.backends.onnxruntime import available_cores
@@ -85,9 +174,9 @@ def bench(
     from canvasrt.runtime.open import open_model
 
     threads = threads or available_cores()
-    model = open_model(bundle, threads, device=device, share_passes=share_passes)
-    work = _requests(model, prompt_tokens, blocks, steps, early_stop, batch, rounds + 1)
-    sides = {"canvasrt": _ours(model)}
+    opened = open_model(bundle, threads, device=device, share_passes=share_passes)
+    work = _requests(opened, prompt_tokens, blocks, steps, early_stop, batch, rounds + 1)
+    sides = {"canvasrt": _ours(opened)}
     if against:
         assert checkpoint is not None
         sides[against] = _theirs(checkpoint, threads)
@@ -98,18 +187,28 @@ def bench(
     settings = {
         "bundle": str(bundle),
         "threads": threads,
-        "device": model.device_name,
+        "device": opened.device_name,
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": work[0][0].params.max_new_tokens,
         "steps": work[0][0].params.max_denoising_steps,
         "early_stop": early_stop,
     }
-    data: dict[str, Any] = {"settings": settings, "overflows": model.counters.overflows}
+    data: dict[str, Any] = {"settings": settings, "overflows": opened.counters.overflows}
     data |= {name: summary.to_json() for name, summary in summaries.items()}
     if ratio is not None:
         data["ratio"] = ratio.to_json()
     emit(data, as_json, lambda console: _render(console, settings, summaries, ratio))
+
+
+def _check_options(context: typer.Context, is_url: bool) -> None:
+    """Refuse an option that has no meaning for what is measured."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    for name in sorted(given & (_OF_BUNDLE if is_url else _OF_URL)):
+        option = f"--{name.replace('_', '-')}"
+        what, other = ("a bundle", "a server") if is_url else ("a server", "a bundle")
+        raise UsageError(f"{option} is for measuring {what}", f"leave it out for {other}")
 
 
 def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> None:

@@ -95,6 +95,13 @@ WRONG = {
     "bench b --against transformers": "needs the checkpoint",
     "bench b --against transformers --checkpoint demo --early-stop": "does not allow --early-stop",
     "bench b --rounds 0": "--rounds",
+    "bench b --concurrency 2": "--concurrency is for measuring a server",
+    "bench http://h --batch 2": "--batch is for measuring a bundle",
+    "bench http://h --prompts none": "--prompts none is neither a file nor a set",
+    "bench http://h:x": "http://h:x is not an address of a server",
+    "bench http://h --model m --against http://h": "--against is http://h itself",
+    "bench http://h --against vllm": "vllm is not an address of a server",
+    "bench http://h --rate 0": "--rate",
     # calling a server
     "infer": "there is no prompt",
     "infer ''": "the prompt is empty",

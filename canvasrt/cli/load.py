@@ -1,0 +1,112 @@
+"""What `canvasrt bench URL` does and prints."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from canvasrt.console import emit, progress, table
+from canvasrt.containers.client.openai import KEY_VARIABLE
+from canvasrt.containers.load import page as shown
+from canvasrt.containers.load.calls import Endpoint, first_model, root_of
+from canvasrt.containers.load.measure import Load, Summary, ratios, take_turns
+from canvasrt.containers.load.prompts import SETS, Session, built_in, from_file
+from canvasrt.errors import UsageError
+
+AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `canvasrt bench URL`."""
+
+    against: str | None
+    model: str | None
+    prompts: str
+    sessions: int
+    concurrency: int
+    rate: float | None
+    max_tokens: int
+    rounds: int
+    timeout: float
+    report: Path | None
+
+
+def is_url(subject: str) -> bool:
+    """Return whether a command's argument is an address rather than a bundle."""
+    return subject.startswith(("http://", "https://"))
+
+
+def run(url: str, options: Options, as_json: bool) -> None:
+    """Measure one server, or two in turns, and print the figures."""
+    sessions = _sessions(options.prompts, options.sessions)
+    endpoints = _endpoints(url, options)
+    with progress() as show:
+        load = Load(options.concurrency, options.rate)
+        taken = take_turns(endpoints, sessions, load, options.rounds, show)
+    names = [each.url for each in endpoints]
+    rounds = dict(zip(names, taken, strict=True))
+    summaries = {name: Summary.of(each) for name, each in rounds.items()}
+    compared = ratios(*taken) if len(taken) == 2 else {}
+    settings = {
+        "prompts": options.prompts,
+        "sessions": options.sessions,
+        "rounds": options.rounds,
+        "concurrency": options.concurrency,
+        "rate": options.rate,
+        "max_tokens": options.max_tokens,
+        "models": [each.model for each in endpoints],
+    }
+    data = {
+        "settings": settings,
+        "servers": {name: each.to_json() for name, each in summaries.items()},
+        "ratios": compared,
+    }
+    if options.report is not None:
+        options.report.mkdir(parents=True, exist_ok=True)
+        text = shown.page(rounds, summaries, compared, settings)
+        (options.report / "bench.html").write_text(text, encoding="utf-8")
+        (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
+
+    def draw(console: Console) -> None:
+        console.print(shown.describe(settings), markup=False)
+        console.print(table(shown.RATE_HEADS, shown.rate_rows(summaries)))
+        console.print(table(shown.LATENCY_HEADS, shown.spread_rows(summaries)))
+        if compared:
+            console.print(f"ratios: {' over '.join(names)}", markup=False)
+            console.print(table(shown.RATIO_HEADS, shown.ratio_rows(compared)))
+        if errors := shown.error_rows(summaries):
+            console.print(table(("", "error", "calls"), errors))
+        if options.report is not None:
+            console.print(f"{options.report / 'bench.html'}", markup=False)
+
+    emit(data, as_json, draw)
+
+
+def _sessions(prompts: str, count: int) -> list[Session]:
+    if prompts in SETS:
+        return built_in(prompts, count)
+    if not Path(prompts).is_file():
+        raise UsageError(
+            f"--prompts {prompts} is neither a file nor a set", f"the sets are {', '.join(SETS)}"
+        )
+    return from_file(Path(prompts), count)
+
+
+def _endpoints(url: str, options: Options) -> Sequence[Endpoint]:
+    sides = [(url, KEY_VARIABLE)]
+    if options.against is not None:
+        sides.append((options.against, AGAINST_KEY_VARIABLE))
+    if len({root_of(each) for each, _ in sides}) < len(sides):
+        raise UsageError(f"--against is {url} itself", "give another server")
+    found = []
+    for each, variable in sides:
+        key = os.environ.get(variable, "")
+        model = options.model if options.model and each == url else first_model(each, key)
+        found.append(Endpoint(each, model, key, options.timeout, options.max_tokens))
+    return found

@@ -1,0 +1,1 @@
+"""Measures any OpenAI-compatible server under load: `canvasrt bench URL`."""

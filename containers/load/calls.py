@@ -1,0 +1,184 @@
+"""One streamed chat completion, timed; any OpenAI-compatible server answers it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from canvasrt.containers.load.prompts import Message
+from canvasrt.errors import CanvasError, UsageError
+
+
+@dataclass
+class Call:
+    """What happened to one call. Times are in seconds, the first two on the clock of
+    `time.perf_counter`.
+
+    due: when it should have started; later starts count as waiting. pieces: when each piece of text
+    came. tokens: as the server counted them, else the number of pieces. steps: denoising steps, if
+    the server says.
+    """
+
+    due: float
+    end: float = 0.0
+    pieces: list[float] = field(default_factory=list)
+    text: str = ""
+    tokens: int = 0
+    counted: bool = False
+    steps: int | None = None
+    error: str = ""
+
+    @property
+    def first(self) -> float | None:
+        """Seconds from when it was due to its first text; None without text."""
+        return self.pieces[0] - self.due if self.pieces else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between pieces: blocks of a diffusion model, tokens of others."""
+        return [later - sooner for sooner, later in zip(self.pieces, self.pieces[1:], strict=False)]
+
+    @property
+    def total(self) -> float:
+        """Seconds from when it was due to its end."""
+        return self.end - self.due
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server: `url` is that of OpenAI's clients, with or without `/v1`."""
+
+    url: str
+    model: str
+    key: str = ""
+    timeout: float = 600.0
+    max_tokens: int = 64
+    extra: tuple[tuple[str, Any], ...] = ()
+
+    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return the body of a call."""
+        return {
+            "model": self.model,
+            "messages": list(messages),
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **dict(self.extra),
+        }
+
+
+class Connection:
+    """A connection to an endpoint, kept from call to call."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._http: http.client.HTTPConnection | None = None
+
+    def call(self, messages: Sequence[Message], due: float) -> Call:
+        """Make one call; what goes wrong is in its `error`."""
+        made = Call(due)
+        try:
+            self._stream(messages, made)
+        except TimeoutError:
+            made.error = f"no answer within {self._endpoint.timeout:g} s"
+        except (OSError, http.client.HTTPException) as error:
+            made.error = f"connection: {type(error).__name__}"
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            made.error = f"not a chat completion: {type(error).__name__}"
+        made.end = time.perf_counter()
+        if made.error:
+            self.close()
+        return made
+
+    def close(self) -> None:
+        """Close the connection; the next call opens another."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+
+    def _stream(self, messages: Sequence[Message], made: Call) -> None:
+        reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
+        if reply.status != 200:
+            made.error = f"HTTP {reply.status}"
+            reply.read()
+            return
+        for line in reply:
+            data = line.strip().removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                continue
+            _note(json.loads(data), made, time.perf_counter())
+        if not made.counted:
+            made.tokens = len(made.pieces)
+        if not made.pieces and not made.error and not made.counted:
+            made.error = "an empty stream"
+
+    def _ask(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        base = root_of(self._endpoint.url)
+        if self._http is None:
+            self._http = _open(base, self._endpoint.timeout)
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if self._endpoint.key:
+            headers["Authorization"] = f"Bearer {self._endpoint.key}"
+        text = None if body is None else json.dumps(body).encode()
+        self._http.request(method, f"{urlsplit(base).path}/{path}", text, headers)
+        return self._http.getresponse()
+
+
+def first_model(url: str, key: str = "", timeout: float = 30.0) -> str:
+    """Return the first model that a server lists. CanvasError when it does not answer."""
+    try:
+        reply = Connection(Endpoint(url, "", key, timeout))._ask("GET", "models")
+        if reply.status != 200:
+            raise CanvasError(f"{url} answers HTTP {reply.status}", "check the address and the key")
+        return str(json.loads(reply.read())["data"][0]["id"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as error:
+        raise CanvasError(
+            f"no OpenAI API answers at {url}: {error or type(error).__name__}",
+            "give the address that clients use, such as http://localhost:8000/v1",
+        ) from error
+
+
+def root_of(url: str) -> str:
+    """Return an address with its `/v1`. UsageError for one that is not http or https."""
+    parts = urlsplit(url)
+    try:
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UsageError(
+            f"{url} is not an address of a server", "give one such as http://localhost:8000/v1"
+        )
+    path = parts.path.rstrip("/") or "/v1"
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def _open(base: str, timeout: float) -> http.client.HTTPConnection:
+    parts = urlsplit(base)
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        return http.client.HTTPSConnection(parts.netloc, timeout=timeout, context=context)
+    return http.client.HTTPConnection(parts.netloc, timeout=timeout)
+
+
+def _note(chunk: dict[str, Any], made: Call, now: float) -> None:
+    """Add one chunk of a stream to a call."""
+    if "error" in chunk:
+        made.error = "an error in the stream"
+        return
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text = delta.get("content") or delta.get("reasoning_content")
+        if text:
+            made.pieces.append(now)
+            made.text += delta.get("content") or ""
+    if usage := chunk.get("usage"):
+        made.tokens = int(usage["completion_tokens"])
+        made.counted = True
+        made.steps = usage.get("denoising_steps")

@@ -1,0 +1,210 @@
+"""Runs sessions against endpoints, at a given concurrency or arrival rate, and sums up."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from canvasrt.containers.load.calls import Call, Connection, Endpoint
+from canvasrt.containers.load.prompts import Session
+from canvasrt.progress import Progress, no_progress
+
+# What is compared: field of a summary → its name, and whether less is better.
+COMPARED = {
+    "first": ("first text", True),
+    "gap": ("between pieces", True),
+    "total": ("whole answer", True),
+    "tokens_per_second": ("tokens per second", False),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """How sessions arrive: `concurrency` at a time, or `rate` per second on average, at random
+    moments; then `concurrency` is the most at a time, and a session that must wait counts it."""
+
+    concurrency: int = 1
+    rate: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """The calls of one round; `seconds` is from the first that was due to the last end."""
+
+    calls: tuple[Call, ...]
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A series, in milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    mean: float
+    deviation: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread | None:
+        """Return the spread of a series in seconds; None for an empty one."""
+        if not seconds:
+            return None
+        values = 1e3 * np.asarray(seconds)
+        p50, p90, p99 = (float(each) for each in np.percentile(values, (50, 90, 99)))
+        extremes = float(values.min()), float(values.max())
+        return cls(p50, p90, p99, float(values.mean()), float(values.std()), *extremes)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a server achieved. `tokens_per_pass` and `steps` are known of diffusion models only."""
+
+    calls: int
+    errors: Mapping[str, int]
+    first: Spread | None
+    gap: Spread | None
+    total: Spread | None
+    tokens: int
+    tokens_counted: bool
+    tokens_per_second: float
+    calls_per_second: float
+    steps: float | None
+    tokens_per_pass: float | None
+
+    @classmethod
+    def of(cls, rounds: Sequence[Round]) -> Summary:
+        """Sum up rounds; failed calls count as errors alone."""
+        calls = [call for each in rounds for call in each.calls]
+        good = [call for call in calls if not call.error]
+        seconds = sum(each.seconds for each in rounds)
+        tokens = sum(call.tokens for call in good)
+        stepped = [call for call in good if call.steps]
+        steps = sum(call.steps or 0 for call in stepped)
+        return cls(
+            len(calls),
+            dict(Counter(call.error for call in calls if call.error)),
+            Spread.of([call.first for call in good if call.first is not None]),
+            Spread.of([gap for call in good for gap in call.gaps]),
+            Spread.of([call.total for call in good]),
+            tokens,
+            all(call.counted for call in good),
+            tokens / seconds,
+            len(good) / seconds,
+            steps / len(stepped) if stepped else None,
+            sum(call.tokens for call in stepped) / steps if steps else None,
+        )
+
+    def value(self, name: str) -> float | None:
+        """Return what is compared: a median in milliseconds, or a rate."""
+        found = getattr(self, name)
+        return found.p50 if isinstance(found, Spread) else found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object with a key per field."""
+        return asdict(self)
+
+
+def take_turns(
+    endpoints: Sequence[Endpoint],
+    sessions: Sequence[Session],
+    load: Load,
+    rounds: int,
+    progress: Progress = no_progress,
+) -> list[list[Round]]:
+    """Measure endpoints in turns, `rounds` times each, after one call each to warm up."""
+    for endpoint in endpoints:
+        run(endpoint, sessions[:1], Load())
+    taken: list[list[Round]] = [[] for _ in endpoints]
+    for number in range(rounds):
+        for endpoint, into in zip(endpoints, taken, strict=True):
+            progress(f"measuring {endpoint.url}", number, rounds)
+            into.append(run(endpoint, sessions, load))
+    return taken
+
+
+def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
+    """Return for each measure the ratio over all rounds, and its lowest and highest round."""
+    found = {}
+    for name in COMPARED:
+        sides = [
+            (ours, theirs),
+            *(([one], [other]) for one, other in zip(ours, theirs, strict=True)),
+        ]
+        values = [
+            (Summary.of(one).value(name), Summary.of(other).value(name)) for one, other in sides
+        ]
+        known = [one / other for one, other in values if one is not None and other]
+        if len(known) == len(values):
+            found[name] = [known[0], min(known[1:]), max(known[1:])]
+    return found
+
+
+def run(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
+    """Run sessions once."""
+    start = time.perf_counter()
+    waiting: queue.SimpleQueue[tuple[Session, float | None]] = queue.SimpleQueue()
+    for session, offset in zip(sessions, _arrivals(load, len(sessions)), strict=True):
+        waiting.put((session, None if offset is None else start + offset))
+    calls: list[Call] = []
+    count = min(load.concurrency, len(sessions))
+    threads = [
+        threading.Thread(target=_work, args=(endpoint, waiting, calls), daemon=True)
+        for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    calls.sort(key=lambda call: call.due)
+    return Round(tuple(calls), start, max(call.end for call in calls) - start)
+
+
+def _arrivals(load: Load, count: int) -> list[float | None]:
+    """Return when each session is due, in seconds from the start; None: when a place is free."""
+    if load.rate is None:
+        return [None] * count
+    chance = random.Random(load.seed)  # noqa: S311 (arrivals, not secrets)
+    moments: list[float | None] = []
+    now = 0.0
+    for _ in range(count):
+        moments.append(now)
+        now += chance.expovariate(load.rate)
+    return moments
+
+
+def _work(
+    endpoint: Endpoint,
+    waiting: queue.SimpleQueue[tuple[Session, float | None]],
+    calls: list[Call],
+) -> None:
+    """Run sessions until none is left."""
+    connection = Connection(endpoint)
+    while True:
+        try:
+            session, due = waiting.get_nowait()
+        except queue.Empty:
+            connection.close()
+            return
+        if due is not None:
+            time.sleep(max(0.0, due - time.perf_counter()))
+        messages = list(session.start)
+        for turn in (*session.turns, None):
+            call = connection.call(messages, time.perf_counter() if due is None else due)
+            calls.append(call)
+            if call.error or turn is None:
+                break
+            messages += [{"role": "assistant", "content": call.text}, turn]
+            due = None  # a later turn is due when the answer is there
