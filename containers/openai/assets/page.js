@@ -36,7 +36,12 @@ async function connect() {
 }
 
 function body() {
-  const messages = [{ role: "user", content: $("prompt").value }];
+  const text = $("prompt").value;
+  const images = [...$("attached").querySelectorAll("img")].map((image) => ({
+    type: "image_url", image_url: { url: image.src },
+  }));
+  const content = images.length ? [...images, { type: "text", text }] : text;
+  const messages = [{ role: "user", content }];
   if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value });
   const made = {
     model, messages, stream: true, stream_options: { include_usage: true, drafts: true },
@@ -224,6 +229,29 @@ $("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("ask").requestSubmit();
 });
+function attach(files) {
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) continue;
+    const reader = new FileReader();
+    reader.onload = () => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.title = "remove this image";
+      const image = document.createElement("img");
+      image.src = reader.result;
+      image.alt = file.name;
+      button.append(image);
+      button.addEventListener("click", () => button.remove());
+      $("attached").prepend(button);
+    };
+    reader.readAsDataURL(file);
+  }
+}
+$("files").addEventListener("change", () => {
+  attach($("files").files);
+  $("files").value = "";
+});
+$("prompt").addEventListener("paste", (event) => attach(event.clipboardData.files));
 $("slider").addEventListener("input", () => {
   clearInterval(run.timer);
   const index = Number($("slider").value);

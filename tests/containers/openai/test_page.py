@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -146,6 +149,28 @@ def test_a_server_with_keys_asks_for_one(server: Server, visit: Any) -> None:
         page.press("#key", "Tab")
         ask(page, "12+34=", steps="4")
         assert page.inner_text("#f-steps") != "–"
+
+
+def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None:
+    """This model does not see, so the server's own refusal tells that the image arrived."""
+    page = visit(front)
+    sync_api.expect(page.locator("#light")).to_have_class("on")
+    picture = io.BytesIO()
+    Image.new("RGB", (20, 12), "teal").save(picture, "PNG")
+    file = {"name": "teal.png", "mimeType": "image/png", "buffer": picture.getvalue()}
+    page.set_input_files("#files", [file, file])
+    sync_api.expect(page.locator("#attached img")).to_have_count(2)
+    page.locator("#attached button").first.click()
+    sync_api.expect(page.locator("#attached img")).to_have_count(1)
+    assert page.locator("#attached img").evaluate("image => image.naturalWidth") == 20
+    page.fill("#prompt", "what is this?")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.click("#go")
+    image, text = sent.value.post_data_json["messages"][0]["content"]
+    url = image["image_url"]["url"]
+    assert base64.b64decode(url.removeprefix("data:image/png;base64,")) == picture.getvalue()
+    assert text == {"type": "text", "text": "what is this?"}
+    sync_api.expect(page.locator("#error")).to_contain_text("image")
 
 
 def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
