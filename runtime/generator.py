@@ -5,18 +5,36 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 
 import numpy as np
 
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
+from canvasrt.runtime.answers.constrained import ActiveConstrained, ConstrainedRequest
+from canvasrt.runtime.answers.infill import ActiveInfill, InfillRequest
+from canvasrt.runtime.answers.read import ActiveRead, ReadRequest
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 
-__all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result", "Settled"]
+__all__ = [
+    "Block",
+    "Draft",
+    "Event",
+    "Finished",
+    "Generator",
+    "Request",
+    "Result",
+    "Settled",
+    "Work",
+]
+
+Active = ActiveRequest | ActiveRead | ActiveConstrained | ActiveInfill
+Work = Request | ReadRequest | ConstrainedRequest | InfillRequest  # what a generator runs
+_SEARCH_WAIT = 0.05  # seconds, when nothing but searches is under way
 
 
 class Generator:
@@ -35,8 +53,8 @@ class Generator:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
         self.max_batch = min(max_batch, model.max_batch or max_batch)
-        self._waiting: deque[ActiveRequest] = deque()
-        self._running: list[ActiveRequest] = []
+        self._waiting: deque[Active] = deque()
+        self._running: list[Active] = []
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._denoised = 0
@@ -52,13 +70,14 @@ class Generator:
         """The rows of the last denoising pass whose requests are still running."""
         return min(self._denoised, len(self._running))
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Work) -> int:
         """Queue a request and return its id. Raises CanvasError if it can never run."""
         request.validate(self.model.config, self.model.max_context)
-        self.model.check_sight(request.pictures)
+        if isinstance(request, Request):
+            self.model.check_sight(request.pictures)
         id = self._next_id
         self._next_id += 1
-        self._waiting.append(ActiveRequest(id, request, self.model, time.perf_counter()))
+        self._waiting.append(_activate(id, request, self.model))
         return id
 
     def cancel(self, id: int) -> None:
@@ -74,6 +93,7 @@ class Generator:
         events = self._drop_cancelled()
         while self._waiting and len(self._running) < self.max_batch:
             self._running.append(self._waiting.popleft())
+        events += self._collect()
         self._encode()
         events += self._denoise()
         self._leave([each for each in self._running if each.finished])
@@ -90,7 +110,7 @@ class Generator:
         self._running.clear()
         self._waiting.clear()
 
-    def run(self, requests: Sequence[Request]) -> list[Result]:
+    def run(self, requests: Sequence[Work]) -> list[Result]:
         """Run requests to their end; return results in the order of `requests`."""
         ids = [self.add(request) for request in requests]
         results: dict[int, Result] = {}
@@ -128,10 +148,23 @@ class Generator:
         self._leave([each for each in self._running if each.id in cancelled])
         return events
 
-    def _leave(self, leaving: Sequence[ActiveRequest]) -> None:
+    def _leave(self, leaving: Sequence[Active]) -> None:
         for each in leaving:
             self.model.release(each.row)
             self._running.remove(each)
+
+    def _collect(self) -> list[Event]:
+        """Return the events of finished searches; wait for one if no pass could run otherwise."""
+        searching = {id(e): e.job for e in self._running if isinstance(e, ActiveConstrained)}
+        jobs = [job for job in searching.values() if job is not None]
+        if jobs and all(searching.get(id(each)) for each in self._running):
+            wait(jobs, _SEARCH_WAIT, FIRST_COMPLETED)
+        events: list[Event] = []
+        for each in self._running:
+            if isinstance(each, ActiveConstrained):
+                events += each.collect()
+        self._leave([each for each in self._running if each.finished])
+        return events
 
     def _encode(self) -> None:
         """Encode one chunk of every request that has tokens to encode."""
@@ -143,7 +176,7 @@ class Generator:
             if chunk and self._prefixes is not None and each.shares:
                 self._prefixes.add(each.row, chunk)
 
-    def _to_encode(self) -> list[ActiveRequest]:
+    def _to_encode(self) -> list[Active]:
         """Return the requests with tokens to encode. Of those with the same chunk, all but one wait
         for the prefix cache to have it."""
         ready, keys = [], set()
@@ -159,7 +192,7 @@ class Generator:
 
     def _denoise(self) -> list[Event]:
         """Run one step of every request whose tokens are all encoded."""
-        ready = [each for each in self._running if not each.pending.size]
+        ready = [each for each in self._running if not each.pending.size and not _waits(each)]
         inputs: list[DenoiseInput] = [each.next_step() for each in ready]
         self._denoised = len(ready)
         events: list[Event] = []
@@ -169,8 +202,30 @@ class Generator:
         return events
 
 
+def _waits(each: Active) -> bool:
+    """Whether a search must end before the request's next step."""
+    return isinstance(each, ActiveConstrained) and each.job is not None
+
+
+def _activate(id: int, request: Work, model: Model) -> Active:
+    added = time.perf_counter()
+    if isinstance(request, ReadRequest):
+        return ActiveRead(id, request, model, added)
+    if isinstance(request, InfillRequest):
+        return ActiveInfill(id, request, model, added)
+    if isinstance(request, ConstrainedRequest):
+        return ActiveConstrained(id, request, model, added)
+    return ActiveRequest(id, request, model, added)
+
+
 def _check_finite(output: DenoiseOutput) -> None:
     """Raise EngineError for an entropy that is not a number: the tokens would be arbitrary."""
+    if output.hidden is not None and not np.isfinite(output.hidden).all():
+        raise EngineError(
+            "the engines returned hidden states that are not finite",
+            "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",
+            fatal=True,
+        )
     bad = int(np.count_nonzero(~np.isfinite(output.entropy)))
     if bad:
         raise EngineError(

@@ -17,6 +17,12 @@ from starlette.types import ASGIApp
 import canvasrt
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.completions import Completions
+from canvasrt.containers.openai.decisions import (
+    DecisionRequest,
+    Decisions,
+    InfillRequest,
+    SystemOneRequest,
+)
 from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
@@ -29,6 +35,7 @@ from canvasrt.containers.openai.schema import (
     ChatRequest,
     CompletionRequest,
     Sampling,
+    parse_body,
     read_body,
 )
 from canvasrt.containers.openai.state import FrontSettings, State
@@ -51,6 +58,7 @@ class Front:
         self.created = int(time.time())
         self._upstream: Upstream | None = None
         self._completions: Completions | None = None
+        self._decisions: Decisions | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -59,6 +67,7 @@ class Front:
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         fetcher = Fetcher() if self.options.allow_remote_images else None
         self._completions = Completions(self._upstream, self.metrics, fingerprint, fetcher)
+        self._decisions = Decisions(self._upstream, self.metrics)
         yield
         await self._upstream.close()
 
@@ -72,9 +81,7 @@ class Front:
 
     async def generate(self, request: Request, kind: type[Sampling]) -> Response:
         """Answer one request for text."""
-        self.keys.check(request.headers.get("authorization"))
-        if (refusal := self.state.refusal()) is not None:
-            raise refusal
+        self.admit(request)
         body = read_body(kind, await request.body())
         self.check_model(body.model)
         assert self._completions is not None
@@ -82,6 +89,36 @@ class Front:
             return await respond(self._completions, request, body)
         assert isinstance(body, (ChatRequest, CompletionRequest))
         return await self._completions.reply(request, body)
+
+    async def decide(self, request: Request) -> Response:
+        """Answer one request of OpenAI's Decisions API."""
+        self.admit(request)
+        body = parse_body(DecisionRequest, await request.body())
+        self.check_model(body.model)
+        assert self._decisions is not None
+        return await self._decisions.decide(request, body)
+
+    async def systemone(self, request: Request) -> Response:
+        """Answer one request in System One's shape."""
+        self.admit(request)
+        body = parse_body(SystemOneRequest, await request.body())
+        self.check_model(body.model)
+        assert self._decisions is not None
+        return await self._decisions.systemone(request, body)
+
+    async def infill(self, request: Request) -> Response:
+        """Fill the gaps of one text."""
+        self.admit(request)
+        body = parse_body(InfillRequest, await request.body())
+        self.check_model(body.model)
+        assert self._decisions is not None
+        return await self._decisions.infill(request, body)
+
+    def admit(self, request: Request) -> None:
+        """Raise ApiError for a caller without a key, or while nothing is accepted."""
+        self.keys.check(request.headers.get("authorization"))
+        if (refusal := self.state.refusal()) is not None:
+            raise refusal
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -139,6 +176,18 @@ def _add_inference(app: FastAPI, front: Front) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await front.generate(request, ResponsesRequest)
+
+    @app.post("/v1/decisions")
+    async def decisions(request: Request) -> Response:
+        return await front.decide(request)
+
+    @app.post("/v1/infill")
+    async def infill(request: Request) -> Response:
+        return await front.infill(request)
+
+    @app.post("/v1/systemone")
+    async def systemone(request: Request) -> Response:
+        return await front.systemone(request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

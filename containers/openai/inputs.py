@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.formats import grammar_of
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.schema import (
     MAX_ANSWERS,
@@ -57,6 +58,10 @@ def _chat(request: ChatRequest) -> dict[str, Any]:
 
 def _options(request: Sampling) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        # Completions have one number for both.
+        given |= {"logprobs": True, "top_logprobs": request.logprobs}
+    given["grammar"] = grammar_of(request.response_format)
     given["stop"] = request.stop
     given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]

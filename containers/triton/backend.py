@@ -28,12 +28,14 @@ from canvasrt.containers.tensors import (
     check_parameters,
     outputs_of,
 )
+from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.replies import ReplyBuilder
-from canvasrt.containers.triton.request import read_request
+from canvasrt.containers.triton.request import ServedRequest, read_request
 from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Overloaded, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
+from canvasrt.runtime.answers.infill import InfillRequest
 from canvasrt.runtime.generator import Event, Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
@@ -106,16 +108,7 @@ class StreamModel:
             raise Overloaded("the server is stopping", "send the request to another server")
         arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         served = read_request(arrays, self._model, self._tokenizer)
-        sink.replies = ReplyBuilder(
-            self._tokenizer,
-            served.request.params,
-            served.drafts,
-            only_final=bool(call),
-            stops=served.stops,
-            prompt=served.request.prompt_token_ids,
-            control=served.control,
-            opening=served.opening,
-        )
+        sink.replies = _replies(served, self._tokenizer, only_final=bool(call))
         if call is not None:
             cancel = self._cancelled_calls.setdefault(str(call), threading.Event())
             sink.cancel = cancel
@@ -128,6 +121,25 @@ class StreamModel:
             cancel.set()
 
 
+def _replies(
+    served: ServedRequest, tokenizer: Tokenizer | None, only_final: bool
+) -> ReplyBuilder | DecisionReplies | InfillReplies:
+    if served.ask is not None:
+        return DecisionReplies(served.ask)
+    if isinstance(served.request, InfillRequest):
+        return InfillReplies(tokenizer)
+    return ReplyBuilder(
+        tokenizer,
+        served.request.params,
+        served.drafts,
+        only_final=only_final,
+        stops=served.stops,
+        prompt=served.request.prompt_token_ids,
+        control=served.control,
+        opening=served.opening,
+    )
+
+
 class _Sink:
     """Sends one request's events through its response sender."""
 
@@ -136,7 +148,7 @@ class _Sink:
         self._sender = sender
         self._error_events = error_events
         self._ended = False
-        self.replies: ReplyBuilder | None = None
+        self.replies: ReplyBuilder | DecisionReplies | InfillReplies | None = None
         self.cancel: threading.Event | None = None
         self.on_end: Any = None
 

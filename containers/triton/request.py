@@ -15,9 +15,14 @@ from canvasrt.containers.tensors import (
     read_messages,
     read_template,
 )
+from canvasrt.containers.triton.decisions import read_decisions
+from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Request
+from canvasrt.runtime.answers.constrained import ConstrainedRequest
+from canvasrt.runtime.answers.infill import infill_request
+from canvasrt.runtime.answers.layout import Ask, end_of_answer
+from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert, read_picture
 from canvasrt.runtime.sampling import SamplingParams
@@ -26,13 +31,14 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 class ServedRequest(NamedTuple):
     """A request, and what only its replies depend on: whether to send drafts, the stop strings,
-    whether to keep control tokens, and how the prompt begins the answer."""
+    whether to keep control tokens, how the prompt begins the answer, and the questions of a read."""
 
-    request: Request
+    request: Work
     drafts: bool
     stops: tuple[str, ...]
     control: bool = False
     opening: str = ""
+    ask: Ask | None = None
 
 
 def read_request(
@@ -43,6 +49,12 @@ def read_request(
     # Options before the prompt: checking them is cheap, encoding a long prompt is not.
     options = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
     params = SamplingParams.from_defaults(model.sampler, model.config, **options)
+    if "questions" in values:
+        chosen_prompt(values)
+        if "images" in values:
+            raise CanvasError("questions are not supported with images", "send text alone")
+        ask, read = read_decisions(values, model, tokenizer)
+        return ServedRequest(read, False, (), ask=ask)
     stops = check_stops(values.get("stop") or ())
     if stops and tokenizer is None:
         raise CanvasError(
@@ -51,8 +63,19 @@ def read_request(
     prompt, opening = _prompt(values, tokenizer)
     pictures = _pictures(values, model)
     if pictures:
+        for name in ("grammar", "infill"):
+            if name in values:
+                raise CanvasError(f"{name} is not supported with images", "send text alone")
         prompt = insert(prompt, pictures, model.config)
-    request = Request(prompt, params, pictures=pictures)
+    request: Request | ConstrainedRequest = Request(prompt, params, pictures=pictures)
+    if "grammar" in values:
+        start = read_grammar(values["grammar"], model, tokenizer)
+        request = ConstrainedRequest(prompt, params, start, end_of_answer(model, tokenizer))
+    if "infill" in values:
+        if tokenizer is None:
+            raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
+        filled = infill_request(values["infill"], prompt, params, model, tokenizer)
+        return ServedRequest(filled, False, ())
     control = bool(values.get("control"))
     return ServedRequest(
         request, bool(values.get("drafts")), stops, control, opening if control else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.generator import Event, Finished, Generator, Request
+from canvasrt.runtime.generator import Event, Finished, Generator, Work
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ class Worker:
         self._failures = 0  # in a row
         self._refusal: Overloaded | None = None
         self._generator = make()
-        self._arrived: queue.SimpleQueue[tuple[Request, Sink] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Work, Sink] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._closing = False
         self._cancel_check = 0.0
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Work, sink: Sink) -> None:
         """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot
         run."""
         if self._refusal is not None:
