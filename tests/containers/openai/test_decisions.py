@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -12,6 +13,7 @@ from langchain_openai.decisions import Choice, OpenAIDecisions, Predicate
 from openai import OpenAI
 
 from canvasrt.bundle import Bundle
+from canvasrt.cli.app import run
 from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.client.triton import Client
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -209,3 +211,15 @@ def test_our_own_client_posts_decisions(front: FrontEnd, expected: list[dict[str
     client = OpenAIClient(front.url)
     body = {"model": client.model, "input": STATE, "questions": QUESTIONS, "seed": 7, "samples": 2}
     assert client.post("decisions", body)["answers"] == expected
+
+
+def test_the_command_line_asks_a_server(
+    front: FrontEnd,
+    expected: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "questions.json"
+    file.write_text(json.dumps({"questions": QUESTIONS, "samples": 2}))
+    assert run(["ask", front.url, str(file), STATE, "--seed", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answers"] == expected
