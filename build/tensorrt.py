@@ -65,7 +65,10 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
     with staging(plan.out) as tmp:
         made = _engines(plan, graphs, segments, tmp, progress)
         known = {each.file: _without_facts(made[each.name]) for each in segments}
-        for name in (manifest.embedding["file"], *(manifest.tokenizer or ())):
+        taken = [manifest.embedding["file"], *(manifest.tokenizer or ())]
+        if host_head := manifest.embedding.get("host_head"):
+            taken.append(host_head["file"])
+        for name in taken:
             link_or_copy(graphs.file(name), tmp / name)
             known[name] = manifest.files[name]
         write_manifest(

@@ -72,7 +72,8 @@ class Manifest:
 
     @property
     def embedding(self) -> Json:
-        """File, dtype and shape of the embedding table; empty in a package."""
+        """File, dtype and shape of the embedding table, and the head's weights for the host; empty in
+        a package."""
         return self.data["embedding"] or {}
 
     @property

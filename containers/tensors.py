@@ -63,6 +63,15 @@ IMAGE_TOKENS = Tensor(
     "image_tokens", "INT32", (-1,), "the most tokens of each image, or of all: 70, 140 or 280"
 )
 RAW = Tensor("raw", "BOOL", (1,), "use `prompt` as it is, without the chat template")
+INFILL = Tensor(
+    "infill", "BYTES", (1,), "a text with gaps such as `{4}`; `text` is then its filling as JSON"
+)
+GRAMMAR = Tensor(
+    "grammar", "BYTES", (1,), "what the answer must follow, as JSON: a schema, a regex or a grammar"
+)
+QUESTIONS = Tensor(
+    "questions", "BYTES", (1,), "closed questions as JSON; `text` is then their answers as JSON"
+)
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
 RESULT = (
@@ -73,6 +82,9 @@ RESULT = (
     Tensor("steps", "INT32", (-1,), "denoising steps of each finished block"),
     Tensor("seed", "UINT64", (1,), "the seed that was used"),
     Tensor("cached_tokens", "INT32", (1,), "prompt tokens that came from the prefix cache"),
+    Tensor(
+        "logprobs", "BYTES", (1,), "the tokens' log-probabilities as JSON; empty if not asked for"
+    ),
 )
 PROGRESS = (
     Tensor("event", "BYTES", (1,), "`draft`, `settled`, `block` or `final`"),
@@ -85,7 +97,21 @@ CANVAS = Tensor("canvas", "BYTES", (1,), "the canvas of a `draft`, as JSON; no o
 def inputs_of(model: str) -> tuple[Tensor, ...]:
     """Return the inputs of the answer model or the stream model; Triton treats all as optional."""
     drafts = (DRAFTS,) if model == STREAM_MODEL else ()
-    return (*PROMPTS, RAW, TEMPLATE, PREFIX, IMAGES, IMAGE_TOKENS, *OPTIONS, STOP, CONTROL, *drafts)
+    return (
+        *PROMPTS,
+        RAW,
+        TEMPLATE,
+        PREFIX,
+        IMAGES,
+        IMAGE_TOKENS,
+        *OPTIONS,
+        STOP,
+        CONTROL,
+        INFILL,
+        GRAMMAR,
+        QUESTIONS,
+        *drafts,
+    )
 
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:

@@ -18,6 +18,7 @@ from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.errors import CanvasError
 from canvasrt.export import onnx
 from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.host_head import write_host_head
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
 from canvasrt.export.segments import EMBEDDING_FILE, Segment, segments
@@ -102,6 +103,8 @@ def export_folder(
                 lambda wide: export_folder(folder, hashes, wide, precision="bf16"), out, calibration
             )
         _write_graphs(parts, config, source, tmp, DTYPES[base], progress, quantized)
+        (head,) = (part for part in parts if part.name == "head")
+        host_head = write_host_head(head, source, tmp, DTYPES[base], quantized)
         write_manifest(
             tmp,
             kind="graphs",
@@ -119,7 +122,10 @@ def export_folder(
             model=config,
             sampler=sampler,
             segments=[_entry(part, quantized) for part in parts],
-            embedding=embedding_entry(tmp / next(p.file for p in parts if p.name == "head")),
+            embedding={
+                **embedding_entry(tmp / next(p.file for p in parts if p.name == "head")),
+                "host_head": host_head,
+            },
             tokenizer=_copy_tokenizer(folder, tmp),
             packages=PACKAGES,
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
@@ -31,6 +33,8 @@ class ActiveRequest:
 
     Follows transformers' `DiffusionGemmaGenerationMixin.generate` for a batch of one.
     """
+
+    parks = True  # it can make room for another request
 
     def __init__(self, id: int, request: Request, model: Model, added: float) -> None:
         self.id = id
@@ -58,6 +62,7 @@ class ActiveRequest:
         self._added = added
         self._first_block: float | None = None
         self._tokens: list[int] = []
+        self._scores: list[TokenScore] = []
         self._steps: list[int] = []
         self._step = 0
         self._hidden: Hidden = None
@@ -122,6 +127,7 @@ class ActiveRequest:
             self._params.entropy_bound,
             uniforms,
             noise,
+            "both" if self._params.logprobs else "tokens",
         )
 
     def take(self, output: DenoiseOutput) -> list[Event]:
@@ -145,9 +151,10 @@ class ActiveRequest:
         self._hidden = output.next_hidden
         last = step == self._params.max_denoising_steps
         if self._stops(output) or last or self._is_settled():
-            events += self._finish_block(argmax, before)
+            events += self._finish_block(argmax, before, output)
         elif new:
-            events.append(Settled(self.id, block, step, new))
+            scores = self._scored(output, before, new)
+            events.append(Settled(self.id, block, step, new, scores))
         return events
 
     def result(self, reason: FinishReason) -> Result:
@@ -160,6 +167,7 @@ class ActiveRequest:
             steps=self._steps,
             timings=Timings(self._first_block, time.perf_counter() - self._added),
             cached_tokens=self._cached,
+            logprobs=self._scores,
         )
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,16 +196,27 @@ class ActiveRequest:
         ended = any(token in self._params.eos_token_ids for token in tokens)
         return ended or len(tokens) >= min(room, self._model.canvas_length)
 
-    def _finish_block(self, canvas: np.ndarray, settled: int) -> list[Event]:
+    def _scored(self, output: DenoiseOutput, begin: int, tokens: Sequence[int]) -> list[TokenScore]:
+        """Return the scores, if they are wanted, of tokens that this step makes final."""
+        if output.hidden is None or not tokens:
+            return []
+        hidden = output.hidden[begin : begin + len(tokens)]
+        top = self._params.top_logprobs
+        scores = self._model.host_head.scores(hidden, tokens, top, self._step)
+        self._scores += scores
+        return scores
+
+    def _finish_block(self, canvas: np.ndarray, settled: int, output: DenoiseOutput) -> list[Event]:
         """Return the events of a block whose first `settled` tokens were sent already."""
+        tokens, reason = self._cut(canvas, len(self._steps) + 1)
+        scores = self._scored(output, settled, tokens[settled:])
         index, steps = len(self._steps), self._step
         self._steps.append(steps)
         self._step = 0
         if self._first_block is None:
             self._first_block = time.perf_counter() - self._added
-        tokens, reason = self._cut(canvas)
         self._tokens += tokens
-        events: list[Event] = [Block(self.id, index, steps, tokens, reason, settled)]
+        events: list[Event] = [Block(self.id, index, steps, tokens, reason, settled, scores)]
         if reason:
             # Nothing follows the last block, so it is not encoded.
             self.finished = True
@@ -207,12 +226,12 @@ class ActiveRequest:
             self._clean.append(canvas)
         return events
 
-    def _cut(self, canvas: np.ndarray) -> tuple[list[int], FinishReason | None]:
-        """Return the block's tokens up to the end of sequence or the budget, and the reason if the
-        request ends here."""
+    def _cut(self, canvas: np.ndarray, blocks: int) -> tuple[list[int], FinishReason | None]:
+        """Return the tokens of the last of `blocks` up to the end of sequence or the budget, and the
+        reason if the request ends here."""
         room = self._params.max_new_tokens - len(self._tokens)
         tokens = canvas[:room].tolist()
         ends = np.flatnonzero(np.isin(canvas, self._params.eos_token_ids))
         if ends.size and ends[0] < room:
             return tokens[: ends[0] + 1], "stop"
-        return tokens, "length" if len(self._steps) == self._blocks else None
+        return tokens, "length" if blocks == self._blocks else None

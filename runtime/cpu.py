@@ -24,6 +24,7 @@ from canvasrt.runtime.tables import max_context as context_limit
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
+SMALL_CANVASES = (32, 64, 128)
 
 
 @dataclass
@@ -96,6 +97,11 @@ class HostModel(Model):
             lambda: backend.open("vision", bundle.file(_vision_file(bundle))),
         )
 
+    @property
+    def canvas_sizes(self) -> tuple[int, ...]:
+        smaller = (size for size in SMALL_CANVASES if size < self.canvas_length)
+        return (*smaller, self.canvas_length)
+
     def new_row(self) -> Row:
         return Row(RequestCache(self.config))
 
@@ -111,7 +117,11 @@ class HostModel(Model):
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
         if self.rows_apart:
             return [[item] for item in inputs]
-        return [inputs] if inputs else []
+        groups: dict[object, list[Input]] = {}
+        for item in inputs:
+            key = (len(item.hidden), item.wants) if isinstance(item, DenoiseInput) else None
+            groups.setdefault(key, []).append(item)
+        return list(groups.values())
 
     def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
         # With several workers, passes run side by side; they share no state.
@@ -154,7 +164,7 @@ class HostModel(Model):
             row.cache.advance(count)
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        length = self.canvas_length
+        length = len(batch[0].hidden)
         rows = [item.row for item in batch]
         begin = np.array([row.cache.length for row in rows], np.int64)
         positions = begin[:, None] + np.arange(length, dtype=np.int64)
@@ -165,6 +175,9 @@ class HostModel(Model):
             hidden = self._run_body(body, feeds | {"hidden": hidden}, rows, "denoise", tokens)[
                 "hidden_out"
             ]
+        wants = batch[0].wants
+        if wants == "hidden":
+            return [DenoiseOutput(hidden=each) for each in hidden]
         out = self._head.run(
             {
                 "hidden": hidden,
@@ -175,7 +188,11 @@ class HostModel(Model):
             }
         )
         names = ("canvas", "argmax", "entropy", "accepted", "next_hidden")
-        return [DenoiseOutput(*(out[name][i] for name in names)) for i in range(len(batch))]
+        shown = hidden if wants == "both" else [None] * len(batch)
+        return [
+            DenoiseOutput(hidden=shown[i], **{name: out[name][i] for name in names})
+            for i in range(len(batch))
+        ]
 
     def _feeds(self, rows: Sequence[Row], positions: np.ndarray, causal: bool) -> Arrays:
         past = rows[0].past if len(rows) == 1 else self._past

@@ -5,19 +5,37 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 
 import numpy as np
 
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
+from canvasrt.runtime.answers.constrained import ActiveConstrained, ConstrainedRequest
+from canvasrt.runtime.answers.infill import ActiveInfill, InfillRequest
+from canvasrt.runtime.answers.read import ActiveRead, ReadRequest
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 from canvasrt.runtime.schedule import Schedule
 
-__all__ = ["Block", "Draft", "Event", "Finished", "Generator", "Request", "Result", "Settled"]
+__all__ = [
+    "Block",
+    "Draft",
+    "Event",
+    "Finished",
+    "Generator",
+    "Request",
+    "Result",
+    "Settled",
+    "Work",
+]
+
+Active = ActiveRequest | ActiveRead | ActiveConstrained | ActiveInfill
+Work = Request | ReadRequest | ConstrainedRequest | InfillRequest  # what a generator runs
+_SEARCH_WAIT = 0.05  # seconds, when nothing but searches is under way
 
 
 class Generator:
@@ -36,9 +54,9 @@ class Generator:
             raise CanvasError(f"max_batch is {max_batch}", "give at least 1")
         self.model = model
         self.max_batch = min(max_batch, model.max_batch or max_batch)
-        self._arrived: deque[ActiveRequest] = deque()  # filled by other threads
-        self._waiting: list[ActiveRequest] = []
-        self._running: list[ActiveRequest] = []
+        self._arrived: deque[Active] = deque()  # filled by other threads
+        self._waiting: list[Active] = []
+        self._running: list[Active] = []
         self._schedule = Schedule(model.quantum)
         self._cancelled: set[int] = set()
         self._next_id = 0
@@ -60,13 +78,14 @@ class Generator:
         """The ids of the requests that have a place in the batch."""
         return {each.id for each in self._running}
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Work) -> int:
         """Queue a request and return its id. Raises CanvasError if it can never run."""
         request.validate(self.model.config, self.model.max_context)
-        self.model.check_sight(request.pictures)
+        if isinstance(request, Request):
+            self.model.check_sight(request.pictures)
         id = self._next_id
         self._next_id += 1
-        self._arrived.append(ActiveRequest(id, request, self.model, time.perf_counter()))
+        self._arrived.append(_activate(id, request, self.model))
         return id
 
     def cancel(self, id: int) -> None:
@@ -82,6 +101,7 @@ class Generator:
         self._take_arrived()
         events = self._drop_cancelled()
         self._give_places()
+        events += self._collect()
         self._encode()
         events += self._denoise()
         self._leave([each for each in self._running if each.finished])
@@ -99,7 +119,7 @@ class Generator:
         self._waiting.clear()
         self._arrived.clear()
 
-    def run(self, requests: Sequence[Request]) -> list[Result]:
+    def run(self, requests: Sequence[Work]) -> list[Result]:
         """Run requests to their end; return results in the order of `requests`."""
         ids = [self.add(request) for request in requests]
         results: dict[int, Result] = {}
@@ -143,7 +163,7 @@ class Generator:
             self._waiting.append(worst)
             self._place(best)
 
-    def _place(self, each: ActiveRequest) -> None:
+    def _place(self, each: Active) -> None:
         self._waiting.remove(each)
         each.turn = 0
         self._running.append(each)
@@ -163,10 +183,23 @@ class Generator:
         self._leave([each for each in self._running if each.id in cancelled])
         return events
 
-    def _leave(self, leaving: Sequence[ActiveRequest]) -> None:
+    def _leave(self, leaving: Sequence[Active]) -> None:
         for each in leaving:
             self.model.release(each.row)
             self._running.remove(each)
+
+    def _collect(self) -> list[Event]:
+        """Return the events of finished searches; wait for one if no pass could run otherwise."""
+        searching = {id(e): e.job for e in self._running if isinstance(e, ActiveConstrained)}
+        jobs = [job for job in searching.values() if job is not None]
+        if jobs and all(searching.get(id(each)) for each in self._running):
+            wait(jobs, _SEARCH_WAIT, FIRST_COMPLETED)
+        events: list[Event] = []
+        for each in self._running:
+            if isinstance(each, ActiveConstrained):
+                events += each.collect()
+        self._leave([each for each in self._running if each.finished])
+        return events
 
     def _encode(self) -> None:
         """Encode one chunk of every request that has tokens to encode."""
@@ -179,7 +212,7 @@ class Generator:
             if chunk and self._prefixes is not None and each.shares:
                 self._prefixes.add(each.row, chunk)
 
-    def _to_encode(self) -> list[ActiveRequest]:
+    def _to_encode(self) -> list[Active]:
         """Return the requests with tokens to encode. Of those with the same chunk, all but one wait
         for the prefix cache to have it."""
         ready, keys = [], set()
@@ -195,7 +228,7 @@ class Generator:
 
     def _denoise(self) -> list[Event]:
         """Run one step of every request whose tokens are all encoded."""
-        ready = [each for each in self._running if not each.pending.size]
+        ready = [each for each in self._running if not each.pending.size and not _waits(each)]
         inputs: list[DenoiseInput] = [each.next_step() for each in ready]
         self._denoised = len(ready)
         self._schedule.count(ready)
@@ -206,8 +239,34 @@ class Generator:
         return events
 
 
+def _waits(each: Active) -> bool:
+    """Whether a search must end before the request's next step."""
+    return isinstance(each, ActiveConstrained) and each.job is not None
+
+
+def _activate(id: int, request: Work, model: Model) -> Active:
+    added = time.perf_counter()
+    if isinstance(request, Request):
+        return ActiveRequest(id, request, model, added)
+    active: ActiveRead | ActiveInfill | ActiveConstrained
+    if isinstance(request, ReadRequest):
+        active = ActiveRead(id, request, model, added)
+    elif isinstance(request, InfillRequest):
+        active = ActiveInfill(id, request, model, added)
+    else:
+        active = ActiveConstrained(id, request, model, added)
+    active.owner = request.owner
+    return active
+
+
 def _check_finite(output: DenoiseOutput) -> None:
     """Raise EngineError for an entropy that is not a number: the tokens would be arbitrary."""
+    if output.hidden is not None and not np.isfinite(output.hidden).all():
+        raise EngineError(
+            "the engines returned hidden states that are not finite",
+            "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",
+            fatal=True,
+        )
     bad = int(np.count_nonzero(~np.isfinite(output.entropy)))
     if bad:
         raise EngineError(

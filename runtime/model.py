@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import PREFILL_CHUNK
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import (
     Counters,
     DenoiseInput,
@@ -75,6 +77,18 @@ class Model(ABC):
     @property
     def canvas_length(self) -> int:
         return self.config.canvas_length
+
+    @property
+    def canvas_sizes(self) -> tuple[int, ...]:
+        """The lengths, ascending, that a canvas may have."""
+        return (self.canvas_length,)
+
+    @cached_property
+    def host_head(self) -> HostHead:
+        """The head as the host computes it. CanvasError if the bundle lacks its weights."""
+        if self.bundle is None:
+            raise CanvasError("the model was not opened from a bundle", "open a bundle")
+        return HostHead.load(self.bundle, self._table)
 
     @abstractmethod
     def new_row(self) -> Row:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,18 +33,32 @@ class DenoiseInput:
     entropy_bound: float
     uniforms: np.ndarray  # float32 [canvas]
     noise: np.ndarray  # int64 [canvas]
+    # `hidden` runs the layers without the head; `both` runs the head and returns its input too.
+    wants: Literal["tokens", "hidden", "both"] = "tokens"
+
+
+def _none() -> np.ndarray:
+    return np.empty(0)
 
 
 @dataclass(frozen=True)
 class DenoiseOutput:
     """One request's result of a denoising pass. Arrays are `[canvas]`, except for the hidden
-    states."""
+    states. Without the head, only `hidden` is there."""
 
-    canvas: np.ndarray  # int64, renoised
-    argmax: np.ndarray  # int64
-    entropy: np.ndarray  # float32, nats
-    accepted: np.ndarray  # bool
-    next_hidden: Hidden  # float32 [canvas, hidden_size], or a handle if it stays on a device
+    canvas: np.ndarray = field(default_factory=_none)  # int64, renoised
+    argmax: np.ndarray = field(default_factory=_none)  # int64
+    entropy: np.ndarray = field(default_factory=_none)  # float32, nats
+    accepted: np.ndarray = field(default_factory=_none)  # bool
+    next_hidden: Hidden = None  # float32 [canvas, hidden_size], or a handle if it stays on a device
+    hidden: np.ndarray | None = None  # float32 [canvas, hidden_size], the last layer's, if wanted
+
+
+def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:
+    """Return the input of a pass whose tokens the host chooses."""
+    length = len(hidden)
+    blank = np.zeros(length, np.float32), np.zeros(length, np.int64)
+    return DenoiseInput(row, hidden, np.float32(1), 0.0, *blank, wants="hidden")
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.sampling import SamplingParams
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "grammar"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Result:
     steps: list[int]  # denoising steps per block
     timings: Timings
     cached_tokens: int = 0  # of the prompt, from the prefix cache
+    logprobs: list[TokenScore] = field(default_factory=list)  # one per token, if asked for
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Settled:
     block: int
     step: int
     tokens: list[int]
+    logprobs: list[TokenScore] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Block:
     tokens: list[int]
     finish: FinishReason | None  # None if another block follows
     settled: int = 0
+    logprobs: list[TokenScore] = field(default_factory=list)  # of the others
 
 
 @dataclass(frozen=True)

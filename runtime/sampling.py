@@ -116,6 +116,12 @@ class SamplingParams:
         "before its block does; 0 waits for the block",
         most=10_000,
     )
+    logprobs: bool = _parameter(
+        False, "BOOL", "also return the log-probability of every token; false when absent"
+    )
+    top_logprobs: int = _parameter(
+        0, "INT32", "likeliest tokens to list with each log-probability; 0 when absent", most=20
+    )
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -207,6 +213,10 @@ def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
         raise CanvasError(
             f"t_max {high} is below t_min {low}",
             "the temperature falls from t_max to t_min: give t_max >= t_min",
+        )
+    if values.get("top_logprobs") and not values.get("logprobs"):
+        raise CanvasError(
+            f"top_logprobs is {values['top_logprobs']} without logprobs", "set logprobs to true"
         )
     if values.get("settle_steps") and values.get("early_stop") is False:
         raise CanvasError(

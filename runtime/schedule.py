@@ -4,8 +4,23 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
-from canvasrt.runtime.active import ActiveRequest
+
+class Entry(Protocol):
+    """What is counted of a request: its passes in all, and since it last got a place."""
+
+    id: int
+    owner: str
+    passes: int
+    turn: int
+
+    @property
+    def parks(self) -> bool:
+        """Whether it can make room for another."""
+
+
+Each = TypeVar("Each", bound=Entry)
 
 
 class Schedule:
@@ -20,35 +35,33 @@ class Schedule:
         self._quantum = quantum
         self._used: dict[str, float] = {}
 
-    def join(self, owner: str, present: Sequence[ActiveRequest]) -> None:
+    def join(self, owner: str, present: Sequence[Entry]) -> None:
         """Count a caller from now on, if it has no other request."""
         owners = {each.owner for each in present}
         self._used = {name: used for name, used in self._used.items() if name in owners}
         self._used.setdefault(owner, min(self._used.values(), default=0.0))
 
-    def count(self, ran: Sequence[ActiveRequest]) -> None:
+    def count(self, ran: Sequence[Entry]) -> None:
         """Count one pass of each request."""
         for each in ran:
             each.passes += 1
             each.turn += 1
             self._used[each.owner] = self._used.get(each.owner, 0.0) + 1
 
-    def next(self, waiting: Sequence[ActiveRequest]) -> ActiveRequest:
+    def next(self, waiting: Sequence[Each]) -> Each:
         """Return the request that should run first; of equals, the one that came first."""
         return min(waiting, key=self._rank)
 
-    def swap(
-        self, waiting: Sequence[ActiveRequest], running: Sequence[ActiveRequest]
-    ) -> tuple[ActiveRequest, ActiveRequest] | None:
+    def swap(self, waiting: Sequence[Each], running: Sequence[Each]) -> tuple[Each, Each] | None:
         """Return a waiting request and the one that should make room for it; None when nobody
         should."""
         if not waiting:
             return None
-        tired = [each for each in running if each.turn >= self._quantum]
+        tired = [each for each in running if each.parks and each.turn >= self._quantum]
         if not tired:
             return None
         best, worst = self.next(waiting), max(tired, key=self._rank)
         return (best, worst) if self._rank(best)[:2] < self._rank(worst)[:2] else None
 
-    def _rank(self, each: ActiveRequest) -> tuple[float, int, int]:
+    def _rank(self, each: Entry) -> tuple[float, int, int]:
         return self._used.get(each.owner, 0.0), each.passes, each.id

@@ -28,6 +28,19 @@ TURN_END = "<turn|>"
 # Variables of a chat template that are not the caller's.
 _RESERVED = ("messages", "add_generation_prompt")
 _MOST_OPEN = 4096  # tokens that may wait for a character to be complete
+_UNUSED = re.compile(r"<unused\d+>")
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _byte_table() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 has it."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = {chr(byte): byte for byte in shown}
+    return table | {chr(256 + number): byte for number, byte in enumerate(hidden)}
+
+
+_BYTES = _byte_table()
 
 
 class Tokenizer:
@@ -149,6 +162,27 @@ class Tokenizer:
     def longest_token(self) -> int:
         """The most bytes of text that one token stands for."""
         return max(len(token.encode()) for token in self._core.get_vocab())
+
+    def token_bytes(self, id: int) -> bytes:
+        """Return the bytes that a token stands for; none for a special or unknown one."""
+        token = self._core.id_to_token(id)
+        if token is None or id in self._special_ids or _UNUSED.fullmatch(token):
+            return b""
+        if self._byte_level:
+            return bytes(_BYTES[each] for each in token if each in _BYTES)
+        if byte := _BYTE.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._core.get_added_tokens_decoder()
+        return frozenset(id for id, token in added.items() if token.special)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        decoder = json.loads(self._core.to_str()).get("decoder")
+        return "ByteLevel" in json.dumps(decoder)
 
     def decode(
         self, ids: Sequence[int], skip_special: bool = True, keep_control: bool = False

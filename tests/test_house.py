@@ -31,10 +31,10 @@ FLOORS = (
 # The same inside the runtime and the containers.
 RUNTIME = (
     "profiles passes capacity noise tables tokenizer pictures",
-    "engine sampling",
+    "engine sampling host_head",
     "model request backends inputs",
     "kv_cache gpu settled prefix",
-    "active",
+    "active answers",
     "cpu schedule",
     "generator",
     "open",

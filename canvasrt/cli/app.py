@@ -29,6 +29,7 @@ _COMMANDS = {
     "deploy": _USE,
     "infer": _USE,
     "chat": _USE,
+    "ask": _USE,
     "bench": _USE,
     "targets": _LOOK,
     "doctor": _LOOK,

@@ -1,94 +1,149 @@
-"""What `canvasrt infer` does: one call, printed."""
+"""`canvasrt ask`: closed questions about a text, answered with probabilities."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+import sys
+from pathlib import Path
+from typing import Annotated, Any
 
-from canvasrt.cli.prompt import Prompt
-from canvasrt.console import emit
-from canvasrt.containers.client.openai import OpenAIClient
-from canvasrt.containers.client.triton import Client, Protocol, StreamEvent
+import typer
+
+from canvasrt.cli.options import AsJson, Device, Threads
+from canvasrt.console import emit, table
 from canvasrt.errors import UsageError
 
-PROTOCOLS = ("http", "grpc", "openai")
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="BUNDLE_OR_URL",
+        show_default=False,
+        help="A bundle to run in this process, or a server's address, such as http://127.0.0.1:8000.",
+    ),
+]
+Questions = Annotated[
+    Path,
+    typer.Argument(
+        metavar="QUESTIONS.yaml",
+        show_default=False,
+        help="YAML or JSON: a list of questions as OpenAI's Decisions API takes them.",
+    ),
+]
+Input = Annotated[
+    str,
+    typer.Argument(metavar="INPUT", show_default=False, help="The text; - reads it from stdin."),
+]
+Samples = Annotated[
+    int | None, typer.Option("--samples", metavar="N", help="Draws of noise to average over.")
+]
+Steps = Annotated[
+    int | None, typer.Option("--steps", metavar="N", help="Denoising steps per read.")
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="NAME",
+        help="letters: options are listed in the prompt. bare: INPUT is the whole prompt, and an"
+        " option the whole answer.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the noise.")]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call to a server. `options` are inputs of the served model by tensor name."""
+def ask(
+    where: Where,
+    questions: Questions,
+    input: Input,
+    samples: Samples = None,
+    steps: Steps = None,
+    layout: Layout = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer closed questions about a text, with a probability per option.
 
-    prompt: Prompt
-    options: Mapping[str, Any] = field(default_factory=dict)
-    stream: bool = False
-    drafts: bool = False
-
-    def inputs(self) -> dict[str, Any]:
-        """Return the inputs by tensor name."""
-        return {**self._prompt(), **self.options}
-
-    def _prompt(self) -> dict[str, Any]:
-        if self.prompt.ids is not None:
-            return {"prompt_ids": self.prompt.ids}
-        if self.prompt.system is not None:
-            return {"messages": json.dumps(self.prompt.messages)}
-        return {"prompt": self.prompt.text, "raw": self.prompt.raw or None}
-
-
-def check_call(protocol: str, stream: bool, drafts: bool) -> None:
-    """Raise UsageError for an unknown protocol, or one that cannot stream."""
-    if protocol not in PROTOCOLS:
-        raise UsageError(
-            f"unknown protocol {protocol!r}", f"the protocols are {', '.join(PROTOCOLS)}"
-        )
-    if (stream or drafts) and protocol == "http":
-        raise UsageError(
-            "Triton does not stream over --protocol http",
-            "give --protocol grpc or openai, or leave out --stream and --drafts",
-        )
-
-
-def ask(call: Call, protocol: str, url: str | None, timeout: float, as_json: bool) -> None:
-    """Make the call and print the answer, or each event as it comes."""
-    if protocol == "openai":
-        _ask_openai(call, url, timeout, as_json)
-        return
-    with Client(url, cast(Protocol, protocol), timeout) as client:
-        if call.stream or call.drafts:
-            for event in client.stream({**call.inputs(), "drafts": call.drafts or None}):
-                _print_event(event, as_json)
-            return
-        answer = client.infer(call.inputs())
-    emit(answer.to_json(), as_json, lambda shown: shown.print(answer.text, markup=False))
-
-
-def _ask_openai(call: Call, url: str | None, timeout: float, as_json: bool) -> None:
-    client = OpenAIClient(url, timeout)
-    if not (call.stream or call.drafts):
-        answer = client.ask(call.inputs())
-        emit(answer, as_json, lambda shown: shown.print(answer["text"], markup=False))
-        return
-    for piece, draft in client.events(call.inputs(), call.drafts):
-        if as_json:
-            line = {"text": piece} if draft is None else {"draft": draft}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        elif draft is not None:
-            best = "".join(draft["best"][: draft["end"]])
-            print(f"[block {draft['block']}, step {draft['step']}] {best}", flush=True)
-        else:
-            print(piece, end="", flush=True)
-    if not as_json:
-        print(flush=True)
-
-
-def _print_event(event: StreamEvent, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(event.to_json(), ensure_ascii=False), flush=True)
-    elif event.event == "draft":
-        print(f"[block {event.block}, step {event.step}] {event.text}", flush=True)
-    elif event.event in ("settled", "block"):
-        print(event.text, end="", flush=True)
+    Example: canvasrt ask build/demo questions.yaml "12+34="
+    """
+    asked = _read(questions)
+    given = {"samples": samples, "steps": steps, "layout": layout}
+    asked |= {name: value for name, value in given.items() if value is not None}
+    text = sys.stdin.read() if input == "-" else input
+    if not text.strip():
+        raise UsageError("INPUT is empty", "give some text")
+    if where.startswith(("http://", "https://")):
+        found = _of_server(where, asked, text, seed)
     else:
-        print(flush=True)
+        found = _of_bundle(Path(where), asked, text, seed, threads, device)
+    columns = ("question", "answer", "probability", "standard error")
+    emit(found, as_json, lambda shown: shown.print(table(columns, _rows(asked, found["answers"]))))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the fields in a file of questions."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read {file}: {error}", "give a YAML file of questions") from None
+    data = {"questions": data} if isinstance(data, list) else data
+    if not isinstance(data, dict) or not isinstance(data.get("questions"), list):
+        raise UsageError(f"{file} holds no questions", "give a list of questions")
+    return data
+
+
+def _of_bundle(
+    bundle: Path, asked: dict[str, Any], text: str, seed: int, threads: Any, device: Any
+) -> dict[str, Any]:
+    from canvasrt.runtime.answers.layout import Ask
+    from canvasrt.runtime.answers.questions import answers
+    from canvasrt.runtime.answers.read import ReadResult
+    from canvasrt.runtime.generator import Generator
+    from canvasrt.runtime.open import open_model
+    from canvasrt.runtime.tokenizer import Tokenizer
+
+    wanted = Ask.from_json(asked)
+    model = open_model(bundle, threads, device=device)
+    assert model.bundle is not None
+    tokenizer = Tokenizer.load(model.bundle)
+    request = wanted.request([{"role": "user", "content": text}], model, tokenizer, seed)
+    (result,) = Generator(model).run([request])
+    assert isinstance(result, ReadResult)
+    return {
+        "answers": answers(wanted.questions, result.draws),
+        "seed": result.seed,
+        "passes": sum(result.steps),
+        "prompt_tokens": len(result.prompt_token_ids),
+    }
+
+
+def _of_server(url: str, asked: dict[str, Any], text: str, seed: int) -> dict[str, Any]:
+    from canvasrt.containers.client.openai import OpenAIClient
+
+    client = OpenAIClient(url)
+    reply = client.post("decisions", {**asked, "model": client.model, "input": text, "seed": seed})
+    return {
+        "answers": reply["answers"],
+        **reply["canvasrt"],
+        "prompt_tokens": reply["usage"]["input_tokens"],
+    }
+
+
+def _rows(asked: dict[str, Any], answers: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for question, answer in zip(asked["questions"], answers, strict=True):
+        name = answer["name"] or str(question["instructions"])
+        if answer["type"] == "predicate":
+            rows.append((name, "yes", *_numbers(answer)))
+            continue
+        for each in answer["probabilities"]:
+            rows.append((name, str(each.get("label", each["value"])), *_numbers(each)))
+            name = ""
+    return rows
+
+
+def _numbers(shown: dict[str, Any]) -> tuple[str, str]:
+    error = shown["standard_error"]
+    return f"{shown['probability']:.4f}", "" if error is None else f"{error:.4f}"

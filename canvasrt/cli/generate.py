@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +26,15 @@ Drafts = Annotated[
     bool,
     typer.Option("--drafts", help="Print the draft of each step too; on a terminal, in place."),
 ]
+Infill = Annotated[
+    str | None,
+    typer.Option(
+        "--infill",
+        metavar="TEXT",
+        show_default=False,
+        help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; they count tokens.",
+    ),
+]
 
 
 @with_sampling
@@ -40,6 +49,7 @@ def generate(
     sampling: dict[str, Any],
     stream: Stream = False,
     drafts: Drafts = False,
+    infill: Infill = None,
     threads: Threads = None,
     device: Device = None,
     share_passes: SharePasses = False,
@@ -54,6 +64,11 @@ def generate(
             f"--n {n} does not allow {'--stream' if stream else '--drafts'}",
             "leave out --n to stream one answer",
         )
+    if infill is not None:
+        if n > 1 or stream or drafts:
+            raise UsageError("--infill fills one text", "leave out --n, --stream and --drafts")
+        if prompt is None and prompt_ids is None:
+            prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
 
     from canvasrt.runtime.generator import Generator, Request
@@ -61,9 +76,13 @@ def generate(
     from canvasrt.runtime.sampling import SamplingParams
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
-    tokenizer = _tokenizer(model, required=given.ids is None)
+    tokenizer = _tokenizer(model, required=given.ids is None or infill is not None)
     ids = _encode(tokenizer, given)
     params = SamplingParams.from_defaults(model.sampler, model.config, **sampling)
+    if infill is not None:
+        assert tokenizer is not None
+        _fill(infill, ids, params, model, tokenizer, as_json)
+        return
     requests = [Request(ids, replace(params, seed=params.seed + i)) for i in range(n)]
     generator = Generator(model)
     if stream or drafts:
@@ -79,6 +98,26 @@ def generate(
         if n > 1:
             print(f"{chr(10) if index else ''}--- seed {answer['seed']}")
         print(_shown(answer["text"], answer["token_ids"]))
+
+
+def _infill_prompt(text: str) -> str:
+    from canvasrt.runtime.answers.infill import default_prompt
+
+    return default_prompt(text)
+
+
+def _fill(
+    text: str, ids: list[int], params: Any, model: Any, tokenizer: Tokenizer, as_json: bool
+) -> None:
+    """Fill the gaps of a text, and print it."""
+    from canvasrt.runtime.answers.infill import InfillResult, filled, infill_request
+    from canvasrt.runtime.generator import Generator
+
+    request = infill_request(text, ids, params, model, tokenizer)
+    (result,) = Generator(model).run([request])
+    assert isinstance(result, InfillResult)
+    shown = {**filled(result, tokenizer), "seed": result.seed, "steps": result.steps}
+    print(json.dumps(shown, indent=2, ensure_ascii=False) if as_json else shown["text"])
 
 
 def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
@@ -108,6 +147,7 @@ def _answer(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "seed": result.seed,
         "steps": result.steps,
+        **({"logprobs": [asdict(each) for each in result.logprobs]} if result.logprobs else {}),
         "seconds": {
             "first_block": result.timings.first_block,
             "total": result.timings.total,

@@ -60,7 +60,7 @@ def infer(
 
     Example: canvasrt infer "12+34=" --protocol grpc --stream
     """
-    from canvasrt.cli.ask import Call, ask, check_call
+    from canvasrt.cli.call import Call, ask, check_call
 
     check_call(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)

@@ -33,6 +33,18 @@ QUESTIONS = (
     "shuffle abdeg",
     "brackets 8 ([",
 )
+# Closed questions, each with options of which the first is right.
+DECISIONS = {
+    "12+34=": ("46", "45", "56"),
+    "reverse planet": ("tenalp", "planet", "natpel"),
+    "sort 40172": ("01247", "40172", "74210"),
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
 T = TypeVar("T")
 # A tiny model may miss a question or two; more means that something is broken.
 MAY_MISS = 2
@@ -54,6 +66,17 @@ class Row:
     openai_ms: float
 
 
+@dataclass(frozen=True)
+class Decided:
+    """One closed question, its answer over the OpenAI API, and that answer's probability."""
+
+    question: str
+    choice: str
+    probability: float
+    right: bool
+    ms: float
+
+
 def run(keep: Path | None, as_json: bool) -> None:
     """Run the demo and print its table. CanvasError when too many answers are wrong."""
     started = time.perf_counter()
@@ -72,13 +95,15 @@ def run(keep: Path | None, as_json: bool) -> None:
             ready = time.perf_counter()
             show("asking", 0, 0)
             rows = ask_all(server, front.url)
+            decided = decide_all(front.url)
+            followed = ask_for_json(front.url)
         stopped = time.perf_counter()
     seconds = {
         "build": built - started,
         "package_and_start": ready - built,
         "total": stopped - started,
     }
-    _print(rows, seconds, as_json)
+    _print(rows, decided, followed, seconds, as_json)
     judge(rows)
 
 
@@ -113,6 +138,38 @@ def ask_all(server: Server, openai_url: str) -> list[Row]:
     return rows
 
 
+def decide_all(openai_url: str) -> list[Decided]:
+    """Ask every closed question over the OpenAI API."""
+    client = OpenAIClient(openai_url)
+    found = []
+    for question, options in DECISIONS.items():
+        asked = {
+            "type": "choice",
+            "instructions": "Which one is right?",
+            "choices": [{"value": each} for each in options],
+        }
+        body = {"model": client.model, "input": question, "layout": "bare", "questions": [asked]}
+        reply, ms = _timed(lambda given: client.post("decisions", given), body)
+        (answer,) = reply["answers"]
+        right = answer["choice"] == options[0]
+        found.append(Decided(question, answer["choice"], answer["confidence"], right, ms))
+    return found
+
+
+def ask_for_json(openai_url: str) -> tuple[str, float]:
+    """Return an answer that follows SCHEMA, and its milliseconds."""
+    client = OpenAIClient(openai_url)
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+    body = {
+        "model": client.model,
+        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "response_format": wanted,
+        "seed": SEED,
+    }
+    reply, ms = _timed(lambda given: client.post("chat/completions", given), body)
+    return str(reply["choices"][0]["message"]["content"]), ms
+
+
 def _timed(ask: Callable[[dict[str, Any]], T], inputs: dict[str, Any]) -> tuple[T, float]:
     before = time.perf_counter()
     answer = ask(inputs)
@@ -128,19 +185,41 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _print(rows: list[Row], seconds: dict[str, float], as_json: bool) -> None:
+def _print(
+    rows: list[Row],
+    decided: list[Decided],
+    followed: tuple[str, float],
+    seconds: dict[str, float],
+    as_json: bool,
+) -> None:
     right = sum(row.right for row in rows)
-    data = {"rows": [asdict(row) for row in rows], "right": right, "seconds": seconds}
+    data = {
+        "rows": [asdict(row) for row in rows],
+        "decisions": [asdict(each) for each in decided],
+        "json": {"answer": followed[0], "ms": followed[1]},
+        "right": right,
+        "seconds": seconds,
+    }
 
     def render(shown: Any) -> None:
         columns = ("question", "HTTP", "gRPC", "OpenAI", "right", "steps per block", "ms, each")
         shown.print(table(columns, [_cells(row) for row in rows]))
+        closed = ("decision", "answer", "probability", "right", "ms")
+        shown.print(table(closed, [_decided(each) for each in decided]))
+        shown.print(
+            table(("JSON schema", "answer", "ms"), [("sum", followed[0], f"{followed[1]:.0f}")])
+        )
         shown.print(
             f"{right} of {len(rows)} right; built in {seconds['build']:.0f} s, serving"
             f" {seconds['package_and_start']:.0f} s later, {seconds['total']:.0f} s in total"
         )
 
     emit(data, as_json, render)
+
+
+def _decided(each: Decided) -> tuple[str, ...]:
+    right = "yes" if each.right else "no"
+    return each.question, each.choice, f"{each.probability:.4f}", right, f"{each.ms:.0f}"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from canvasrt.graphs.experts import DOMAIN
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.nbits import CODES, SCALES, UNPACK
 from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
-from canvasrt.graphs.table import embedding_entry
+from canvasrt.graphs.table import embedding_entry, host_head_of
 from canvasrt.progress import Progress
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
@@ -49,7 +49,7 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
             progress("lowering graphs for a CPU", number, len(files))
         lower_graph(graphs.file(name), out / name)
     (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
-    return embedding_entry(out / head)
+    return {**embedding_entry(out / head), **host_head_of(graphs.manifest.embedding)}
 
 
 def lower_graph(source: Path, out: Path) -> None:

@@ -40,6 +40,11 @@ def embedding_entry(file: Path) -> dict[str, Any]:
     return entry
 
 
+def host_head_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """What an embedding's entry says of the head's weights for the host, which no step changes."""
+    return {"host_head": entry["host_head"]} if "host_head" in entry else {}
+
+
 def split_table(model: ModelProto) -> bool:
     """Multiply by an INT8 table in pieces, so that it is never whole in float32. Return False without one.
 

@@ -81,6 +81,12 @@ class OpenAIClient:
                     if text:
                         yield text, None
 
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to any request, such as one to `decisions`."""
+        with self._reply("POST", path, body) as reply:
+            found: dict[str, Any] = json.loads(reply.read())
+        return found
+
     @property
     def model(self) -> str:
         """The name of the served model, or the first of several."""

@@ -46,6 +46,7 @@ class Answer:
     steps: list[int]
     seed: int
     cached_tokens: int
+    logprobs: str
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a key per field."""

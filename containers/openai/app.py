@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import importlib.metadata
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -19,6 +20,12 @@ import canvasrt
 from canvasrt.containers.openai.auth import Callers, Keys
 from canvasrt.containers.openai.completions import Completions
 from canvasrt.containers.openai.connections import Places
+from canvasrt.containers.openai.decisions import (
+    DecisionRequest,
+    Decisions,
+    InfillRequest,
+    SystemOneRequest,
+)
 from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.inputs import Limits
@@ -42,6 +49,7 @@ from canvasrt.containers.openai.schema import (
     ChatRequest,
     CompletionRequest,
     Sampling,
+    parse_body,
     read_body,
 )
 from canvasrt.containers.openai.state import FrontSettings, State
@@ -66,6 +74,7 @@ class Front:
         self.created = int(time.time())
         self._upstream: Upstream | None = None
         self._completions: Completions | None = None
+        self._decisions: Decisions | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -76,6 +85,7 @@ class Front:
         fetcher = Fetcher() if self.options.allow_remote_images else None
         limits = Limits(self.options.max_n, self.options.about.get("max_context"))
         self._completions = Completions(self._upstream, self.metrics, fingerprint, limits, fetcher)
+        self._decisions = Decisions(self._upstream, self.metrics)
         yield
         await self._upstream.close()
 
@@ -107,11 +117,13 @@ class Front:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
-        raw = await request.body()
+        return await self._parsed(partial(read_body, kind), await request.body())
+
+    async def _parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any:
         if len(raw) <= _SHORT:
-            return read_body(kind, raw)
+            return parse(raw)
         async with self._long:  # the event loop serves the others meanwhile
-            return await asyncio.to_thread(read_body, kind, raw)
+            return await asyncio.to_thread(parse, raw)
 
     async def generate(self, request: Request, kind: type[Sampling]) -> Response:
         """Answer one request for text."""
@@ -122,6 +134,36 @@ class Front:
             return await respond(completions, request, body)
         assert isinstance(body, (ChatRequest, CompletionRequest))
         return await completions.reply(request, body)
+
+    async def decide(self, request: Request) -> Response:
+        """Answer one request of OpenAI's Decisions API."""
+        self.admit(request)
+        body: DecisionRequest = await self._parsed(
+            partial(parse_body, DecisionRequest), await request.body()
+        )
+        self.check_model(body.model)
+        assert self._decisions is not None
+        return await self._decisions.decide(request, body)
+
+    async def systemone(self, request: Request) -> Response:
+        """Answer one request in System One's shape."""
+        self.admit(request)
+        body: SystemOneRequest = await self._parsed(
+            partial(parse_body, SystemOneRequest), await request.body()
+        )
+        self.check_model(body.model)
+        assert self._decisions is not None
+        return await self._decisions.systemone(request, body)
+
+    async def infill(self, request: Request) -> Response:
+        """Fill the gaps of one text."""
+        self.admit(request)
+        body: InfillRequest = await self._parsed(
+            partial(parse_body, InfillRequest), await request.body()
+        )
+        self.check_model(body.model)
+        assert self._decisions is not None
+        return await self._decisions.infill(request, body)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -182,6 +224,18 @@ def _add_inference(app: FastAPI, front: Front) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await front.generate(request, ResponsesRequest)
+
+    @app.post("/v1/decisions")
+    async def decisions(request: Request) -> Response:
+        return await front.decide(request)
+
+    @app.post("/v1/infill")
+    async def infill(request: Request) -> Response:
+        return await front.infill(request)
+
+    @app.post("/v1/systemone")
+    async def systemone(request: Request) -> Response:
+        return await front.systemone(request)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

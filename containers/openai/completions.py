@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.formats import named_format
 from canvasrt.containers.openai.inputs import Limits, inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import CALLER
@@ -136,7 +137,7 @@ class Run:
                         self.count(number, event)
                         chunks = shape.closing(number, event.finish_reason)
                     else:
-                        chunks = shape.pieces(number, event.text)
+                        chunks = shape.pieces(number, event)
                     for chunk in chunks:
                         yield _event(chunk)
         except (ApiError, CanvasError) as error:
@@ -175,6 +176,10 @@ class Run:
         if error.param == "max_new_tokens":
             error.param = budget
             error.message = error.message.replace("max_new_tokens", budget)
+        elif (error.param or "").partition(".")[0] == "grammar":
+            named = named_format(error.param or "")
+            error.message = error.message.replace(error.param or "", named, 1)
+            error.param = named
         elif error.param not in type(self._body).model_fields or error.param in _PROMPTS:
             error.param = "messages" if chat else "prompt"
         return error

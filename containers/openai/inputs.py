@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.formats import grammar_of
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.schema import (
     MAX_ANSWERS,
@@ -94,6 +95,10 @@ def _check_size(prompts: Sequence[dict[str, Any]], n: int, max_context: int | No
 
 def _options(request: Sampling) -> dict[str, Any]:
     given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        # Completions have one number for both.
+        given |= {"logprobs": True, "top_logprobs": request.logprobs}
+    given["grammar"] = grammar_of(request.response_format)
     given["stop"] = request.stop
     given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from canvasrt.containers.client.triton import StreamEvent
@@ -73,11 +74,17 @@ class Shape:
         """Return the first chunk of a choice, which a chat has for its role."""
         return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
 
-    def pieces(self, index: int, text: str) -> list[dict[str, Any]]:
-        """Return the chunks for more of an answer's text."""
-        if not self.chat:
-            return [self._chunk(index, text)] if text else []
-        return self._read(index, text)
+    def pieces(self, index: int, event: StreamEvent) -> list[dict[str, Any]]:
+        """Return the chunks for more of an answer's text; the first has its tokens' scores."""
+        text = event.text
+        if self.chat:
+            chunks = self._read(index, text)
+        else:
+            chunks = [self._chunk(index, text)] if text else []
+        if scores := self._scores(event.logprobs):
+            chunks = chunks or [self._chunk(index, {"content": ""} if self.chat else "")]
+            chunks[0]["choices"][0]["logprobs"] = scores
+        return chunks
 
     def closing(self, index: int, finish_reason: str) -> list[dict[str, Any]]:
         """Return the last chunks of a choice."""
@@ -105,7 +112,8 @@ class Shape:
             read = Answer.read(self.reader(), final.text)
             answer = {"message": read.to_message()}
             finish = _finish(finish, len(read.calls))
-        return {"index": index, **answer, "logprobs": None, "finish_reason": finish}
+        scores = self._scores(final.logprobs)
+        return {"index": index, **answer, "logprobs": scores, "finish_reason": finish}
 
     def _read(self, index: int, text: str, final: bool = False) -> list[dict[str, Any]]:
         """Take more of an answer's text apart; return its chunks."""
@@ -123,6 +131,27 @@ class Shape:
             rest = {"index": piece.number, "function": {"arguments": arguments}}
             chunks += [self._chunk(index, {"tool_calls": [each]}) for each in (head, rest)]
         return chunks
+
+    def _scores(self, text: str) -> dict[str, Any] | None:
+        """Return a model's scores in OpenAI's form, without the token that ends the answer."""
+        if not text:
+            return None
+        scores = [each for each in json.loads(text) if not each["end"]]
+        if self.chat:
+            content = [
+                {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
+                for each in scores
+            ]
+            return {"content": content, "refusal": None}
+        ends = accumulate((len(each["text"]) for each in scores), initial=0)
+        return {
+            "tokens": [each["text"] for each in scores],
+            "token_logprobs": [each["logprob"] for each in scores],
+            "top_logprobs": [
+                {other["text"]: other["logprob"] for other in each["top"]} for each in scores
+            ],
+            "text_offset": list(ends)[:-1],
+        }
 
     def _chunk(self, index: int, content: Any, finish: str | None = None) -> dict[str, Any]:
         name = "delta" if self.chat else "text"
@@ -147,3 +176,11 @@ class Shape:
 
 def _finish(reason: str, calls: int) -> str:
     return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _score(each: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "token": each["text"],
+        "logprob": each["logprob"],
+        "bytes": list(each["text"].encode()),
+    }

@@ -72,6 +72,7 @@ class ResponsesRequest(Sampling):
     conversation: only() = None  # type: ignore[valid-type]
     prompt: only() = None  # type: ignore[valid-type]
     max_tool_calls: only() = None  # type: ignore[valid-type]
+    logprobs: only(False) = None  # type: ignore[valid-type]
     top_logprobs: only(0) = None  # type: ignore[valid-type]
 
     @property

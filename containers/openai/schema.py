@@ -91,11 +91,13 @@ Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Note = str | None
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body, or part of one, without unknown fields or converted values."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`stream_options`."""
 
     include_usage: bool = False
@@ -111,10 +113,10 @@ def _type(parameter: Parameter) -> Any:
 
 
 if TYPE_CHECKING:
-    _Own = _Strict
+    _Own = Strict
 else:
     _Own = create_model(
-        "_Own", __base__=_Strict, **{each.name: (_type(each) | None, None) for each in OWN}
+        "_Own", __base__=Strict, **{each.name: (_type(each) | None, None) for each in OWN}
     )
 
 
@@ -143,7 +145,7 @@ class Sampling(_Own):
     repetition_penalty: _only(1) = None  # type: ignore[valid-type]
     logit_bias: _only({}) = None  # type: ignore[valid-type]
     service_tier: _only("auto", "default") = None  # type: ignore[valid-type]
-    response_format: _only({"type": "text"}) = None  # type: ignore[valid-type]
+    response_format: dict[str, Any] | None = None
 
     @property
     def wants_drafts(self) -> bool:
@@ -174,8 +176,6 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     image_tokens: Literal[BUDGETS] | None = None  # type: ignore[valid-type]
 
-    logprobs: _only(False) = None  # type: ignore[valid-type]
-    top_logprobs: _only(0) = None  # type: ignore[valid-type]
     functions: _only([]) = None  # type: ignore[valid-type]
     function_call: _only("none", "auto") = None  # type: ignore[valid-type]
     modalities: _only(["text"]) = None  # type: ignore[valid-type]
@@ -197,27 +197,33 @@ class CompletionRequest(Sampling):
 
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
 
-    logprobs: _only() = None  # type: ignore[valid-type]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: _only(False) = None  # type: ignore[valid-type]
     suffix: _only("") = None  # type: ignore[valid-type]
     best_of: _only(1) = None  # type: ignore[valid-type]
 
 
 Body = TypeVar("Body", bound=Sampling)
+Kind = TypeVar("Kind", bound=Strict)
 
 
 def read_body(kind: type[Body], body: bytes) -> Body:
     """Return a request's body. ApiError names the parameter that is wrong."""
-    try:
-        request = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _explained(error) from None
+    request = parse_body(kind, body)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream set to true.", "stream_options")
     _check_budgets(request)
     if (request.seed or 0) + (request.n or 1) > 2**64:
         raise bad_request("seed + n must stay below 2**64.", "seed", "invalid_value")
     return request
+
+
+def parse_body(kind: type[Kind], body: bytes) -> Kind:
+    """Return a body of any kind. ApiError names the parameter that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from None
 
 
 def _check_budgets(request: Sampling) -> None:

@@ -174,8 +174,8 @@ def explained(code: str, details: str) -> ApiError:
 def _refused(message: str) -> ApiError:
     if "exceed the context" in message:
         return bad_request(_sentence(message), None, "context_length_exceeded")
-    # A message about a value starts with its name, as in "seed is -1".
-    named = re.match(r"(?:the )?(\w+)", message)
+    # A message about a value starts with its name or path, as in "seed is -1".
+    named = re.match(r"(?:the )?(\w+(?:\[\d+\]|\.\w+)*)", message)
     return bad_request(_sentence(message), named[1] if named else None, "invalid_value")
 
 

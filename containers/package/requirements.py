@@ -20,6 +20,7 @@ _SERVING = (
     "fastapi",
     "huggingface-hub",
     "jinja2",
+    "llguidance",
     "numpy",
     "pillow",
     "pyyaml",

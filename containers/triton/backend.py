@@ -33,13 +33,15 @@ from canvasrt.containers.tensors import (
     check_shapes,
     outputs_of,
 )
+from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
-from canvasrt.containers.triton.request import read_request
+from canvasrt.containers.triton.request import ServedRequest, read_request
 from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Busy, Late, Overloaded, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
+from canvasrt.runtime.answers.infill import InfillRequest
 from canvasrt.runtime.generator import Event, Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
@@ -150,22 +152,32 @@ class StreamModel:
         served = read_request(
             arrays, self._model, self._encoder, self._options, owner, max(1, answers)
         )
-        sink.replies = ReplyBuilder(
-            self._tokenizer,
-            served.request.params,
-            served.drafts,
-            only_final=bool(call),
-            stops=served.stops,
-            prompt=served.request.prompt_token_ids,
-            control=served.control,
-            opening=served.opening,
-        )
+        sink.replies = _replies(served, self._tokenizer, only_final=bool(call))
         self._worker.submit(served.request, sink)
 
     def _cancel_call(self, call: str) -> None:
         cancel = self._cancelled_calls.get(call)
         if cancel is not None:
             cancel.set()
+
+
+def _replies(
+    served: ServedRequest, tokenizer: Tokenizer | None, only_final: bool
+) -> ReplyBuilder | DecisionReplies | InfillReplies:
+    if served.ask is not None:
+        return DecisionReplies(served.ask)
+    if isinstance(served.request, InfillRequest):
+        return InfillReplies(tokenizer)
+    return ReplyBuilder(
+        tokenizer,
+        served.request.params,
+        served.drafts,
+        only_final=only_final,
+        stops=served.stops,
+        prompt=served.request.prompt_token_ids,
+        control=served.control,
+        opening=served.opening,
+    )
 
 
 class _Sink:
@@ -176,7 +188,7 @@ class _Sink:
         self._sender = sender
         self._error_events = error_events
         self._ended = False
-        self.replies: ReplyBuilder | None = None
+        self.replies: ReplyBuilder | DecisionReplies | InfillReplies | None = None
         self.cancel: threading.Event | None = None
         self.on_end: Any = None
 

@@ -18,7 +18,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 # Bytes of text that are encoded at once; longer ones wait for each other.
 SHORT = 1 << 16
-_TEXTS = ("prompt", "messages", "template", "prefix")
+_TEXTS = ("prompt", "messages", "template", "prefix", "questions", "grammar", "infill")
 _KEPT = 32  # prompts
 _KEPT_TOKENS = 1 << 22
 
@@ -44,9 +44,21 @@ class PromptEncoder:
         self._known: OrderedDict[bytes, Future[Prompt]] = OrderedDict()
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What encodes text; None if only token ids can be sent."""
+        return self._tokenizer
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether text can be encoded."""
         return self._tokenizer is not None
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raise CanvasError for a request with questions whose texts cannot fit the context."""
+        chosen = chosen_prompt(values)
+        for name in (chosen, "questions"):
+            if self._tokenizer is not None and isinstance(values.get(name), str):
+                self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any]) -> Prompt:
         """Return a request's prompt. CanvasError names what is wrong."""
@@ -74,7 +86,7 @@ class PromptEncoder:
         assert self._tokenizer is not None
         most = self._max_context * self._tokenizer.longest_token
         # JSON may write a character as \uXXXX.
-        most = 6 * most if chosen in ("messages", "template") else most
+        most = 6 * most if chosen in ("messages", "template", "questions") else most
         if len(text) > most:
             raise CanvasError(
                 f"{chosen} has {len(text)} characters, which exceed the context of"

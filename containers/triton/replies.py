@@ -10,6 +10,7 @@ import numpy as np
 
 from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result, Settled
+from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
@@ -45,6 +46,7 @@ class ReplyBuilder:
         self._steps: list[int] = []
         self._done: list[int] = []  # the tokens that are final
         self._opening = self._unsent = opening
+        self._scores: list[TokenScore] = []
         self._given = ""
         self._spelt: dict[int, str] = {}
         self._prompt = prompt
@@ -84,20 +86,24 @@ class ReplyBuilder:
         return reply | {"canvas": _bytes(json.dumps(view, ensure_ascii=False))}
 
     def _settled(self, event: Settled) -> dict[str, np.ndarray]:
-        text, tokens = self._final(event.tokens, last=False)
+        text, tokens, scores = self._final(event.tokens, event.logprobs, last=False)
         if self._cutter.found is not None:
             self._steps.append(event.step)
-        return self._tensors("settled", event.block, event.step, text, tokens)
+        return self._tensors("settled", event.block, event.step, text, tokens, scores=scores)
 
     def _block(self, event: Block) -> dict[str, np.ndarray]:
         """Return the reply to a block, whose text is what its settled pieces left."""
         self._steps.append(event.steps)
         rest = event.tokens[event.settled :]
-        text, tokens = self._final(rest, last=event.finish is not None)
-        return self._tensors("block", event.block, event.steps, text, tokens)
+        last = event.finish is not None
+        text, tokens, scores = self._final(rest, event.logprobs, last)
+        return self._tensors("block", event.block, event.steps, text, tokens, scores=scores)
 
-    def _final(self, ids: Sequence[int], last: bool) -> tuple[str, list[int]]:
-        """Take tokens that are final; return the text and the tokens that the answer gains."""
+    def _final(
+        self, ids: Sequence[int], scores: Sequence[TokenScore], last: bool
+    ) -> tuple[str, list[int], Sequence[TokenScore]]:
+        """Take tokens that are final; return the text, the tokens and the scores that the answer
+        gains."""
         words = self._words(ids)
         text = self._decoder.put(words, final=last) if self._decoder else ""
         text = self._cutter.put(text, final=last)
@@ -108,7 +114,8 @@ class ReplyBuilder:
             needed = self._tokens_to_stop([*self._done, *words])
             tokens = tokens[: max(0, needed - len(self._done))]
         self._done += tokens
-        return text, tokens
+        self._scores += scores[: len(tokens)]
+        return text, tokens, scores[: len(tokens)]
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
         """Return how many tokens are needed for the text to include the stop string that was found."""
@@ -126,7 +133,14 @@ class ReplyBuilder:
     def _stopped(self, event: Block | Settled) -> dict[str, np.ndarray]:
         """Return the last reply of an answer that a stop string ended."""
         return self._tensors(
-            "final", event.block, self._steps[-1], self._given, self._done, self._prompt, "stop"
+            "final",
+            event.block,
+            self._steps[-1],
+            self._given,
+            self._done,
+            self._prompt,
+            "stop",
+            self._scores,
         )
 
     def _result(self, result: Result) -> dict[str, np.ndarray]:
@@ -140,6 +154,7 @@ class ReplyBuilder:
             result.token_ids,
             result.prompt_token_ids,
             result.finish_reason,
+            result.logprobs,
         )
 
     def _words(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -166,6 +181,7 @@ class ReplyBuilder:
         tokens: Sequence[int],
         prompt: Sequence[int] | np.ndarray = (),
         finish: str = "",
+        scores: Sequence[TokenScore] = (),
     ) -> dict[str, np.ndarray]:
         return {
             "event": _bytes(event),
@@ -178,7 +194,28 @@ class ReplyBuilder:
             "steps": _ints(self._steps),
             "seed": np.array([self._seed], np.uint64),
             "cached_tokens": _ints([self._cached]),
+            "logprobs": _bytes(self._shown(scores)),
         }
+
+    def _shown(self, scores: Sequence[TokenScore]) -> str:
+        """Return scores as JSON: token, text, logprob, step, and the likeliest tokens."""
+        if not scores:
+            return ""
+        shown = [
+            {
+                "token_id": each.token,
+                "text": self._spell(each.token),
+                "logprob": each.logprob,
+                "step": each.step,
+                "end": each.token in self._ends,
+                "top": [
+                    {"token_id": token, "text": self._spell(token), "logprob": logprob}
+                    for token, logprob in each.top
+                ],
+            }
+            for each in scores
+        ]
+        return json.dumps(shown, ensure_ascii=False)
 
 
 def _ints(values: Sequence[Any] | np.ndarray) -> np.ndarray:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import OPTIONS, check_stops, read_inputs
+from canvasrt.containers.triton.decisions import read_decisions
+from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.prompts import PromptEncoder
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Request
+from canvasrt.runtime.answers.constrained import ConstrainedRequest
+from canvasrt.runtime.answers.infill import infill_request
+from canvasrt.runtime.answers.layout import Ask, end_of_answer
+from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert, read_picture
 from canvasrt.runtime.sampling import SamplingParams
@@ -20,13 +26,14 @@ from canvasrt.runtime.sampling import SamplingParams
 
 class ServedRequest(NamedTuple):
     """A request, and what only its replies depend on: whether to send drafts, the stop strings,
-    whether to keep control tokens, and how the prompt begins the answer."""
+    whether to keep control tokens, how the prompt begins the answer, and the questions of a read."""
 
-    request: Request
+    request: Work
     drafts: bool
     stops: tuple[str, ...]
     control: bool = False
     opening: str = ""
+    ask: Ask | None = None
 
 
 def read_request(
@@ -46,6 +53,13 @@ def read_request(
     given = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
     params = SamplingParams.from_defaults(model.sampler, model.config, **given)
     params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
+    if "questions" in values:
+        if "images" in values:
+            raise CanvasError("questions are not supported with images", "send text alone")
+        encoder.check(values)
+        ask, read = read_decisions(values, model, encoder.tokenizer)
+        read.check_limits(options.max_steps, options.max_passes)
+        return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
     stops = check_stops(values.get("stop") or ())
     if stops and not encoder.has_tokenizer:
         raise CanvasError(
@@ -55,8 +69,21 @@ def read_request(
     pictures = _pictures(values, model)
     prompt: Sequence[int] | np.ndarray = encoded
     if pictures:
+        for name in ("grammar", "infill"):
+            if name in values:
+                raise CanvasError(f"{name} is not supported with images", "send text alone")
         prompt = insert(encoded.tolist(), pictures, model.config)
-    request = Request(prompt, params, pictures=pictures, owner=owner)
+    request: Request | ConstrainedRequest = Request(prompt, params, pictures=pictures, owner=owner)
+    if "grammar" in values:
+        start = read_grammar(values["grammar"], model, encoder.tokenizer)
+        end = end_of_answer(model, encoder.tokenizer)
+        request = ConstrainedRequest(encoded.tolist(), params, start, end, owner)
+    if "infill" in values:
+        if encoder.tokenizer is None:
+            raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
+        ids = encoded.tolist()
+        filled = infill_request(values["infill"], ids, params, model, encoder.tokenizer)
+        return ServedRequest(replace(filled, owner=owner), False, ())
     request.validate(model.config, model.max_context)
     control = bool(values.get("control"))
     return ServedRequest(

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.generator import Event, Finished, Generator, Request
+from canvasrt.runtime.answers.read import ReadRequest
+from canvasrt.runtime.generator import Event, Finished, Generator, Work
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Worker:
         self._failures = 0  # in a row
         self._refusal: Overloaded | None = None
         self._generator = make()
-        self._arrived: queue.SimpleQueue[tuple[Request, Sink, float] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Work, Sink, float] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._known: dict[int, tuple[int, float]] = {}  # tokens and begin of each, by id
         self._closing = False
@@ -90,7 +91,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def submit(self, request: Work, sink: Sink) -> None:
         """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot
         run."""
         if self._refusal is not None:
@@ -271,8 +272,12 @@ class Worker:
                     _fail(arrived[1], error)
 
 
-def _tokens_of(request: Request) -> int:
-    return len(request.prompt_token_ids) + request.params.max_new_tokens
+def _tokens_of(request: Work) -> int:
+    if isinstance(request, ReadRequest):
+        new = max(len(each.tokens) for each in request.templates)
+    else:
+        new = request.params.max_new_tokens
+    return len(request.prompt_token_ids) + new
 
 
 def _engine_error(error: Exception) -> EngineError:

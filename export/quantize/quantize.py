@@ -21,7 +21,7 @@ from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of
 from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import external, lowbits
-from canvasrt.graphs.table import embedding_entry
+from canvasrt.graphs.table import embedding_entry, host_head_of
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.recipe import TABLE, Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, scratch, staging
@@ -256,7 +256,7 @@ def _describe(
         model=manifest.model,
         sampler=manifest.sampler,
         segments=segments,
-        embedding=embedding_entry(out / head),
+        embedding={**embedding_entry(out / head), **host_head_of(manifest.embedding)},
         tokenizer=manifest.tokenizer,
         packages=tuple(dict.fromkeys((*manifest.made_by, *_PACKAGES))),
         known=same,

@@ -272,10 +272,20 @@ class DeviceModel(Model):
             this.batch * space.row_bytes,
         )
         try:
-            self._run(this)
+            self._run(this, head=any(item.wants != "hidden" for item in batch))
         except _TooFull:
             return self._apart(batch, self._denoise_pass)
-        return [self._output(this, row) for row in this.rows]
+        shown = self._last_hidden(this) if any(item.wants != "tokens" for item in batch) else None
+        return [self._output(this, item, shown) for item in batch]
+
+    def _last_hidden(self, this: Pass) -> np.ndarray:
+        """Return the last layer's output, float32 `[batch, canvas, hidden_size]`."""
+        shape = (this.batch, this.length, self.config.hidden_size)
+        size = this.batch * self.workspace.row_bytes
+        held = np.empty(size, np.uint8)
+        self.device.download(held, self.workspace.hidden[-1])
+        self.device.synchronize()
+        return held.view(self.workspace.hidden_dtype).reshape(shape).astype(np.float32)
 
     def _apart(self, batch: Sequence[Any], run: Any) -> list[Any]:
         """Run a batch that overloads an expert as passes of one row each. Nothing has changed so
@@ -306,8 +316,12 @@ class DeviceModel(Model):
     def _as_hidden(self, hidden: Hidden) -> np.ndarray:
         return np.ascontiguousarray(hidden).astype(self.workspace.hidden_dtype)
 
-    def _output(self, this: Pass, row: DeviceRow) -> DenoiseOutput:
+    def _output(self, this: Pass, item: DenoiseInput, shown: np.ndarray | None) -> DenoiseOutput:
+        row: DeviceRow = item.row
         space, index = self.workspace, this.index(row)
+        hidden = None if shown is None or item.wants == "tokens" else shown[index]
+        if item.wants == "hidden":
+            return DenoiseOutput(hidden=hidden)
         here = index * space.row_bytes
         assert row.slot is not None
         self._copy(
@@ -319,9 +333,9 @@ class DeviceModel(Model):
             space.results.view(name, *shape)[index].copy()
             for name in ("canvas", "argmax", "entropy", "accepted")
         )
-        return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden))
+        return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden), hidden)
 
-    def _run(self, this: Pass) -> None:
+    def _run(self, this: Pass, head: bool = False) -> None:
         """Run the engines in turn. After an overflow, rerun from the first engine that overflowed,
         with more room.
 
@@ -338,7 +352,7 @@ class DeviceModel(Model):
         while True:
             for number in range(begin, len(bodies)):
                 self._launch_body(number, this, capacities[number])
-            if this.phase == "denoise":
+            if head:
                 self._launch_head(this)
             self.workspace.results.download()
             self.device.synchronize()

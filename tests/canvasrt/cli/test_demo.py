@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from canvasrt.checkpoints.locate import demo_checkpoint
-from canvasrt.cli.walkthrough import QUESTIONS, Row, judge
+from canvasrt.cli.walkthrough import DECISIONS, QUESTIONS, SCHEMA, Row, judge
 from canvasrt.demo.tasks import is_correct, task_of
 from canvasrt.errors import CanvasError
 from tests.helpers.serving import needs_triton
@@ -56,6 +57,9 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
         assert row["http"] == row["grpc"] == row["openai"]
         assert row["right"] == is_correct(row["question"], row["http"])
     assert data["right"] >= 6
+    assert [each["question"] for each in data["decisions"]] == list(DECISIONS)
+    assert all(each["right"] for each in data["decisions"])
+    jsonschema.validate(json.loads(data["json"]["answer"]), SCHEMA)
     assert (tmp_path / "kept" / "package" / "manifest.json").exists()
     assert not left_by(process, tmp_path)
 

@@ -1,0 +1,265 @@
+"""The endpoints that answer closed questions: OpenAI's Decisions API, and System One's shape of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.disconnect import unless_disconnected
+from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.middleware import CALLER
+from canvasrt.containers.openai.schema import Note, Strict
+from canvasrt.containers.openai.upstream import Upstream
+from canvasrt.containers.tensors import OWNER
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.infill import default_prompt
+from canvasrt.runtime.answers.questions import text_of
+
+Messages = list[dict[str, str]]
+_ROLES = {"user": "user", "developer": "system", "system": "system", "assistant": "assistant"}
+MAX_OPTIONS = 26  # of a System One question
+
+
+class _Ask(Strict):
+    """What both endpoints take: our own fields have the same names in both."""
+
+    model: str
+    samples: int | None = None
+    steps: int | None = None
+    layout: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+
+    def inputs(self, messages: Messages, questions: list[Any]) -> dict[str, Any]:
+        """Return the inputs of the served model."""
+        own = {name: getattr(self, name) for name in ("samples", "steps", "layout")}
+        asked = {name: value for name, value in own.items() if value is not None}
+        return {
+            "messages": json.dumps(messages),
+            "questions": json.dumps({"questions": questions, **asked}),
+            "seed": self.seed or 0,
+        }
+
+
+class DecisionRequest(_Ask):
+    """The body of `POST /v1/decisions`."""
+
+    input: Any
+    questions: list[Any]
+    safety_identifier: Note = None
+    prompt_cache_key: Note = None
+    prompt_cache_options: dict[str, Any] | None = None
+
+
+class SystemOneRequest(_Ask):
+    """The body of `POST /v1/systemone`."""
+
+    state: Any
+    questions: dict[str, Any]
+
+
+class InfillRequest(Strict):
+    """The body of `POST /v1/infill`, which is our own."""
+
+    model: str
+    text: str
+    prompt: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    max_denoising_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
+
+
+class Decisions:
+    """Answers requests with questions, or with gaps, through one upstream."""
+
+    def __init__(self, upstream: Upstream, metrics: FrontMetrics) -> None:
+        self._upstream = upstream
+        self._metrics = metrics
+
+    async def decide(self, request: Request, body: DecisionRequest) -> Response:
+        """Answer in OpenAI's shape."""
+        inputs = body.inputs(_messages(body.input), body.questions)
+        final = await unless_disconnected(request.receive, self._ask(inputs, request))
+        count = len(final.prompt_token_ids)
+        usage = {
+            "input_tokens": count,
+            "input_tokens_details": {
+                "cached_tokens": final.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": count,
+        }
+        return JSONResponse(
+            {
+                "model": body.model,
+                "answers": json.loads(final.text)["answers"],
+                "usage": usage,
+                "canvasrt": {"seed": final.seed, "passes": sum(final.steps)},
+            }
+        )
+
+    async def systemone(self, request: Request, body: SystemOneRequest) -> Response:
+        """Answer in System One's shape."""
+        asked = {name: _own_question(each, name) for name, each in body.questions.items()}
+        state = body.state if isinstance(body.state, str) else json.dumps(body.state)
+        if not state.strip():
+            raise bad_request("state is empty.", "state", "invalid_value")
+        inputs = body.inputs([{"role": "user", "content": state}], list(asked.values()))
+        try:
+            final = await unless_disconnected(request.receive, self._ask(inputs, request))
+        except ApiError as error:
+            raise _by_name(error, list(asked)) from None
+        found = json.loads(final.text)["answers"]
+        answers = {
+            name: _own_answer(question, answer)
+            for (name, question), answer in zip(asked.items(), found, strict=True)
+        }
+        usage = {"input_tokens": len(final.prompt_token_ids), "output_tokens": 0}
+        return JSONResponse({"model": body.model, "answers": answers, "usage": usage})
+
+    async def infill(self, request: Request, body: InfillRequest) -> Response:
+        """Fill the gaps of a text."""
+        inputs = {
+            "prompt": body.prompt or default_prompt(body.text),
+            "infill": body.text,
+            "seed": body.seed or 0,
+            "max_denoising_steps": body.max_denoising_steps,
+        }
+        try:
+            final = await unless_disconnected(request.receive, self._ask(inputs, request))
+        except ApiError as error:
+            error.param = "text" if error.param == "infill" else error.param
+            raise
+        count, made = len(final.prompt_token_ids), len(final.token_ids)
+        usage = {
+            "prompt_tokens": count,
+            "completion_tokens": made,
+            "total_tokens": count + made,
+            "denoising_steps": sum(final.steps),
+        }
+        found = json.loads(final.text)
+        own = {"seed": final.seed}
+        return JSONResponse({"model": body.model, **found, "usage": usage, "canvasrt": own})
+
+    async def _ask(self, inputs: Mapping[str, Any], request: Request) -> StreamEvent:
+        """Return the one event that answers."""
+        owner = {OWNER: str(request.scope.get(CALLER, ""))}
+        (final,) = [event async for event in self._upstream.stream(inputs, owner)]
+        self._metrics.tokens["prompt"] += len(final.prompt_token_ids)
+        self._metrics.steps += sum(final.steps)
+        return final
+
+
+def _messages(given: Any) -> Messages:
+    """Return the chat in `input`: a string, or messages and calls of tools with their outputs."""
+    try:
+        if isinstance(given, str):
+            return [{"role": "user", "content": text_of(given, "input")}]
+        if not isinstance(given, list) or not given:
+            raise CanvasError("input is not a string or a list of messages", "send one")
+        return [_message(each, f"input[{i}]") for i, each in enumerate(given)]
+    except CanvasError as error:
+        path = error.message.partition(" ")[0]
+        raise bad_request(f"{error.message}: {error.hint}.", path, "invalid_value") from None
+
+
+def _message(item: Any, path: str) -> dict[str, str]:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message":
+        role = item.get("role")
+        if role not in _ROLES:
+            raise CanvasError(f"{path}.role is {role!r}", f"give one of {', '.join(_ROLES)}")
+        return {"role": _ROLES[role], "content": text_of(item.get("content"), f"{path}.content")}
+    if kind in ("function_call", "custom_tool_call"):
+        given = item.get("arguments" if kind == "function_call" else "input")
+        return {"role": "assistant", "content": f"{item.get('name')}: {given}"}
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        return {"role": "user", "content": text_of(item.get("output"), f"{path}.output")}
+    raise CanvasError(f"{path} is not a message", "give messages, calls or their outputs")
+
+
+def _own_question(question: Any, name: str) -> dict[str, Any]:
+    """Return a System One question in OpenAI's shape."""
+    path = f"questions.{name}"
+    kind = question.get("type") if isinstance(question, dict) else None
+    if kind not in ("noul", "choice", "score"):
+        raise bad_request(
+            f"{path}.type is {kind!r}: give noul, choice or score.", f"{path}.type", "invalid_value"
+        )
+    extra = set(question) - {"type", "instructions", "criteria"}
+    if extra:
+        raise bad_request(f"{path}.{min(extra)} is unknown.", f"{path}.{min(extra)}")
+    instructions, criteria = _text(question.get("instructions")), question.get("criteria")
+    if kind == "noul":
+        if isinstance(criteria, dict):
+            instructions += "".join(f"\n{key}: {_text(each)}" for key, each in criteria.items())
+        return {"type": "predicate", "instructions": instructions}
+    if not isinstance(criteria, dict if kind == "choice" else list):
+        raise bad_request(
+            f"{path}.criteria is missing or of the wrong type.", f"{path}.criteria", "invalid_type"
+        )
+    if len(criteria) > MAX_OPTIONS:
+        raise bad_request(
+            f"{path}.criteria has {len(criteria)} options: give at most {MAX_OPTIONS}.",
+            f"{path}.criteria",
+            "invalid_value",
+        )
+    if kind == "score":
+        levels = [{"label": _text(each)} for each in criteria]
+        return {"type": "score", "instructions": instructions, "levels": levels}
+    items = dict(criteria).items()
+    choices = [{"value": key, "description": _text(each)} for key, each in items]
+    return {"type": "choice", "instructions": instructions, "choices": choices}
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _own_answer(question: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer in System One's shape."""
+    if question["type"] == "predicate":
+        return {"type": "noul", "noul": answer["probability"]}
+    shares = [each["probability"] for each in answer["probabilities"]]
+    # From 0, where all options are alike, to 1.
+    confidence = (len(shares) * max(shares) - 1) / (len(shares) - 1)
+    if question["type"] == "choice":
+        values = [each["value"] for each in answer["probabilities"]]
+        found = {"type": "choice", "choice": answer["choice"]}
+        return {
+            **found,
+            "probabilities": dict(zip(values, shares, strict=True)),
+            "confidence": confidence,
+        }
+    return {
+        "type": "score",
+        "score": answer["score"],
+        "legend": {str(i): each["label"] for i, each in enumerate(question["levels"])},
+        "probabilities": {str(i): share for i, share in enumerate(shares)},
+        "confidence": confidence,
+    }
+
+
+def _by_name(error: ApiError, names: list[str]) -> ApiError:
+    """Return the error with the caller's name for a question, which the model only numbers."""
+
+    def name(match: re.Match[str]) -> str:
+        return f"questions.{names[int(match[1])]}"
+
+    def renamed(text: str) -> str:
+        named = re.sub(r"questions\[(\d+)\]", name, text)
+        return re.sub(r"\.(choices|levels)\b", ".criteria", named)
+
+    error.message = renamed(error.message)
+    error.param = renamed(error.param) if error.param else None
+    return error

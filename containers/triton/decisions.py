@@ -1,0 +1,93 @@
+"""Closed questions that came as a tensor, and answers as tensors whose text is JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from canvasrt.containers.tensors import read_messages
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.infill import InfillResult, filled
+from canvasrt.runtime.answers.layout import Ask
+from canvasrt.runtime.answers.questions import answers
+from canvasrt.runtime.answers.read import ReadRequest, ReadResult
+from canvasrt.runtime.generator import Event, Finished, Result
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.tokenizer import Tokenizer
+
+
+def read_decisions(
+    values: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None
+) -> tuple[Ask, ReadRequest]:
+    """Return the questions of a caller's inputs, and the read that answers them. CanvasError names
+    the path of what is wrong."""
+    if tokenizer is None or not tokenizer.has_template:
+        raise CanvasError("questions need a tokenizer with a chat template", "send a prompt alone")
+    if "prompt_ids" in values or values.get("raw"):
+        raise CanvasError("questions are asked about a chat", "send prompt or messages")
+    try:
+        data = json.loads(values["questions"])
+    except ValueError as error:
+        raise CanvasError(f"questions is not JSON: {error}", "send one JSON object") from None
+    ask = Ask.from_json({"questions": data} if isinstance(data, list) else data)
+    if "messages" in values:
+        messages = read_messages(values["messages"])
+    else:
+        messages = [{"role": "user", "content": values["prompt"]}]
+    return ask, ask.request(messages, model, tokenizer, int(values.get("seed") or 0))
+
+
+class DecisionReplies:
+    """Builds the reply to one request with questions: its text is the answers as JSON."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self.ended = False
+
+    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
+        """Return the replies to an event, as output tensors by name."""
+        self.ended = isinstance(event, Finished)
+        if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
+            return []
+        result = event.result
+        assert isinstance(result, ReadResult)
+        return [_final(result, {"answers": answers(self._ask.questions, result.draws)})]
+
+
+class InfillReplies:
+    """Builds the reply to one infill: its text is the filled text, the gaps and their score as JSON."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.ended = False
+
+    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
+        """Return the replies to an event, as output tensors by name."""
+        self.ended = isinstance(event, Finished)
+        if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
+            return []
+        result = event.result
+        assert isinstance(result, InfillResult)
+        assert self._tokenizer is not None
+        return [_final(result, filled(result, self._tokenizer))]
+
+
+def _final(result: Result, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the one reply to a request whose text is JSON."""
+    text = json.dumps(shown, ensure_ascii=False)
+    return {
+        "event": np.array([b"final"], object),
+        "block": np.zeros(1, np.int32),
+        "step": np.array(result.steps[-1:], np.int32),
+        "text": np.array([text.encode()], object),
+        "token_ids": np.array(result.token_ids, np.int32),
+        "prompt_token_ids": np.array(result.prompt_token_ids, np.int32),
+        "finish_reason": np.array([b"stop"], object),
+        "steps": np.array(result.steps, np.int32),
+        "seed": np.array([result.seed], np.uint64),
+        "cached_tokens": np.array([result.cached_tokens], np.int32),
+        "logprobs": np.array([b""], object),
+    }

@@ -1,0 +1,43 @@
+"""Grammars that came as a tensor."""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import lru_cache
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.tokenizer import Tokenizer
+
+_KEPT = 64  # compiled grammars
+_lock = threading.Lock()
+
+
+def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> State:
+    """Return the first state of a grammar. CanvasError names what is wrong with it."""
+    if tokenizer is None:
+        raise CanvasError(
+            "the model has no tokenizer, so it cannot follow grammars", "leave it out"
+        )
+    try:
+        spec = json.loads(text)
+    except ValueError as error:
+        raise CanvasError(f"grammar is not JSON: {error}", "send one JSON object") from None
+    if not isinstance(spec, dict):
+        raise CanvasError("grammar is not an object", 'send {"type": "json_schema", "schema": {}}')
+    with _lock:
+        vocabulary = _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+        # The order of a schema's keys counts: answers have it too.
+        return _compiled(json.dumps(spec), vocabulary)
+
+
+@lru_cache(maxsize=1)
+def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    return Vocabulary(tokenizer, size, ends)
+
+
+@lru_cache(maxsize=_KEPT)
+def _compiled(text: str, vocabulary: Vocabulary) -> State:
+    return compile_grammar(json.loads(text), vocabulary, "grammar")

@@ -1,0 +1,1 @@
+"""Answers that a program can use: probabilities of labels, constrained text, scores."""

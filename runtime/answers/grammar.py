@@ -1,0 +1,205 @@
+"""Grammars over tokens: JSON schemas, regular expressions and Lark grammars, compiled by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from canvasrt.errors import CanvasError
+from canvasrt.extras import require
+from canvasrt.runtime.tokenizer import Tokenizer
+
+KINDS = ("json_schema", "json_object", "regex", "grammar")
+# What compiling and following a grammar may take; llguidance counts them, not seconds, so that a
+# grammar is refused on every machine or on none.
+LIMITS = {
+    "max_grammar_size": 50_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+}
+MAX_BYTES = 65_536
+# The longest shortest answer: one that takes more tokens cannot be told from one without an end.
+MAX_SHORTEST = 1024
+_TURNS = 2.0  # the rank from which on kinds of tokens take turns
+
+
+def _rank(text: bytes) -> float:
+    """Return how late a token is tried when an answer must come to its end."""
+    if set(text) <= set(b'}]"'):
+        return 0.0
+    if text in (b",", b":"):
+        return 1.0
+    if text.isdigit():
+        return _TURNS
+    return 64.0 if set(text) & set(b"{[") else 3.0
+
+
+class Vocabulary:
+    """The tokens' bytes, as llguidance wants them. Building it takes a second for a large one."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> None:
+        llguidance = require("llguidance", "serve")
+        self.size, self.ends = size, ends
+        found = [tokenizer.token_bytes(token) for token in range(size)]
+        self.special = [token for token, text in enumerate(found) if not text]
+        names = [text or b"\xff<%d>" % n for n, text in enumerate(found)]
+        wrapped = _Wrapped(ends[0], names, self.special, tokenizer)
+        inner = llguidance.TokenizerWrapper(wrapped)
+        self.tokenizer = llguidance.LLTokenizer(inner, n_vocab=size)
+        # What to try first when an answer must come to its end.
+        self.rank = np.array([_rank(text) for text in found])
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    eos_token_id: int
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    inner: Tokenizer
+    bos_token_id: int | None = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        return self.inner.encode(given, False)
+
+
+class State:
+    """A place in a grammar. `advanced` leaves it as it is."""
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._allowed: np.ndarray | None = None
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the answer may end here."""
+        return bool(self._matcher.is_accepting())
+
+    def allowed(self) -> np.ndarray:
+        """Return the tokens that may follow, int64, without the end. CanvasError past a limit."""
+        if self._allowed is None:
+            self._allowed = self._compute_allowed()
+        return self._allowed
+
+    def _compute_allowed(self) -> np.ndarray:
+        if self._matcher.is_stopped():
+            self._check()
+            return np.empty(0, np.int64)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        mask = np.unpackbits(bits, bitorder="little")[: self._vocabulary.size].astype(bool)
+        mask[self._vocabulary.special] = False
+        mask[list(self._vocabulary.ends)] = False
+        return np.flatnonzero(mask)
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow."""
+        return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
+
+    def advanced(self, token: int) -> State:
+        """Return the state after a token that is allowed."""
+        matcher = self._matcher.deep_copy()
+        matcher.consume_token(int(token))
+        following = State(matcher, self._vocabulary)
+        following._check()
+        return following
+
+    def shortest(self, most: int) -> list[int] | None:
+        """Return tokens, at most that many, after which the answer may end; None if none are found.
+
+        Not always the fewest: it tries what closes first, then what it has used least.
+        """
+        rank = self._vocabulary.rank
+        matcher = self._matcher.deep_copy()
+        state = State(matcher, self._vocabulary)
+        path: list[int] = []
+        used, kinds = np.zeros(len(rank), np.int64), defaultdict[float, float](float)
+        while not matcher.is_accepting():
+            choices = state._compute_allowed()
+            if len(path) >= most or not choices.size:
+                return None
+            # What closes comes first, however often; other kinds take turns, and so do their tokens.
+            order = rank[choices]
+            for kind, count in kinds.items():
+                order = np.where(rank[choices] == kind, order + count, order)
+            best = choices[order == order.min()]
+            token = int(best[used[best].argmin()])
+            if len(choices) > 1:
+                used[token] += 1
+                kinds[float(rank[token])] += float(rank[token] >= _TURNS)
+            path.append(token)
+            matcher.consume_token(token)
+            state._check()
+        return path
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            why = str(self._matcher.get_error()).splitlines()[0][:200]
+            raise CanvasError(f"the grammar cannot be followed: {why}", "simplify it")
+
+
+def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> State:
+    """Return the first state of a grammar: `{"type": …}` with `schema`, `regex` or `grammar`.
+
+    CanvasError, which names `path`, for one that is wrong, too large, unsatisfiable or endless.
+    """
+    llguidance = require("llguidance", "serve")
+    kind = spec.get("type")
+    if kind not in KINDS:
+        raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(KINDS)}")
+    path, source = _source(spec, path)
+    text = source if isinstance(source, str) else json.dumps(source)
+    if len(text.encode()) > MAX_BYTES:
+        raise CanvasError(
+            f"{path} has {len(text.encode())} bytes", f"give a grammar of at most {MAX_BYTES} bytes"
+        )
+    matcher_type = llguidance.LLMatcher
+    try:
+        if kind == "regex":
+            grammar = matcher_type.grammar_from_regex(source)
+        elif kind == "grammar":
+            grammar = matcher_type.grammar_from_lark(source)
+        else:
+            options = {"whitespace_flexible": False}
+            grammar = matcher_type.grammar_from_json_schema(source, overrides=options)
+        limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
+        matcher = matcher_type(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+    except (ValueError, TypeError) as error:
+        raise CanvasError(f"{path} is not a grammar: {error}", "correct it") from None
+    if matcher.is_error():
+        why = str(matcher.get_error()).splitlines()[0][:300]
+        limit = next((each for each in LIMITS if each.split("_", 1)[1] in why), "")
+        named = f"the limit {limit} is {LIMITS[limit]:,}" if limit else "change it"
+        raise CanvasError(f"{path} cannot be used: {why}", named)
+    state = State(matcher, vocabulary)
+    try:
+        shortest = state.shortest(MAX_SHORTEST)
+    except CanvasError as error:
+        raise CanvasError(f"{path} cannot be used: {error.message}", error.hint) from None
+    if shortest is None:
+        raise CanvasError(
+            f"{path} allows no answer of at most {MAX_SHORTEST} tokens",
+            "give one that can be satisfied with this model's tokens and ends",
+        )
+    return state
+
+
+def _source(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
+    """Return the grammar's own path and text or schema."""
+    kind = spec["type"]
+    if kind == "json_object":
+        return path, {"type": "object"}
+    field = "schema" if kind == "json_schema" else kind
+    source = spec.get(field)
+    wanted = dict if kind == "json_schema" else str
+    if not isinstance(source, wanted):
+        what = "an object" if wanted is dict else "a string"
+        raise CanvasError(f"{path}.{field} is not {what}", f"give {what}")
+    return f"{path}.{field}", source

@@ -1,0 +1,247 @@
+"""Infilling: gaps between fixed texts, written by denoising a canvas whose other places are pinned."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.prompted import Prompted
+from canvasrt.runtime.answers.sampler import told_step
+from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
+from canvasrt.runtime.request import Event, Finished, FinishReason, Request, Result, Timings
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+
+MAX_VARIANTS = 16
+_GAP = re.compile(r"\{(\d+)(?:-(\d+))?\}")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A place to fill, with at least and at most so many tokens."""
+
+    least: int
+    most: int
+
+
+def read_gaps(text: str) -> list[str | Gap]:
+    """Return the texts and gaps of `The cat {4} on the {2-3} mat`. CanvasError without a gap, or for
+    one that has no tokens."""
+    parts: list[str | Gap] = []
+    end = 0
+    for match in _GAP.finditer(text):
+        if match.start() > end:
+            parts.append(text[end : match.start()])
+        least = int(match[1])
+        gap = Gap(least, int(match[2] or least))
+        if not 1 <= gap.least <= gap.most:
+            raise CanvasError(
+                f"infill has the gap {match[0]}", "give a number of tokens, or a range like {2-4}"
+            )
+        parts.append(gap)
+        end = match.end()
+    if end < len(text):
+        parts.append(text[end:])
+    if not any(isinstance(part, Gap) for part in parts):
+        raise CanvasError("infill has no gap", "write {4} where 4 tokens are missing")
+    return parts
+
+
+def default_prompt(text: str) -> str:
+    """Return what to ask a chat for when a caller gives nothing but a text with gaps."""
+    return "Fill in the gaps: " + _GAP.sub("____", text)
+
+
+@dataclass(frozen=True)
+class InfillRequest:
+    """A prompt, and canvases to fill: one for each way to choose the gaps' lengths.
+
+    canvases: tokens, with −1 in the gaps. words: the tokens that may stand in a gap, int64.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    canvases: tuple[tuple[int, ...], ...]
+    words: np.ndarray
+    end: int  # the last of these tokens ends the text
+    owner: str = ""  # the caller, between whom the passes are shared
+
+    def validate(self, config: ModelConfig, max_context: int) -> None:
+        """Raise CanvasError for a prompt that is empty, foreign or too long."""
+        Request(self.prompt_token_ids, self.params).validate(config, max_context)
+
+
+def infill_request(
+    text: str, prompt: Sequence[int], params: SamplingParams, model: Model, tokenizer: Tokenizer
+) -> InfillRequest:
+    """Return the request that fills the gaps in `text`. CanvasError if it does not fit a canvas."""
+    parts = [
+        part if isinstance(part, Gap) else tokenizer.encode(part, False) for part in read_gaps(text)
+    ]
+    gaps = [part for part in parts if isinstance(part, Gap)]
+    ways = list(product(*(range(gap.least, gap.most + 1) for gap in gaps)))
+    if len(ways) > MAX_VARIANTS:
+        raise CanvasError(
+            f"infill leaves {len(ways)} ways to choose the gaps' lengths",
+            f"narrow the ranges to at most {MAX_VARIANTS} ways",
+        )
+    config = model.config
+    end = config.eos_token_ids[-1]
+    canvases = []
+    for way in ways:
+        lengths = iter(way)
+        tokens: list[int] = []
+        for part in parts:
+            tokens += [-1] * next(lengths) if isinstance(part, Gap) else part
+        if len(tokens) + 1 > model.canvas_length:
+            raise CanvasError(
+                f"infill has {len(tokens)} tokens",
+                f"a canvas has room for {model.canvas_length - 1}: shorten the text or the gaps",
+            )
+        filler = [config.pad_token_id] * (model.canvas_length - len(tokens) - 1)
+        canvases.append((*tokens, end, *filler))
+    words = [token for token in range(config.vocab_size) if tokenizer.token_bytes(token)]
+    kept = np.array([token for token in words if token not in config.eos_token_ids], np.int64)
+    params = replace(params, max_new_tokens=model.canvas_length)
+    return InfillRequest(prompt, params, tuple(canvases), kept, end)
+
+
+@dataclass(frozen=True)
+class InfillResult(Result):
+    """The filled text's tokens, and each gap's; `logprob` is the gaps' mean log-probability."""
+
+    gaps: list[list[int]] = field(default_factory=list)
+    logprob: float = 0.0
+
+
+def filled(result: InfillResult, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a result as callers see it: the whole text, the gaps' texts, and the score."""
+    return {
+        "text": tokenizer.decode(result.token_ids, False),
+        "gaps": [tokenizer.decode(gap, False) for gap in result.gaps],
+        "logprob": result.logprob,
+    }
+
+
+class ActiveInfill(Prompted):
+    """The state of one infill between passes. Canvases are filled one after another, and the one
+    whose gaps are likeliest per token is kept."""
+
+    def __init__(self, id: int, request: InfillRequest, model: Model, added: float) -> None:
+        super().__init__(request.prompt_token_ids, model)
+        self.id = id
+        self.finished = False
+        self._request, self._params, self._model = request, request.params, model
+        self._added = added
+        self._done: list[tuple[float, np.ndarray]] = []
+        self._steps: list[int] = []
+        self._step = 0
+        self._hidden = np.empty(0)
+        self._history: deque[np.ndarray] = deque(maxlen=max(1, self._params.stability_threshold))
+
+    def next_step(self) -> DenoiseInput:
+        """Return the input of the next denoising step."""
+        if self._step == 0:
+            self._hidden = self._model.first_hidden(self._noise(0)[1])
+            self._history.clear()
+        self._step += 1
+        return hidden_input(self.row, self._hidden)
+
+    def take(self, output: DenoiseOutput) -> list[Event]:
+        """Apply the result of that step; the last one of the last canvas ends the request."""
+        assert output.hidden is not None
+        params, (uniforms, noise) = self._params, self._noise(self._step)
+        step = told_step(
+            self._model.host_head,
+            output.hidden,
+            self._allowed(),
+            params.temperature(self._step),
+            params.entropy_bound,
+            uniforms,
+            noise,
+        )
+        self._hidden = step.next_hidden
+        if not self._stops(step.argmax, step.entropy) and self._step < params.max_denoising_steps:
+            return []
+        self._done.append((self._score(output.hidden, step.argmax), step.argmax))
+        self._steps.append(self._step)
+        self._step = 0
+        if len(self._done) < len(self._request.canvases):
+            return []
+        self.finished = True
+        return [Finished(self.id, self.result("stop"))]
+
+    def result(self, reason: FinishReason) -> InfillResult:
+        """Return the best canvas so far."""
+        score, tokens, gaps = 0.0, list[int](), list[list[int]]()
+        if self._done:
+            best = max(range(len(self._done)), key=lambda each: self._done[each][0])
+            score, filled = self._done[best]
+            canvas = self._request.canvases[best]
+            length = len(canvas) - 1 - canvas[::-1].index(self._request.end)
+            tokens = [int(token) for token in filled[:length]]
+            for place in range(length):
+                if canvas[place] < 0:
+                    if place == 0 or canvas[place - 1] >= 0:
+                        gaps.append([])
+                    gaps[-1].append(tokens[place])
+        return InfillResult(
+            token_ids=tokens,
+            prompt_token_ids=self.prompt,
+            finish_reason=reason,
+            seed=self._params.seed,
+            steps=self._steps,
+            timings=Timings(None, time.perf_counter() - self._added),
+            cached_tokens=self.cached,
+            gaps=gaps,
+            logprob=score,
+        )
+
+    @property
+    def _canvas(self) -> tuple[int, ...]:
+        return self._request.canvases[len(self._done)]
+
+    def _allowed(self) -> dict[int, np.ndarray]:
+        words = self._request.words
+        return {
+            place: words if token < 0 else np.array([token])
+            for place, token in enumerate(self._canvas)
+        }
+
+    def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a step's uniforms, and tokens that may stand at their places."""
+        size, words = self._model.config.vocab_size, self._request.words
+        seed, block = self._params.seed, len(self._done)
+        uniforms, tokens = step_noise(seed, block, step, len(self._canvas), size)
+        fixed = np.array(self._canvas)
+        return uniforms, np.where(fixed < 0, words[tokens * len(words) // size], fixed)
+
+    def _score(self, hidden: np.ndarray, tokens: np.ndarray) -> float:
+        """Return the mean log-probability of the gaps' tokens at temperature 1, in nats."""
+        places = np.flatnonzero(np.array(self._canvas) < 0)
+        words = self._request.words
+        logs = log_softmax(self._model.host_head.logits(hidden[places], words))
+        columns = np.searchsorted(words, tokens[places])
+        return float(logs[np.arange(len(places)), columns].mean())
+
+    def _stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
+        """Stable and confident, as the released sampler; the mean is over the gaps alone."""
+        wanted = self._params.stability_threshold
+        stable = len(self._history) >= wanted and all(
+            np.array_equal(argmax, before) for before in list(self._history)[-wanted:]
+        )
+        self._history.append(argmax)
+        mean = float(entropy[np.array(self._canvas) < 0].mean())
+        return self._params.early_stop and stable and mean < self._params.confidence_threshold

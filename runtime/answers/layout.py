@@ -1,0 +1,189 @@
+"""Lays questions out: the prompt that asks them, and the canvases that their answers stand on."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.questions import Question, read_questions
+from canvasrt.runtime.answers.read import MAX_SAMPLES, MAX_STEPS, ReadRequest
+from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Message, Tokenizer
+
+LAYOUTS = ("letters", "bare")
+_ASK = "Answer every question about the text above with the letter of one option."
+_FIELDS = ("questions", "samples", "steps", "layout")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Questions, and how to read them. `letters` lists them with lettered options in the prompt and
+    reads letters, many to a canvas. `bare` leaves the prompt as it is, and the whole answer is one
+    of the question's own options, a canvas each."""
+
+    questions: tuple[Question, ...]
+    samples: int = 1
+    steps: int = 1
+    layout: Literal["letters", "bare"] = "letters"
+
+    @classmethod
+    def from_json(cls, data: Any) -> Ask:
+        """Read questions, samples, steps and layout. CanvasError names the path of what is wrong."""
+        if not isinstance(data, Mapping):
+            raise CanvasError("questions is not an object", "give a list as its field questions")
+        for name in data:
+            if name not in _FIELDS:
+                raise CanvasError(f"{name} is unknown", f"the fields are {', '.join(_FIELDS)}")
+        samples, steps = data.get("samples", 1), data.get("steps", 1)
+        for name, value, most in (("samples", samples, MAX_SAMPLES), ("steps", steps, MAX_STEPS)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise CanvasError(f"{name} is {value!r}", f"give a whole number from 1 to {most}")
+        layout = data.get("layout", "letters")
+        if layout not in LAYOUTS:
+            raise CanvasError(f"layout is {layout!r}", f"give one of {', '.join(LAYOUTS)}")
+        return cls(tuple(read_questions(data.get("questions"))), samples, steps, layout)
+
+    def request(
+        self, messages: Sequence[Message], model: Model, tokenizer: Tokenizer, seed: int
+    ) -> ReadRequest:
+        """Return the read that answers the questions about a chat. CanvasError if some label or
+        template does not fit."""
+        make = _letters if self.layout == "letters" else _bare
+        templates = make(self.questions, model, tokenizer)
+        asked = messages if self.layout == "bare" else with_questions(messages, self.questions)
+        params = SamplingParams.from_defaults(
+            model.sampler, model.config, seed=seed, max_denoising_steps=self.steps
+        )
+        ids = tokenizer.encode_chat(asked)
+        return ReadRequest(ids, templates, params, self.samples)
+
+
+def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -> list[Message]:
+    """Return the chat with the questions at the end of its last user message, or in one more."""
+    text = "\n".join([_ASK, *(_asked(n, q) for n, q in enumerate(questions, 1))])
+    *before, last = messages
+    if last["role"] != "user":
+        return [*messages, {"role": "user", "content": text}]
+    return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+
+
+def _asked(number: int, question: Question) -> str:
+    options = []
+    for letter, option in zip(letters(len(question.options)), question.options, strict=True):
+        about = f": {option.description}" if option.description else ""
+        options.append(f"{letter}) {option.text}{about}")
+    return "\n".join([f"{number}. {question.instructions}", *options])
+
+
+def letters(count: int) -> list[str]:
+    """Return the names of `count` options: A to Z, or AA, AB, … when there are more."""
+    alphabet = string.ascii_uppercase
+    if count <= len(alphabet):
+        return list(alphabet[:count])
+    return [a + b for a in alphabet for b in alphabet][:count]
+
+
+def _letters(
+    questions: Sequence[Question], model: Model, tokenizer: Tokenizer
+) -> tuple[Template, ...]:
+    """Return canvases with a line per question: numbered if one canvas then holds all of them."""
+    end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
+    newline = tuple(tokenizer.encode("\n", False))
+    _check_distinct(questions, tokenizer)
+    for numbered in (True, False):
+        pieces = []
+        for number, question in enumerate(questions):
+            lead = tuple(tokenizer.encode(f"{number + 1}.", False)) if numbered else ()
+            names = [" " * numbered + each for each in letters(len(question.options))]
+            labels = labels_of(
+                [tokenizer.encode(name, False) for name in names],
+                newline[0],
+                filler,
+                question.options_path,
+            )
+            pieces.append((lead, labels))
+        groups = _packed(pieces, len(newline), model.canvas_length)
+        if len(groups) == 1 or not numbered:
+            break
+    return tuple(
+        _template([(n, *pieces[n]) for n in group], newline, end, filler, model) for group in groups
+    )
+
+
+def _bare(
+    questions: Sequence[Question], model: Model, tokenizer: Tokenizer
+) -> tuple[Template, ...]:
+    """Return a canvas per question, on which one of its options is the whole answer."""
+    end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
+    made = []
+    for number, question in enumerate(questions):
+        texts = [tokenizer.encode(option.text, False) for option in question.options]
+        labels = labels_of(texts, end, filler, question.options_path)
+        if labels.width + 1 > model.canvas_length:
+            raise CanvasError(
+                f"{question.options_path} needs {labels.width + 1} tokens",
+                f"a canvas has {model.canvas_length}: give shorter options",
+            )
+        made.append(_template([(number, (), labels)], (), end, filler, model))
+    return tuple(made)
+
+
+def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None:
+    """Refuse options that the model cannot tell apart when it reads them."""
+    for question in questions:
+        texts = [tokenizer.encode(option.text, False) for option in question.options]
+        labels_of(texts, -1, -1, question.options_path)
+
+
+def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
+    """Return the token that ends an answer: the one that closes a turn, if the model has it."""
+    ids = model.config.eos_token_ids
+    if tokenizer is None:
+        return ids[0]
+    turn = tokenizer.encode("<turn|>", False)
+    return turn[0] if len(turn) == 1 and turn[0] in ids else ids[0]
+
+
+def _packed(
+    pieces: Sequence[tuple[tuple[int, ...], Labels]], gap: int, room: int
+) -> list[list[int]]:
+    """Group questions, in order, into canvases of `room` tokens, one of which ends the answer."""
+    groups: list[list[int]] = []
+    used = room
+    for number, (lead, labels) in enumerate(pieces):
+        size = len(lead) + labels.width + gap
+        if size > room:
+            raise CanvasError(
+                f"questions[{number}] needs a template of {size} tokens",
+                f"a canvas has {room}: give fewer options",
+            )
+        if used + size > room:
+            groups.append([])
+            used = 0
+        groups[-1].append(number)
+        used += size
+    return groups
+
+
+def _template(
+    parts: Sequence[tuple[int, tuple[int, ...], Labels]],
+    newline: tuple[int, ...],
+    end: int,
+    filler: int,
+    model: Model,
+) -> Template:
+    """Return the canvas of some questions: number, lead and labels of each."""
+    tokens: list[int] = []
+    slots = []
+    for question, lead, labels in parts:
+        tokens += [*newline, *lead] if tokens else lead
+        slots.append(Slot(question, len(tokens), labels))
+        tokens += labels.tokens[0]
+    tokens.append(end)
+    size = next(each for each in model.canvas_sizes if each >= len(tokens))
+    return Template((*tokens, *[filler] * (size - len(tokens))), tuple(slots))

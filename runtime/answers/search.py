@@ -1,0 +1,136 @@
+"""Finds the likeliest string of a canvas that a grammar allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from canvasrt.runtime.answers.grammar import State
+
+BEAM, CHOICES = 4, 4
+_TOP = 64  # candidates of a position that are looked at before all others
+# Only this close to the budget's end does the search see to it that the answer can still end.
+_NEAR, _FARTHEST = 32, 192
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best string: its tokens, the tokens that could stand at each place, and where it leads.
+
+    `ended`: the string ends the answer with its last token. Padding is not part of it.
+    """
+
+    tokens: list[int]
+    allowed: list[np.ndarray]
+    state: State
+    ended: bool
+
+
+@dataclass(frozen=True)
+class _Path:
+    score: float
+    tokens: tuple[int, ...]
+    states: tuple[State, ...]
+    close: tuple[int, ...] | None = None  # tokens that end the answer, once that is looked after
+    ended: bool = False
+
+
+def near(start: State) -> int:
+    """Return from how many tokens before the budget's end an answer from `start` is watched: twice
+    what its shortest one takes."""
+    shortest = start.shortest(_FARTHEST) or []
+    return min(_FARTHEST, max(_NEAR, 2 * len(shortest)))
+
+
+def search(
+    start: State, scores: np.ndarray, length: int, room: int, near: int, end: int, pad: int
+) -> Found | None:
+    """Return the best string of at most `length` tokens, by beam search from left to right.
+
+    Args:
+        scores: log-probabilities `[canvas, V]` of every token at every place.
+        room: tokens that the whole answer may still have, the one that ends it included.
+        near: from how many of them on the search sees to it that the answer can still end.
+        end, pad: the token that ends the answer, and the one behind it.
+
+    Returns None if the answer cannot end within `room`.
+    """
+    best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
+    paths = [_Path(0.0, (), (start,), _close(start, room, near))]
+    if room <= near and paths[0].close is None:
+        return None
+    for place in range(length):
+        row = scores[place]
+        paths = _kept(_grown(paths, row, best[place], end, pad), room - place - 1, near, end)
+        if not paths:
+            return None
+        if all(path.ended for path in paths):
+            break
+    winner = paths[0]
+    places = range(len(winner.tokens))
+    allowed = [_with_end(winner.states[place], end) for place in places]
+    return Found(list(winner.tokens), allowed, winner.states[-1], winner.ended)
+
+
+def _grown(
+    paths: list[_Path], row: np.ndarray, best: np.ndarray, end: int, pad: int
+) -> list[tuple[float, _Path, int | None]]:
+    """Return the ways to go on as score, path and token, best first. A path that has ended stays."""
+    ways: list[tuple[float, _Path, int | None]] = []
+    for path in paths:
+        if path.ended:
+            ways.append((path.score + float(row[pad]), path, None))
+            continue
+        state = path.states[-1]
+        allowed = state.allowed()
+        few = np.intersect1d(best, allowed) if len(allowed) > _TOP else allowed
+        few = few if len(few) else allowed
+        likely = few[np.argsort(-row[few], kind="stable")][:CHOICES]
+        tokens = {int(token) for token in likely}
+        if state.accepts:
+            tokens.add(end)
+        if path.close:
+            tokens.add(path.close[0])
+        ways += [(path.score + float(row[token]), path, token) for token in sorted(tokens)]
+    return sorted(ways, key=lambda way: -way[0])
+
+
+def _kept(
+    ways: list[tuple[float, _Path, int | None]], room: int, near: int, end: int
+) -> list[_Path]:
+    """Return the best ways that can still end within `room` more tokens."""
+    kept: list[_Path] = []
+    for score, path, token in ways:
+        if len(kept) == BEAM:
+            break
+        if token is None:
+            kept.append(_Path(score, path.tokens, path.states, None, True))
+            continue
+        state = path.states[-1]
+        tokens = (*path.tokens, token)
+        if token == end:
+            kept.append(_Path(score, tokens, (*path.states, state), None, True))
+            continue
+        following = state.advanced(token)
+        close: tuple[int, ...] | None = None
+        if room <= near:
+            # The token that the path would close with needs no new search.
+            known = path.close if path.close and path.close[0] == token else None
+            close = known[1:] if known else _close(following, room, near)
+            if close is None or len(close) + 1 > room:
+                continue
+        kept.append(_Path(score, tokens, (*path.states, following), close))
+    return kept
+
+
+def _close(state: State, room: int, near: int) -> tuple[int, ...] | None:
+    if room > near:
+        return None
+    found = state.shortest(max(0, room - 1))
+    return None if found is None else tuple(found)
+
+
+def _with_end(state: State, end: int) -> np.ndarray:
+    allowed = state.allowed()
+    return np.append(allowed, end) if state.accepts else allowed

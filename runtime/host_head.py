@@ -1,0 +1,149 @@
+"""The head in NumPy: scores any tokens at any positions, and makes the hidden states of a canvas
+that the host has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.tables import Table, host_dtype
+
+# Rows of the table that are in memory at a time.
+_ROWS = 1 << 15
+_SIGNAL = ("signal_norm.weight", "signal_mlp.gate_up.weight", "signal_mlp.down.weight")
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token's log-probability at temperature 1, in nats, and the likeliest tokens at its place.
+
+    step: the denoising step, from 1, whose distribution this is.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    step: int
+
+
+class HostHead:
+    """Final norm, output projection and self-conditioning, in float32, over chosen tokens.
+
+    Follows `DiffusionGemmaForBlockDiffusion.forward`. The cost grows with the tokens scored: a few
+    labels cost nothing, the whole vocabulary a product with the whole table.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, np.ndarray], table: Table
+    ) -> None:
+        """Take `table` `[vocab_size, hidden_size]` and the head's other weights by name."""
+        self._eps = np.float32(config.rms_norm_eps)
+        self._cap = np.float32(config.logit_softcap)
+        # The reference rounds the scale to the table's dtype.
+        self._scale = np.float32(table.dtype.type(config.hidden_size**0.5))
+        self._weights = {name: np.asarray(each, np.float32) for name, each in weights.items()}
+        self._table = table
+        self._size = config.hidden_size
+        self.vocab_size = config.vocab_size
+
+    @classmethod
+    def load(cls, bundle: Bundle, table: Table) -> HostHead:
+        """Read the weights that the export wrote. CanvasError for a bundle without them."""
+        entry = bundle.manifest.embedding.get("host_head")
+        if not entry:
+            raise CanvasError(
+                f"{bundle.path} has no weights to score tokens on the host",
+                "export and build the bundle again with this version",
+            )
+        flat = np.fromfile(bundle.file(entry["file"]), host_dtype(entry["dtype"]))
+        sizes = [int(np.prod(each["shape"])) for each in entry["weights"]]
+        pieces = np.split(flat, np.cumsum(sizes)[:-1])
+        weights = {
+            each["name"]: piece.reshape(each["shape"])
+            for each, piece in zip(entry["weights"], pieces, strict=True)
+        }
+        return cls(bundle.manifest.model, weights, table)
+
+    def logits(self, hidden: np.ndarray, tokens: np.ndarray | None = None) -> np.ndarray:
+        """Return soft-capped logits, float32 `[n, k]`, of `tokens` int64 `[k]`, or of all.
+
+        `hidden` is the last layer's output, float32 `[n, hidden_size]`.
+        """
+        normed = _rms_norm(np.asarray(hidden, np.float32), self._eps) * self._weights["norm.weight"]
+        if tokens is not None:
+            return self._capped(normed @ self._rows(tokens).T)
+        out = np.empty((len(normed), self.vocab_size), np.float32)
+        for begin in range(0, self.vocab_size, _ROWS):
+            piece = self._rows(np.arange(begin, min(begin + _ROWS, self.vocab_size)))
+            out[:, begin : begin + _ROWS] = self._capped(normed @ piece.T)
+        return out
+
+    def scores(
+        self, hidden: np.ndarray, tokens: Sequence[int], top: int, step: int
+    ) -> list[TokenScore]:
+        """Return the score of each of `tokens` and its `top` alternatives under the whole
+        vocabulary. `hidden` is the last layer's output at their places, float32 `[n, hidden_size]`."""
+        logs = log_softmax(self.logits(hidden))
+        found = []
+        for row, token in zip(logs, tokens, strict=True):
+            best = np.argsort(-row, kind="stable")[:top]
+            listed = tuple((int(each), float(row[each])) for each in best)
+            found.append(TokenScore(int(token), float(row[token]), listed, step))
+        return found
+
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
+        """Return scaled embeddings, float32 `[n, hidden_size]`, of int64 `tokens` `[n]`."""
+        return self._rows(tokens) * self._scale
+
+    def mean_embedding(
+        self, probabilities: np.ndarray, tokens: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return the scaled expected embedding `[n, hidden_size]` under `probabilities` `[n, k]` of
+        `tokens` `[k]`, or of all."""
+        if tokens is not None:
+            return probabilities @ self._rows(tokens) * self._scale
+        out = np.zeros((len(probabilities), self._size), np.float32)
+        for begin in range(0, self.vocab_size, _ROWS):
+            piece = self._rows(np.arange(begin, min(begin + _ROWS, self.vocab_size)))
+            out += probabilities[:, begin : begin + _ROWS] @ piece
+        return out * self._scale
+
+    def next_hidden(self, canvas: np.ndarray, soft: np.ndarray) -> np.ndarray:
+        """Return the next step's hidden states `[n, hidden_size]` of `canvas` int64 `[n]`, with the
+        signal of the expected embeddings `soft` `[n, hidden_size]`."""
+        if not all(name in self._weights for name in _SIGNAL):
+            raise CanvasError(
+                "the checkpoint stores self-conditioning quantized, so the host cannot compute it",
+                "ask for one step",
+            )
+        norm, gate_up, down = (self._weights[name] for name in _SIGNAL)
+        gate, up = np.split(_rms_norm(soft, self._eps) * norm @ gate_up.T, 2, axis=-1)
+        signal = (_gelu(gate) * up) @ down.T
+        return _rms_norm(self.embed(canvas) + signal, self._eps)
+
+    def _rows(self, tokens: np.ndarray) -> np.ndarray:
+        return np.asarray(self._table[tokens], np.float32)
+
+    def _capped(self, raw: np.ndarray) -> np.ndarray:
+        return np.tanh(raw / self._cap) * self._cap
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Return log-probabilities over the last axis, in float64."""
+    wide = np.asarray(logits, np.float64)
+    wide = wide - wide.max(axis=-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+
+
+def _rms_norm(x: np.ndarray, eps: np.float32) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32) + eps)
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    inner = np.float32((2 / np.pi) ** 0.5) * (x + np.float32(0.044715) * x * x * x)
+    return np.float32(0.5) * x * (1 + np.tanh(inner))

@@ -1,0 +1,3 @@
+from tests.helpers.reference import demo, prompt, tiny, undertrained
+
+__all__ = ["demo", "prompt", "tiny", "undertrained"]

@@ -1,0 +1,294 @@
+"""Constrained answers always validate: on the demo model, and on random weights, where nothing but
+the grammar can make them valid."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers import constrained
+from canvasrt.runtime.answers.constrained import ConstrainedRequest
+from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.search import search
+from canvasrt.runtime.generator import Draft, Finished, Generator, Request, Result
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.reference import Pair
+
+END = 5  # the demo's token that closes a turn
+
+
+def vocabulary(pair: Pair) -> Vocabulary:
+    config = pair.model.config
+    return Vocabulary(pair.tokenizer, config.vocab_size, config.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def demo_words(demo: Pair) -> Vocabulary:
+    return vocabulary(demo)
+
+
+@pytest.fixture(scope="module")
+def untrained(undertrained: Pair) -> Model:
+    """The demo's model before it learned anything, its tokens in random order besides."""
+    model = open_model(undertrained.bundle, threads=1)
+    order = np.random.default_rng(0).permutation(model.config.vocab_size)
+    model.host_head._table = np.asarray(model._table[order], np.float32)
+    return model
+
+
+def schema(of: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "schema": of}
+
+
+def request(pair: Pair, start: State, text: str = "12+34=", **options: Any) -> ConstrainedRequest:
+    given = {"max_new_tokens": 160, "max_denoising_steps": 6} | options
+    params = SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **given)
+    ids = pair.tokenizer.encode_chat([{"role": "user", "content": text}])
+    return ConstrainedRequest(ids, params, start, END)
+
+
+def text_of(tokenizer: Tokenizer, result: Result) -> str:
+    return tokenizer.decode([token for token in result.token_ids if token != END], False)
+
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"enum": ["red", "green", 3, None, {"a": [1]}]},
+    {"const": {"x": "y"}},
+    {"type": "integer", "minimum": -3, "maximum": 120},
+    {"type": "string", "minLength": 2, "maxLength": 6},
+    {"type": "string", "pattern": "^[a-f]{2}-[0-9]+$"},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 5},
+            "size": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
+            "more": {"type": "boolean"},
+        },
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+    {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"enum": ["a", "b"]},
+                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+                },
+                "required": ["value", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
+    {
+        "type": "object",
+        "properties": {
+            "outer": {
+                "type": "object",
+                "properties": {"inner": {"type": "array", "items": {"type": "number"}}},
+                "required": ["inner"],
+            }
+        },
+        "required": ["outer"],
+    },
+    {"type": "string", "enum": ['quote " and \\', "tab\there"]},
+]
+
+
+def check(of: dict[str, Any], tokenizer: Tokenizer, result: Result) -> None:
+    """A result validates, or says why it could not."""
+    assert result.finish_reason == "stop", (of, text_of(tokenizer, result))
+    jsonschema.validate(json.loads(text_of(tokenizer, result)), of)
+
+
+@pytest.mark.parametrize("of", SCHEMAS, ids=str)
+def test_answers_validate(demo: Pair, demo_words: Vocabulary, of: dict[str, Any]) -> None:
+    start = compile_grammar(schema(of), demo_words, "grammar")
+    (result,) = Generator(demo.model).run([request(demo, start)])
+    check(of, demo.tokenizer, result)
+
+
+@pytest.mark.parametrize("of", SCHEMAS[:9], ids=str)
+def test_answers_of_random_weights_validate(
+    undertrained: Pair, untrained: Model, demo_words: Vocabulary, of: dict[str, Any]
+) -> None:
+    start = compile_grammar(schema(of), demo_words, "grammar")
+    for seed in range(2):
+        asked = request(undertrained, start, seed=seed, max_denoising_steps=2)
+        (result,) = Generator(untrained).run([asked])
+        check(of, undertrained.tokenizer, result)
+
+
+LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.integers(0, 50).map(lambda n: {"type": "integer", "minimum": n, "maximum": n + 40}),
+    st.integers(0, 3).map(lambda n: {"type": "string", "minLength": n, "maxLength": n + 3}),
+    st.lists(st.text("abcé", min_size=1, max_size=4), min_size=1, max_size=3, unique=True).map(
+        lambda values: {"enum": [*values, "z"]}
+    ),
+)
+
+
+def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    arrays = st.tuples(inner, st.integers(0, 2)).map(
+        lambda made: {"type": "array", "items": made[0], "minItems": made[1], "maxItems": 2}
+    )
+    keys = st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
+    objects = st.tuples(keys, st.booleans()).map(
+        lambda made: {
+            "type": "object",
+            "properties": made[0],
+            "required": sorted(made[0]) if made[1] else [],
+            "additionalProperties": False,
+        }
+    )
+    return st.one_of(arrays, objects)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(of=st.recursive(LEAVES, nested, max_leaves=4), seed=st.integers(0, 9))
+def test_made_schemas_validate_on_random_weights(
+    undertrained: Pair, untrained: Model, demo_words: Vocabulary, of: dict[str, Any], seed: int
+) -> None:
+    start = compile_grammar(schema(of), demo_words, "grammar")
+    asked = request(undertrained, start, seed=seed, max_denoising_steps=2, max_new_tokens=256)
+    (result,) = Generator(untrained).run([asked])
+    if result.finish_reason == "length":  # only a budget can be the reason
+        assert len(start.shortest(1024) or []) > 100
+    else:
+        check(of, undertrained.tokenizer, result)
+
+
+def test_regular_expressions_and_lark(demo: Pair, demo_words: Vocabulary) -> None:
+    digits = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, demo_words, "g")
+    (result,) = Generator(demo.model).run([request(demo, digits)])
+    assert re.fullmatch("the sum is [0-9]{2}[.]", text_of(demo.tokenizer, result))
+    alone = compile_grammar({"type": "regex", "regex": "[0-9]+"}, demo_words, "g")
+    (result,) = Generator(demo.model).run([request(demo, alone)])
+    assert text_of(demo.tokenizer, result) == "46"  # the model's own answer is allowed
+    lark = 'start: ("ab" | "cd")+ "!"'
+    grammar = compile_grammar({"type": "grammar", "grammar": lark}, demo_words, "g")
+    (result,) = Generator(demo.model).run([request(demo, grammar)])
+    assert re.fullmatch("(ab|cd)+!", text_of(demo.tokenizer, result))
+
+
+def test_a_budget_too_small_is_the_reason_given(demo: Pair, demo_words: Vocabulary) -> None:
+    many = {"type": "array", "items": {"type": "integer", "minimum": 100_000}, "minItems": 9}
+    start = compile_grammar(schema(many), demo_words, "g")
+    (result,) = Generator(demo.model).run([request(demo, start, max_new_tokens=20)])
+    assert (result.finish_reason, result.token_ids) == ("length", [])
+    least = len(start.shortest(200) or [])
+    exact = request(demo, start, max_new_tokens=least + 1)
+    (result,) = Generator(demo.model).run([exact])
+    check(many, demo.tokenizer, result)
+
+
+def test_the_same_seed_gives_the_same_answer_on_any_device(
+    demo: Pair, demo_words: Vocabulary
+) -> None:
+    start = compile_grammar(schema(SCHEMAS[7]), demo_words, "g")
+    asked = request(demo, start, seed=4)
+    (alone,) = Generator(demo.model).run([asked])
+    plain = Request(asked.prompt_token_ids, asked.params)
+    _, among, _ = Generator(demo.model).run([plain, asked, plain])
+    (device,) = Generator(open_model(demo.graphs, check=False, backend=FakeBackend())).run([asked])
+    assert alone.token_ids == among.token_ids == device.token_ids
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"type": "xml"}, "g.type is 'xml'"),
+    ({"type": "json_schema"}, "g.schema is not an object"),
+    ({"type": "regex", "regex": 3}, "g.regex is not a string"),
+    ({"type": "regex", "regex": "("}, "g.regex cannot be used"),
+    ({"type": "grammar", "grammar": "start: nothing"}, "g.grammar cannot be used"),
+    (schema({"type": "string", "minLength": 5, "maxLength": 2}), "Unsatisfiable schema"),
+    (schema({"$ref": "#"}), "g.schema"),
+    (
+        schema({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
+        r"limit 50000|allows no answer of at most 1024 tokens",
+    ),
+    (schema({"type": "array", "uniqueItems": True}), "Unimplemented keys"),
+    (schema({"enum": ["a" * 70_000]}), "at most 65536 bytes|has 70"),
+    ({"type": "grammar", "grammar": "start: " + "(" * 3000}, "too deeply nested"),
+    ({"type": "regex", "regex": "a{2000}"}, "allows no answer of at most 1024 tokens"),
+    ({"type": "regex", "regex": "é"}, "g.regex"),  # the demo has no token for it
+]
+
+
+@pytest.mark.parametrize(("spec", "message"), BAD, ids=lambda each: str(each)[:40])
+def test_grammars_that_cannot_be_used_are_refused(
+    demo_words: Vocabulary, spec: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CanvasError, match=message):
+        compile_grammar(spec, demo_words, "g")
+
+
+def test_a_slow_search_holds_up_nobody(
+    demo: Pair, demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def waiting(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return search(*arguments)
+
+    monkeypatch.setattr(constrained, "search", waiting)
+    start = compile_grammar(schema({"type": "boolean"}), demo_words, "g")
+    asked = request(demo, start)
+    generator = Generator(demo.model)
+    generator.add(asked)
+    other = generator.add(Request(asked.prompt_token_ids, asked.params))
+    finished = False
+    while not finished:  # the other request ends while the search still waits
+        events = generator.step()
+        assert all(event.id == other for event in events)
+        finished = any(isinstance(event, Finished) for event in events)
+    go.set()
+    events = []
+    while not generator.idle:
+        events += generator.step()
+    assert any(isinstance(event, Draft) for event in events)
+    assert text_of(demo.tokenizer, events[-1].result) in ("true", "false")  # type: ignore[union-attr]
+
+
+def test_the_search_finds_the_likeliest_string(demo_words: Vocabulary, demo: Pair) -> None:
+    """Among strings of one length, compare with all of them."""
+    start = compile_grammar({"type": "regex", "regex": "(ab|cd|ad)x[0-3]"}, demo_words, "g")
+    options = [a + "x" + d for a in ("ab", "cd", "ad") for d in "0123"]
+    for seed in range(5):
+        shares = np.random.default_rng(seed).dirichlet(np.full(112, 0.2), 8)
+        logs = np.log(shares + 1e-30)
+        found = search(start, logs, 8, 60, 32, END, 0)
+        assert found is not None
+        assert found.ended
+        scores = {
+            option: sum(
+                logs[place, token]
+                for place, token in enumerate([*demo.tokenizer.encode(option, False), END])
+            )
+            for option in options
+        }
+        text = demo.tokenizer.decode(found.tokens[:-1])
+        assert scores[text] == pytest.approx(max(scores.values()))

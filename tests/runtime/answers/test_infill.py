@@ -1,0 +1,114 @@
+"""Infilling against transformers' own steps, and what comes back unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.infill import (
+    Gap,
+    InfillRequest,
+    InfillResult,
+    filled,
+    infill_request,
+    read_gaps,
+)
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.reference import Pair
+from tests.helpers.told import cache_of, told_steps
+
+
+def params(pair: Pair, **options: Any) -> SamplingParams:
+    return SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **options)
+
+
+def run(pair: Pair, request: InfillRequest) -> InfillResult:
+    (result,) = Generator(pair.model).run([request])
+    assert isinstance(result, InfillResult)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_step_is_the_reference_s(
+    tiny: Pair, prompt: Callable[..., list[int]], seed: int
+) -> None:
+    """The canvas after six steps, token by token, with pins and with places that may have few tokens."""
+    given = params(tiny, seed=seed, max_denoising_steps=6, early_stop=False, max_new_tokens=32)
+    words = np.arange(100, 300, 7)
+    canvas = tuple(-1 if place % 3 else 40 + place for place in range(30)) + (1, 0)
+    ids = prompt(50, seed)
+    result = run(tiny, InfillRequest(ids, given, (canvas,), words, 1))
+
+    def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
+        uniforms, tokens = step_noise(seed, 0, step, 32, tiny.reference.vocab)
+        own = words[tokens * len(words) // tiny.reference.vocab]
+        return uniforms, np.where(np.array(canvas) < 0, own, canvas)
+
+    allowed = {place: words if token < 0 else (token,) for place, token in enumerate(canvas)}
+    cache, first = cache_of(tiny.reference, ids), noise(0)[1].tolist()
+    steps = told_steps(tiny.reference, cache, len(ids), first, allowed, given, noise, 6)
+    assert result.token_ids == steps[-1].argmax[:30].tolist()
+    assert result.steps == [6]
+    places = [place for place in range(30) if canvas[place] < 0]
+    raw = steps[-1].logits[places][:, words].astype(np.float64)
+    logs = raw - np.log(np.exp(raw).sum(-1, keepdims=True))
+    chosen = [words.tolist().index(result.token_ids[place]) for place in places]
+    assert result.logprob == pytest.approx(logs[range(len(places)), chosen].mean(), abs=1e-4)
+
+
+def ask(pair: Pair, text: str, prompt: str, **options: Any) -> InfillRequest:
+    ids = pair.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    return infill_request(text, ids, params(pair, **options), pair.model, pair.tokenizer)
+
+
+def test_the_demo_model_fills_gaps(demo: Pair) -> None:
+    found = filled(run(demo, ask(demo, "te{3}p", "reverse planet")), demo.tokenizer)
+    assert found["text"] == "tenalp"
+    assert found["gaps"] == ["nal"]
+    found = filled(run(demo, ask(demo, "0{3}7", "sort 40172")), demo.tokenizer)
+    assert found["text"] == "01247"
+
+
+def test_of_a_range_the_likeliest_length_is_returned(demo: Pair) -> None:
+    """Each length has the noise of its own block, so the first can be repeated alone."""
+    ranged = run(demo, ask(demo, "te{3-5}p", "reverse planet", seed=2))
+    alone = run(demo, ask(demo, "te{3}p", "reverse planet", seed=2))
+    assert len(ranged.steps) == 3
+    assert ranged.logprob >= alone.logprob
+    assert ranged.steps[0] == alone.steps[0]
+    if len(ranged.gaps[0]) == 3:
+        assert ranged.gaps == alone.gaps
+
+
+def test_fixed_text_comes_back_unchanged(demo: Pair) -> None:
+    for seed in range(3):
+        request = ask(demo, "The {3} sat {2}.", "12+34=", seed=seed, max_denoising_steps=4)
+        found = filled(run(demo, request), demo.tokenizer)
+        first, second = found["gaps"]
+        assert (len(first), len(second)) == (3, 2)
+        assert found["text"] == f"The {first} sat {second}."
+
+
+def test_gaps_are_read() -> None:
+    assert read_gaps("a {2} b{1-3}") == ["a ", Gap(2, 2), " b", Gap(1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no gap", "has no gap"),
+        ("{0}", "gap {0}"),
+        ("{3-2}", "gap {3-2}"),
+        ("{40}", "has 40 tokens"),
+        ("{1-5} {1-5}", "25 ways"),
+    ],
+)
+def test_wrong_gaps_are_refused(demo: Pair, text: str, message: str) -> None:
+    with pytest.raises(CanvasError, match=message):
+        ask(demo, text, "x")

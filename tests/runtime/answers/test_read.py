@@ -1,0 +1,139 @@
+"""Reads against transformers: the softmax over the labels' logits, by steps, draws and forks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.read import ReadRequest, ReadResult
+from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
+from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.reference import Pair
+from tests.helpers.told import cache_of, told_steps
+
+Prompt = Callable[..., list[int]]
+FIXED = tuple(range(100, 132))
+# One question with single tokens, one whose labels part twice, and one with a shared beginning.
+SINGLE = Labels(((7,), (300,), (45,)))
+TREE = Labels(((9, 20, 5), (9, 21, 5), (11, 20, 6)))
+SHARED = Labels(((30, 31), (30, 32)))
+TEMPLATE = Template(FIXED, (Slot(0, 2, SINGLE), Slot(1, 8, TREE), Slot(2, 20, SHARED)))
+
+
+def read(pair: Pair, request: ReadRequest) -> ReadResult:
+    (result,) = Generator(pair.model).run([request])
+    assert isinstance(result, ReadResult)
+    return result
+
+
+def params(pair: Pair, steps: int = 1, seed: int = 5) -> SamplingParams:
+    return SamplingParams.from_defaults(
+        pair.model.sampler, pair.model.config, seed=seed, max_denoising_steps=steps
+    )
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    mass = np.exp(logits.astype(np.float64) - logits.max())
+    return mass / mass.sum()
+
+
+def expected(
+    pair: Pair, prompt: list[int], steps: int, draw: int, pins: dict[int, int], place: int, of: list
+) -> np.ndarray:
+    """The reference's probabilities of the tokens `of` at `place`, with `pins` in the slots."""
+    given = params(pair, steps)
+    allowed = {i: (token,) for i, token in enumerate(FIXED)}
+    for slot in TEMPLATE.slots:
+        prefix = tuple(
+            pins[slot.begin + i] for i in range(slot.labels.width) if slot.begin + i in pins
+        )
+        for offset in range(slot.labels.width):
+            allowed[slot.begin + offset] = slot.labels.allowed(prefix, offset)
+
+    def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
+        uniforms, tokens = step_noise(given.seed, draw, step, len(FIXED), pair.reference.vocab)
+        for i, each in allowed.items():  # a pinned position is never renoised
+            if len(each) == 1:
+                tokens[i] = each[0]
+        return uniforms, tokens
+
+    cache = cache_of(pair.reference, prompt)
+    done = told_steps(
+        pair.reference, cache, len(prompt), noise(0)[1].tolist(), allowed, given, noise, steps
+    )
+    return softmax(done[-1].logits[place, of])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_labels_have_the_probabilities_of_the_reference(
+    tiny: Pair, prompt: Prompt, steps: int
+) -> None:
+    ids = prompt(70)
+    result = read(tiny, ReadRequest(ids, (TEMPLATE,), params(tiny, steps), samples=2))
+    for draw in range(2):
+        single, tree, shared = (each[draw] for each in result.draws)
+
+        def of(pins: dict[int, int], place: int, tokens: list[int], draw: int = draw) -> np.ndarray:
+            return expected(tiny, ids, steps, draw, pins, place, tokens)
+
+        assert single == pytest.approx(of({20: 30}, 2, [7, 300, 45]), abs=1e-4)
+        assert shared == pytest.approx(of({20: 30}, 21, [31, 32]), abs=1e-4)
+        first = of({20: 30}, 8, [9, 11])
+        # The tree's second fork, with its prefix in place; the others' slots hold noise again.
+        second = of({8: 9}, 9, [20, 21])
+        assert tree == pytest.approx([*(first[0] * second), first[1]], abs=1e-4)
+        assert tree.sum() == pytest.approx(1)
+    assert result.steps == [2 * 2 * steps]
+    assert np.abs(np.log(result.draws[0][0] / result.draws[0][1])).max() > 0.1  # draws differ
+
+
+def test_a_read_costs_one_pass_per_draw_and_fork(tiny: Pair, prompt: Prompt) -> None:
+    template = Template(FIXED, (Slot(0, 2, SINGLE), Slot(1, 20, SHARED)))
+    before = tiny.model.counters.denoise_passes
+    read(tiny, ReadRequest(prompt(20), (template,), params(tiny), samples=3))
+    assert tiny.model.counters.denoise_passes - before == 3
+
+
+def test_a_read_does_not_depend_on_what_else_runs(tiny: Pair, prompt: Prompt) -> None:
+    request = ReadRequest(prompt(20), (TEMPLATE,), params(tiny, 2), samples=2)
+    alone = read(tiny, request)
+    other = Request(prompt(50, 1), params(tiny, 8))
+    _, again, _ = Generator(tiny.model).run([other, request, other])
+    assert isinstance(again, ReadResult)
+    for ours, theirs in zip(alone.draws, again.draws, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_a_device_reads_the_same(tiny: Pair, prompt: Prompt) -> None:
+    request = ReadRequest(prompt(20), (TEMPLATE,), params(tiny, 2))
+    device = open_model(tiny.graphs, check=False, backend=FakeBackend())
+    (theirs,) = Generator(device).run([request])
+    assert isinstance(theirs, ReadResult)
+    for ours, other in zip(read(tiny, request).draws, theirs.draws, strict=True):
+        assert ours == pytest.approx(other, abs=1e-4)
+
+
+def test_labels_of_different_lengths_are_closed_and_filled() -> None:
+    labels = labels_of([[5], [5, 6], [7, 8, 9]], end=1, filler=0, path="x")
+    assert labels.tokens == ((5, 1, 0, 0), (5, 6, 1, 0), (7, 8, 9, 1))
+    assert [(fork.prefix, fork.children) for fork in labels.forks] == [
+        ((), (5, 7)),
+        ((5,), (1, 6)),
+    ]
+    with pytest.raises(CanvasError, match=r"x\[1\] has the same tokens as x\[0\]"):
+        labels_of([[5], [5]], 1, 0, "x")
+
+
+def test_a_bundle_without_the_weights_says_so(tiny: Pair) -> None:
+    model = open_model(tiny.bundle, threads=1)
+    assert model.bundle is not None
+    del model.bundle.manifest.data["embedding"]["host_head"]
+    with pytest.raises(CanvasError, match="no weights to score tokens"):
+        _ = model.host_head

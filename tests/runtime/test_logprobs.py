@@ -1,0 +1,98 @@
+"""Log-probabilities against transformers: of the token that stands, from the step that settled it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Block, Generator, Request, Settled
+from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.reference import Pair
+from tests.helpers.told import cache_of, told_steps
+
+
+def params(pair: Pair, **options: int | bool | float) -> SamplingParams:
+    given = {"logprobs": True, "top_logprobs": 5, "max_denoising_steps": 6, "max_new_tokens": 32}
+    return SamplingParams.from_defaults(
+        pair.model.sampler, pair.model.config, seed=3, **{**given, **options}
+    )
+
+
+def reference_steps(pair: Pair, ids: list[int], given: SamplingParams) -> list[np.ndarray]:
+    """Log-probabilities `[canvas, V]` of each step of the first block."""
+
+    def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
+        return step_noise(given.seed, 0, step, pair.reference.canvas, pair.reference.vocab)
+
+    count = given.max_denoising_steps
+    cache, first = cache_of(pair.reference, ids), noise(0)[1].tolist()
+    done = told_steps(pair.reference, cache, len(ids), first, {}, given, noise, count)
+    return [log_softmax(step.logits) for step in done]
+
+
+@pytest.mark.parametrize("settle_steps", [0, 1])
+def test_every_token_has_the_score_of_the_step_that_settled_it(
+    tiny: Pair, prompt: Callable[..., list[int]], settle_steps: int
+) -> None:
+    given = params(
+        tiny,
+        settle_steps=settle_steps,
+        confidence_threshold=0.4 if settle_steps else 0.005,
+        early_stop=bool(settle_steps),
+    )
+    ids = prompt(40)
+    (result,) = Generator(tiny.model).run([Request(ids, given)])
+    assert [each.token for each in result.logprobs] == result.token_ids
+    steps = reference_steps(tiny, ids, given)
+    for place, each in enumerate(result.logprobs):
+        logs = steps[each.step - 1][place]
+        assert each.logprob == pytest.approx(logs[each.token], abs=1e-4)
+        assert [logprob for _, logprob in each.top] == pytest.approx(
+            np.sort(logs)[::-1][:5].tolist(), abs=1e-4
+        )
+        for token, logprob in each.top:
+            assert logprob == pytest.approx(logs[token], abs=1e-4)
+    if settle_steps:
+        assert len({each.step for each in result.logprobs}) > 1
+
+
+def test_events_bring_the_scores_of_their_own_tokens(
+    tiny: Pair, prompt: Callable[..., list[int]]
+) -> None:
+    given = params(tiny, settle_steps=1, confidence_threshold=0.4, max_new_tokens=64)
+    scores = []
+    for event in Generator(tiny.model).stream(Request(prompt(40), given)):
+        if isinstance(event, Settled):
+            assert [each.token for each in event.logprobs] == event.tokens
+            scores += event.logprobs
+        elif isinstance(event, Block):
+            assert [each.token for each in event.logprobs] == event.tokens[event.settled :]
+            scores += event.logprobs
+    (result,) = Generator(tiny.model).run([Request(prompt(40), given)])
+    assert scores == result.logprobs
+
+
+def test_they_change_no_token_and_come_from_a_device_too(
+    tiny: Pair, prompt: Callable[..., list[int]]
+) -> None:
+    request = Request(prompt(20), params(tiny))
+    plain = Request(prompt(20), params(tiny, logprobs=False, top_logprobs=0))
+    ours, without = Generator(tiny.model).run([request, plain])
+    device = open_model(tiny.graphs, check=False, backend=FakeBackend())
+    (theirs,) = Generator(device).run([request])
+    assert ours.token_ids == without.token_ids == theirs.token_ids
+    assert without.logprobs == []
+    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_alternatives_need_log_probabilities(tiny: Pair) -> None:
+    with pytest.raises(CanvasError, match="top_logprobs is 3 without logprobs"):
+        params(tiny, logprobs=False, top_logprobs=3)
