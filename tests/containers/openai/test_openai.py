@@ -211,7 +211,7 @@ def test_our_own_settings_are_extra_fields(openai: OpenAI, grpc: Client):
 
 def test_temperature_scales_the_checkpoint_s_schedule(openai: OpenAI, grpc: Client):
     """The demo's runs from 0.8 to 0.4; a power of two rounds nothing."""
-    asked = {"prompt": "12+34=", "seed": 7, "max_new_tokens": 40}
+    asked = {"prompt": "12+34=", **SAME}
     for value in (0.0, 0.5, 2.0):
         answer = chat(openai, temperature=value)
         same = grpc.infer({**asked, "temperature": value})
