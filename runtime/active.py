@@ -123,7 +123,7 @@ class ActiveRequest:
         return DenoiseInput(
             self.row,
             self._hidden,
-            self._params.temperature(self._step),
+            self._params.temperature_at(self._step),
             self._params.entropy_bound,
             uniforms,
             noise,

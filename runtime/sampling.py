@@ -95,6 +95,9 @@ class SamplingParams:
     entropy_bound: float = _parameter(
         0.1, "FP32", "entropy accepted per step, in nats", above_least=True
     )
+    temperature: float = _parameter(
+        1.0, "FP32", "factor of t_min and t_max; 1 when absent, 0 takes the likeliest tokens"
+    )
     t_min: float = _parameter(0.4, "FP32", "temperature of the last step")
     t_max: float = _parameter(0.8, "FP32", "temperature of the first step", above_least=True)
     stability_threshold: int = _parameter(
@@ -173,14 +176,21 @@ class SamplingParams:
                 f"this server allows {max_passes}: ask for fewer tokens, steps or answers",
             )
 
-    def temperature(self, step: int) -> np.float32:
+    def temperature_at(self, step: int) -> np.float32:
         """Return the temperature of denoising step `step`, counted from 1 (t_max's end) to
-        `max_denoising_steps`; in the reference's float32 order of operations."""
+        `max_denoising_steps`; in the reference's float32 order of operations.
+
+        It is `temperature` times the reference's. At 0, and wherever the product is smaller, it is
+        COLDEST: as the temperature falls, the likeliest token's share goes to 1.
+        """
         import numpy as np
 
         remaining = self.max_denoising_steps - step + 1
         fraction = np.float32(remaining) / np.float32(self.max_denoising_steps)
-        return np.float32(self.t_max - self.t_min) * fraction + np.float32(self.t_min)
+        scheduled = np.float32(self.t_max - self.t_min) * fraction + np.float32(self.t_min)
+        if self.temperature == 1:
+            return scheduled
+        return max(np.float32(self.temperature) * scheduled, np.float32(COLDEST))
 
     def check_fits(self, config: ModelConfig) -> None:
         """Raise CanvasError when the model has fewer positions than `max_new_tokens`."""

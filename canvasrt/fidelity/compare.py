@@ -147,7 +147,7 @@ def _compare_prompt(
     last = params.max_denoising_steps
     for step in range(1, last + 1):
         noise = step_noise(params.seed, 0, step, config.canvas_length, config.vocab_size)
-        heat = params.temperature(step)
+        heat = params.temperature_at(step)
         wanted = capture and step in (1, (1 + last) // 2, last)
         given = DenoiseInput(expected_row, expected_hidden, heat, params.entropy_bound, *noise)
         with captured(reference, expected_row, "denoise", steps.passes if wanted else None):

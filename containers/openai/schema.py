@@ -31,7 +31,6 @@ OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "
 _SAMPLER = f"this model's sampler has {', '.join(each.name for each in OWN)}"
 # Why a parameter is refused, when its name does not say it.
 _REASONS = {
-    "temperature": _SAMPLER,
     "top_p": _SAMPLER,
     "top_k": _SAMPLER,
     "min_p": _SAMPLER,
@@ -136,7 +135,6 @@ class Sampling(_Own):
     prompt_cache_key: Note = None
     metadata: dict[str, str] | None = None
 
-    temperature: _only(1) = None  # type: ignore[valid-type]
     top_p: _only(1) = None  # type: ignore[valid-type]
     top_k: _only(-1, 0) = None  # type: ignore[valid-type]
     min_p: _only(0) = None  # type: ignore[valid-type]

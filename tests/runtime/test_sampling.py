@@ -13,7 +13,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling import COLDEST, SamplingParams
 
 CONFIG = ModelConfig(
     hidden_size=8,
@@ -70,7 +70,7 @@ def test_the_schedule_is_the_references_to_the_last_bit(
     for step in range(1, steps + 1):
         remaining = torch.tensor(steps - step + 1, dtype=torch.int32)
         expected = processor(None, scores, cur_step=remaining).numpy()
-        assert (scores.numpy() / params.temperature(step) == expected).all()
+        assert (scores.numpy() / params.temperature_at(step) == expected).all()
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,29 @@ def test_unknown_parameters_are_named() -> None:
 def test_the_limits_are_allowed() -> None:
     params = SamplingParams(seed=2**64 - 1, t_min=0.5, t_max=0.5, stability_threshold=0)
     params.check_fits(CONFIG)
-    assert params.temperature(1) == params.temperature(48) == np.float32(0.5)
+    assert params.temperature_at(1) == params.temperature_at(48) == np.float32(0.5)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 2.0, 4.0])
+def test_temperature_scales_the_schedule(factor: float) -> None:
+    """For powers of two, scaling rounds nothing: it is the reference with both ends scaled."""
+    scaled = SamplingParams(temperature=factor)
+    ends = SamplingParams(t_min=factor * 0.4, t_max=factor * 0.8)
+    for step in range(1, 49):
+        assert scaled.temperature_at(step) == ends.temperature_at(step)
+        assert scaled.temperature_at(step).dtype == np.float32
+
+
+def test_temperature_1_is_the_checkpoint_s_and_0_its_limit() -> None:
+    same, cold = SamplingParams(temperature=1.0), SamplingParams(temperature=0.0)
+    for step in range(1, 49):
+        assert same.temperature_at(step) == SamplingParams().temperature_at(step)
+        assert cold.temperature_at(step) == np.float32(COLDEST)
+    # Whatever logits a head with a softcap of 30 gives, apart by a float32's last bit or more.
+    logits = np.array([3.0, np.nextafter(np.float32(3.0), np.float32(4)), -30.0], np.float32)
+    shares = np.exp((logits - logits.max()) / cold.temperature_at(1))
+    assert int(np.argmax(shares)) == 1
+    gap = np.array([3.0, 3.001], np.float32)
+    assert np.exp((gap - gap.max()) / cold.temperature_at(1))[0] == 0
+    with pytest.raises(CanvasError, match="temperature is -1"):
+        SamplingParams(temperature=-1)

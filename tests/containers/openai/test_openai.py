@@ -209,6 +209,18 @@ def test_our_own_settings_are_extra_fields(openai: OpenAI, grpc: Client):
     assert answer.usage.denoising_steps == sum(same.steps) == 18
 
 
+def test_temperature_scales_the_checkpoint_s_schedule(openai: OpenAI, grpc: Client):
+    """The demo's runs from 0.8 to 0.4; a power of two rounds nothing."""
+    asked = {"prompt": "12+34=", **SAME}
+    for value in (0.0, 0.5, 2.0):
+        answer = chat(openai, temperature=value)
+        same = grpc.infer({**asked, "temperature": value})
+        assert answer.choices[0].message.content == same.text
+        assert answer.usage.denoising_steps == sum(same.steps)
+    halved = grpc.infer({**asked, "t_min": 0.2, "t_max": 0.4})
+    assert grpc.infer({**asked, "temperature": 0.5}) == halved
+
+
 def test_what_means_no_change_is_taken(openai: OpenAI):
     neutral: dict[str, Any] = {
         "temperature": 1.0,

@@ -30,12 +30,14 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""
 # Fields of a chat → (the parameter that is named, the code, what the message says).
 CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
     (
-        {"temperature": 0},
-        "temperature",
+        {"top_k": 5},
+        "top_k",
         UNSUPPORTED,
-        "sampler has max_denoising_steps, entropy_bound",
+        "sampler has max_denoising_steps, entropy_bound, temperature",
     ),
-    ({"temperature": True}, "temperature", UNSUPPORTED, "or send 1"),
+    ({"temperature": True}, "temperature", "invalid_type", "temperature"),
+    ({"temperature": -1}, "temperature", "invalid_value", "temperature is -1"),
+    ({"top_p": True}, "top_p", UNSUPPORTED, "or send 1"),
     ({"top_p": 0.9}, "top_p", UNSUPPORTED, "top_p is not supported"),
     ({"presence_penalty": 0.5}, "presence_penalty", UNSUPPORTED, "or send 0"),
     ({"frequency_penalty": -1}, "frequency_penalty", UNSUPPORTED, "or send 0"),

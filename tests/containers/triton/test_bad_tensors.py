@@ -82,7 +82,7 @@ CASES = (
     Bad("a negative t_min", {"prompt": GOOD, "t_min": floats(-0.1)}, ("t_min is -0.1",)),
     Bad("two seeds", {"prompt": GOOD, "seed": np.array([1, 2], np.uint64)}, ("seed", "[2]", "[1]")),
     Bad("a signed seed", {"prompt": GOOD, "seed": np.array([-1])}, ("seed", "INT64", "UINT64")),
-    Bad("an unknown tensor", {"prompt": GOOD, "temperature": floats(1)}, ("temperature",)),
+    Bad("an unknown tensor", {"prompt": GOOD, "warmth": floats(1)}, ("warmth",)),
 )
 
 
