@@ -27,6 +27,8 @@ async function connect() {
       const ready = await fetch("/v1/health/ready");
       on = ready.ok;
       text = on ? model : (await ready.json()).error.message;
+      // 405 when the server has the endpoint, which takes POST.
+      if (on) $("mode").hidden = (await fetch("/v1/decisions")).status === 404;
       again = on ? 0 : 2000;
     }
   } catch { /* not there yet */ }
