@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
 PROMPT, SEED = "shuffle abdeghkl", "3"
-SIZE = {"width": 760, "height": 480}
+SIZE = {"width": 760, "height": 560}
 STEP, END = 350, 2500  # milliseconds that a frame is shown
 
 

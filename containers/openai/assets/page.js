@@ -27,6 +27,8 @@ async function connect() {
       const ready = await fetch("/v1/health/ready");
       on = ready.ok;
       text = on ? model : (await ready.json()).error.message;
+      // 405 when the server has the endpoint, which takes POST.
+      if (on) $("mode").hidden = (await fetch("/v1/decisions")).status === 404;
       again = on ? 0 : 2000;
     }
   } catch { /* not there yet */ }
@@ -111,6 +113,59 @@ async function ask() {
     if (error.name !== "AbortError") fail(error.message);
   }
   busy(false);
+}
+
+// ---- decisions
+
+function question() {
+  const options = $("options").value.split(",").map((each) => each.trim()).filter(Boolean);
+  const instructions = $("asked").value.trim() || $("prompt").value;
+  if (!options.length) return { type: "predicate", instructions };
+  return { type: "choice", instructions, choices: options.map((value) => ({ value })) };
+}
+
+async function decide() {
+  $("error").hidden = true;
+  $("decision").hidden = true;
+  const begin = performance.now();
+  run.abort = new AbortController();
+  busy(true);
+  try {
+    const wanted = { model, input: $("prompt").value, questions: [question()], layout: $("layout").value };
+    for (const name of ["samples", "seed"]) if ($(name).value.trim()) wanted[name] = Number($(name).value);
+    const reply = await fetch("/v1/decisions", {
+      method: "POST", headers: headers(), body: JSON.stringify(wanted), signal: run.abort.signal,
+    });
+    const found = await reply.json();
+    if (!reply.ok) throw new Error(found.error.message);
+    bars(found.answers[0]);
+    const time = milliseconds(performance.now() - begin);
+    $("decided").textContent = `${wanted.samples || 1} draws of noise in ${time}; not calibrated`;
+    $("decision").hidden = false;
+  } catch (error) {
+    if (error.name !== "AbortError") fail(error.message);
+  }
+  busy(false);
+}
+
+function bars(answer) {
+  if (answer.refusal) throw new Error(answer.refusal);
+  const yes = answer.probability;
+  const all = answer.probabilities || [
+    { value: "yes", probability: yes }, { value: "no", probability: 1 - yes },
+  ];
+  const most = Math.max(...all.map((each) => each.probability));
+  $("bars").replaceChildren(...all.map((each) => {
+    const row = document.createElement("div");
+    row.className = each.probability === most ? "choice best" : "choice";
+    for (const name of ["span", "div", "b"]) row.append(document.createElement(name));
+    const [label, track, number] = row.children;
+    label.textContent = each.value;
+    track.append(document.createElement("i"));
+    track.firstChild.style.width = `${100 * each.probability}%`;
+    number.textContent = `${(100 * each.probability).toFixed(1)}%`;
+    return row;
+  }));
 }
 
 // ---- frames: one per step, and one per finished block
@@ -198,6 +253,10 @@ function milliseconds(value) {
 
 // ---- the form
 
+function mode() {
+  return document.querySelector("[name=mode]:checked").value;
+}
+
 function reset() {
   clearInterval(run.timer);
   Object.assign(run, { frames: [], finals: [], shown: -1, follow: true });
@@ -210,7 +269,7 @@ function reset() {
 
 function busy(on) {
   if (!on) run.abort = null;
-  $("go").textContent = on ? "Stop" : "Denoise";
+  $("go").textContent = on ? "Stop" : mode() === "write" ? "Denoise" : "Decide";
   $("go").classList.toggle("stop", on);
 }
 
@@ -222,8 +281,18 @@ function fail(message) {
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   if (run.abort) run.abort.abort();
-  else ask();
+  else if (mode() === "write") ask();
+  else decide();
 });
+for (const each of document.querySelectorAll("[name=mode]")) {
+  each.addEventListener("change", () => {
+    if (run.abort) run.abort.abort();
+    document.body.className = mode();
+    $("error").hidden = true;
+    busy(false);
+  });
+}
+document.body.className = mode();
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

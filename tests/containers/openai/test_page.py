@@ -173,6 +173,42 @@ def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None
     sync_api.expect(page.locator("#error")).to_contain_text("image")
 
 
+def test_a_decision_is_shown_as_bars(front: FrontEnd, openai: Any, visit: Any) -> None:
+    page = visit(front)
+    sync_api.expect(page.locator("#light")).to_have_class("on")
+    if page.locator("#mode").is_hidden():
+        assert page.request.get(f"{front.url}/decisions").status == 404
+        pytest.skip("this server has no decisions")
+    page.check("[name=mode][value=decide]", force=True)
+    page.locator("#settings").evaluate("each => { each.open = true }")
+    page.fill("#prompt", "the train is late")
+    page.fill("#asked", "What is it?")
+    page.fill("#options", "train, bus")
+    page.fill("#seed", "7")
+    page.click("#go")
+    sync_api.expect(page.locator(".choice")).to_have_count(2, timeout=60_000)
+    reply = openai.decisions.create(
+        model="canvasrt",
+        input="the train is late",
+        questions=[
+            {
+                "type": "choice",
+                "instructions": "What is it?",
+                "choices": [{"value": "train"}, {"value": "bus"}],
+            }
+        ],
+        extra_body={"seed": 7, "samples": 4, "layout": "letters"},
+    )
+    (answer,) = reply.answers
+    shown = page.locator(".choice b").all_text_contents()
+    assert shown == [f"{100 * each.probability:.1f}%" for each in answer.probabilities]
+    page.fill("#options", "")
+    page.click("#go")
+    sync_api.expect(page.locator(".choice span")).to_have_text(["yes", "no"], timeout=60_000)
+    page.check("[name=mode][value=write]", force=True)
+    assert not page.locator("#decision").is_visible()
+
+
 def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
     page = visit(front, PHONE)
     ask(page, "12+34=", steps="4")
