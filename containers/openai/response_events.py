@@ -159,7 +159,7 @@ def _usage(final: StreamEvent) -> dict[str, Any]:
     prompt, answer = len(final.prompt_token_ids), len(final.token_ids)
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": final.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": answer,
         # Thoughts count as output; how many of its tokens they took is not known here.
         "output_tokens_details": {"reasoning_tokens": 0},

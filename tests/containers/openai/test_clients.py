@@ -1,10 +1,12 @@
-"""Clients that know nothing of Python: curl, as the README calls the server."""
+"""Clients of other kinds: curl, and the benchmark that others use."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,3 +83,35 @@ def test_triton_generates_over_http(acting_server: Served, acting: Script) -> No
         env={"no_proxy": "*"},
     )
     assert json.loads(done.stdout)["text"] == "Hello there."
+
+
+AIPERF = os.environ.get("CANVASRT_AIPERF") or shutil.which("aiperf")
+
+
+@pytest.mark.skipif(
+    AIPERF is None,
+    reason="aiperf is not found: install it into an environment of its own, since it needs other "
+    "versions than these tests, and name it in CANVASRT_AIPERF",
+)
+def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> None:
+    from canvasrt.demo.tokenizer import build_tokenizer
+
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    # It may come with an older transformers, which knows this class.
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    command = [str(AIPERF), "profile", "--model", "canvasrt", "--endpoint-type", "chat"]
+    command += ["--url", acting_server.front.url.removesuffix("/v1"), "--streaming"]
+    command += ["--tokenizer", str(tmp_path / "tokenizer"), "--request-count", "10"]
+    command += ["--synthetic-input-tokens-mean", "30", "--output-tokens-mean", "20"]
+    command += ["--artifact-dir", str(tmp_path / "out"), "--ui", "simple"]
+    environment = {**os.environ, "no_proxy": "*"}
+    subprocess.run(command, check=True, capture_output=True, timeout=240, env=environment)
+    report = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 10
+    assert report["error_summary"] == []
+    # Every answer is "Hello there.", of which it counts each character.
+    assert report["output_sequence_length"]["avg"] == 12
+    assert report["time_to_first_token"]["p50"] > 0

@@ -162,6 +162,14 @@ def test_the_clients_helpers(agent: OpenAI, acting: Script):
         assert "".join(said) == stream.get_final_response().output_text == "Hello there."
 
 
+def test_cached_tokens_are_told(ask):
+    """A prompt of more than a chunk, twice."""
+    first, second = (ask("plain", "Hello " * 60) for _ in range(2))
+    details = first.usage.input_tokens_details, second.usage.input_tokens_details
+    assert details[1].cached_tokens > details[0].cached_tokens
+    assert details[1].cached_tokens <= second.usage.input_tokens
+
+
 def test_tool_choice(ask):
     named = ask("named", tools=TOOLS, tool_choice={"type": "function", "name": "weather"})
     assert json.loads(named.output[0].arguments) == {"city": "Rome"}
