@@ -126,9 +126,10 @@ class StreamModel:
             cancel = self._cancelled_calls.setdefault(str(call), threading.Event())
             sink.cancel = cancel
             sink.on_end = lambda: self._cancelled_calls.pop(str(call), cancel)
-        if IMAGES.name in arrays or is_long(
-            {name: array[0] for name, array in arrays.items() if array.dtype == object}
-        ):
+        texts = {
+            name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
+        }
+        if IMAGES.name in arrays or is_long(texts):
             self._pool.submit(self._submit_long, arrays, parameters, sink, call)
         else:
             self._submit(arrays, parameters, sink, call)

@@ -59,6 +59,7 @@ CASES = (
     Bad("two dimensions", {"prompt": GOOD.reshape(1, 1)}, ("prompt", "[1,1]", "[1]")),
     Bad("no element", {"prompt": text()}, ("prompt",)),
     Bad("wrong type of text", {"prompt": ints(1)}, ("prompt", "INT32", "STRING")),
+    Bad("no strings in stop", {"prompt_ids": ints(112), "stop": text()}, ("112",)),
     Bad("no token ids", {"prompt_ids": ints()}, ("empty",)),
     Bad("negative token id", {"prompt_ids": ints(3, -1)}, ("-1", "0 to 111")),
     Bad("token id too large", {"prompt_ids": ints(112)}, ("112", "0 to 111")),
