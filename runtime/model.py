@@ -76,6 +76,9 @@ class Model(ABC):
     def canvas_length(self) -> int:
         return self.config.canvas_length
 
+    def warm_up(self) -> None:  # noqa: B027 - most models have nothing to prepare
+        """Prepare every kind of pass, so that no request has to wait for it."""
+
     @abstractmethod
     def new_row(self) -> Row:
         """Return the empty state of a new request."""

@@ -92,9 +92,9 @@ def test_scores_of_wide_heads_are_bounded() -> None:
 
 
 def test_what_passes_between_engines_counts() -> None:
-    """It counts new keys and values of 1,024 tokens and six hidden states of 2,048; none of it on a CPU."""
+    """It counts new keys and values of 512 tokens and six hidden states of 2,048; none of it on a CPU."""
     need = estimate(RELEASED, "bf16", 32_768, 8)
-    new = 1024 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
+    new = 512 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2
     assert need.buffers == new + states + 2 * 512 * 32_768 * 2
     assert need.total == need.weights + need.kv_cache + need.workspace + need.buffers
