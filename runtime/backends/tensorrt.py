@@ -348,6 +348,8 @@ class _Captured:
             try:
                 self.graph = device.capture(self.context.enqueue)
             except CanvasError as error:
+                if isinstance(error, EngineError) and error.fatal:
+                    raise
                 _log.warning("runs without a CUDA graph: %s", error)
                 self.fits = False
         if self.graph is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.backends.tensorrt import DTYPES
 from canvasrt.runtime.engine import Call
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
@@ -77,7 +77,7 @@ class FakeCudaDevice(FakeDevice):
     def _check(self) -> None:
         """A CUDA error stays: every later call on the device returns it."""
         if self._poisoned:
-            raise CanvasError("CUDA: an illegal memory access was encountered", "")
+            raise EngineError("CUDA: an illegal memory access was encountered", "", fatal=True)
 
     def capture(self, work: Callable[[], Any]) -> int:
         self._check()

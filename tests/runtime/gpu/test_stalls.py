@@ -15,7 +15,7 @@ import pytest
 
 from canvasrt.build import profiles
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.errors import CanvasError
+from canvasrt.errors import EngineError
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.generator import Finished, Generator
 from canvasrt.runtime.gpu.model import DeviceModel
@@ -193,8 +193,9 @@ def test_after_an_error_of_the_device_nothing_is_answered(
     server.device.fails_after = 40
     wanted = requests(tiny, prompt, [40])
     for _ in range(2):
-        with pytest.raises(CanvasError, match="illegal memory access"):
+        with pytest.raises(EngineError, match="illegal memory access") as raised:
             Generator(server.model).run(wanted)
+        assert raised.value.fatal
 
 
 def test_shapes_outside_the_profiles_are_refused_by_the_fake(folder: Path) -> None:
