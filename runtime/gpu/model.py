@@ -141,6 +141,7 @@ class DeviceModel(Model):
         for shape in self.shapes:
             this = Pass(shape.phase, 0, shape.batch, shape.length, shape.width, ())
             self.workspace.given.view("positions", this.batch, this.length)[:] = -1
+            self.workspace.given.view("temperature", this.batch)[:] = 1
             self.workspace.given.upload()
             for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
                 self._run(this, [shape.capacity] * len(self.segments[:-1]))

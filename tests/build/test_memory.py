@@ -38,7 +38,7 @@ def test_the_vision_tower_is_built_but_never_loaded() -> None:
 
 
 def test_shorter_passes_over_a_prompt_take_less() -> None:
-    usual, short = (estimate(RELEASED, "int4", 8192, 1, prefill_chunk=n) for n in (512, 256))
+    usual, short = (estimate(RELEASED, "int4", 65_536, 1, prefill_chunk=n) for n in (512, 256))
     assert short.workspace < usual.workspace
     assert short.buffers < usual.buffers
     assert (short.weights, short.kv_cache) == (usual.weights, usual.kv_cache)
