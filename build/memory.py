@@ -14,7 +14,7 @@ from canvasrt.defaults import (
 )
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.recipes.recipe import load_recipe, quantizable
-from canvasrt.shapes import ROOMY, in_units, usual_capacity
+from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
@@ -220,7 +220,7 @@ def _body_workspace(
     The profiles are those of `build.profiles`: `longest` tokens of one prompt, one canvas, or a full batch of canvases.
     """
     canvas = model.canvas_length
-    roomy = max(canvas, min(longest, ROOMY))
+    roomy = max(canvas, roomy_capacity(model, longest))
 
     def attention(length: int) -> int:
         return max(

@@ -9,7 +9,7 @@ from typing import Any
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.shapes import ROOMY, in_units, usual_capacity
+from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
@@ -87,11 +87,12 @@ def _body(
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
     slots = usual_capacity(model, longest)
+    most = max(slots, roomy_capacity(model, longest))
     made = {
         ENCODE: {
             "batch": _always(1),
             "length": Range(1, longest, longest),
-            **_slots(model, Range(1, slots, max(slots, min(longest, ROOMY)))),
+            **_slots(model, Range(1, slots, most)),
             **past,
         }
     }

@@ -43,6 +43,14 @@ def usual_capacity(model: ModelConfig, tokens: int) -> int:
     return min(tokens, next((size for size in CAPACITIES if size >= wanted), tokens))
 
 
+def roomy_capacity(model: ModelConfig, longest: int) -> int:
+    """Return the slots per expert of encoding passes of up to `longest` tokens in which nothing can overflow.
+
+    Passes of text are cut in two before they need more than `ROOMY`. Tokens of an image stay in one.
+    """
+    return longest if model.vision is not None else min(longest, ROOMY)
+
+
 def widths(most: int) -> tuple[int, ...]:
     """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
 
