@@ -165,10 +165,10 @@ class DeviceModel(Model):
             self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
             self.device.synchronize()
             hidden = kept
+        crowded = set(row.crowded)
         self.release(row)
-        # Encoding again must learn again, or its passes would have other shapes.
-        for key in [key for key in row.capacities if key[1] == "encode"]:
-            del row.capacities[key]
+        # The same block goes on later, in the same shapes.
+        row.crowded |= crowded
         return hidden, True
 
     def check_device(self) -> None:
@@ -205,7 +205,7 @@ class DeviceModel(Model):
 
     def _shares(self, item: Input) -> bool:
         """Return whether a row's pass is one that all requests share, whether or not there are others."""
-        return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.crowded)
+        return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.is_crowded(0))
 
     def _encode_pass(self, batch: Sequence[EncodeInput], roomy: bool = False) -> None:
         (item,) = batch
@@ -232,7 +232,6 @@ class DeviceModel(Model):
             keys, values = space.new("encode", layer)
             self._cache.append(row, layer, keys, values, this.length, count)
         row.length, row.hidden = row.length + count, None
-        row.crowded.clear()
 
     def _encode_again(self, item: EncodeInput, was_roomy: bool) -> None:
         """Encode tokens that overloaded an expert in two passes, or with a slot for each. Nothing has changed so far.
@@ -287,7 +286,8 @@ class DeviceModel(Model):
         """
         self.counters.overflows += 1
         if len(batch) == 1:
-            batch[0].row.crowded.update(range(len(self.segments[:-1])))
+            for number in range(len(self.segments[:-1])):
+                batch[0].row.crowd(number)
             return self._denoise_pass(batch)
         return [output for item in batch for output in self._denoise_pass([item])]
 
@@ -328,16 +328,16 @@ class DeviceModel(Model):
         begin = 0
         while True:
             capacities = [
-                self.shapes.denoise(False, this.width, number in row.crowded).capacity
+                self.shapes.denoise(False, this.width, row.is_crowded(number)).capacity
                 for number in range(len(self.segments[:-1]))
             ]
             over = self._run(this, capacities, begin)
             if over is None:
                 return
-            if over in row.crowded:
+            if row.is_crowded(over):
                 raise self._too_full()
             self.counters.overflows += 1
-            row.crowded.add(over)
+            row.crowd(over)
             begin = over
 
     def _run(self, this: Pass, capacities: Sequence[int], begin: int = 0) -> int | None:

@@ -26,10 +26,18 @@ class DeviceRow:
     width: int = 0  # tokens that its full layers have room for now
     # Counts the hidden states that the device computed for the request; None if it holds none.
     hidden: int | None = None
-    # Body segments in which the block's canvas overloaded an expert.
-    crowded: set[int] = field(default_factory=set)
+    # Body segments in which a block's canvas overloaded an expert, with the tokens cached before the block.
+    crowded: set[tuple[int, int]] = field(default_factory=set)
     # Nothing is learned from earlier passes: their shapes are fixed.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
+
+    def is_crowded(self, segment: int) -> bool:
+        """Return whether the block's canvas overloaded an expert of a segment."""
+        return (self.length, segment) in self.crowded
+
+    def crowd(self, segment: int) -> None:
+        """Note that it did. That holds until the block ends, even if its tokens are encoded again."""
+        self.crowded.add((self.length, segment))
 
 
 @dataclass(frozen=True)

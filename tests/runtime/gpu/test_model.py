@@ -146,7 +146,8 @@ def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
     model, backend = resident(tiny.graphs)
     rows = [model.new_row() for _ in range(3)]
     model.encode([EncodeInput(row, np.array(prompt(20, seed))) for seed, row in enumerate(rows)])
-    rows[1].crowded.update((0, 1))
+    rows[1].crowd(0)
+    rows[1].crowd(1)
     noise = step_noise(0, 0, 1, CANVAS, model.config.vocab_size)
     hidden = model.first_hidden(noise[1])
     before = len(backend.engines["head"].calls)
@@ -154,7 +155,7 @@ def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
     batches = [call.dims["batch"] for call in backend.engines["head"].calls[before:]]
     assert batches == [4, 1]
     model.encode([EncodeInput(rows[1], np.array(prompt(CANVAS, 9)))])
-    assert not rows[1].crowded
+    assert not rows[1].is_crowded(0)
     for row in rows:
         model.release(row)
 
