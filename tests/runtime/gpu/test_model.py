@@ -130,7 +130,7 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     model, backend = resident(tiny.graphs, rows_apart=rows_apart)
     wanted = requests(tiny, prompt, [40, 290], max_new_tokens=2 * CANVAS)
     same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
-    assert model.counters.overflows > 4
+    assert model.counters.overflows >= 4
     calls = backend.engines["body_1"].calls
     capacities = {call.dims["capacity"] for call in calls if call.repeats}
     assert capacities == {2, CANVAS}
