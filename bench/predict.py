@@ -26,7 +26,6 @@ from canvasrt.build import memory
 from canvasrt.build.plan import Options
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.errors import UsageError
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import Gpu, find_gpu
 from canvasrt.pipeline import build
@@ -50,8 +49,12 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nvfp4-experts", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
     ("fp8", ("rtx-4090", "rtx-5090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
     ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
+    (
+        "int4",
+        ("rtx-3090", "rtx-4090", "l4", "rtx-5090", "rtx-pro-6000", "dgx-spark", "a100", "h100"),
+    ),
 )
-MAX_CONTEXT, MAX_BATCH = 262_144, 8
+MAX_CONTEXT = 262_144
 # Slots for a canvas that is half padding: all of its padding goes to the same experts.
 PADDED = 256
 
@@ -70,10 +73,15 @@ def main(arguments: list[str] | None = None) -> int:
     for recipe, gpus in PLAN:
         if recipe in wanted:
             print(f"building {recipe}", file=sys.stderr, flush=True)
-            bundle = engines(recipe, options.layers, options.work)
-            predictor = Predictor(bundle, REPEAT[options.layers])
-            sizes = _numbers(options.batches), _numbers(options.contexts)
-            rows += predictions(predictor, recipe, gpus, *sizes)
+            repeat, contexts = REPEAT[options.layers], _numbers(options.contexts)
+            batches = _numbers(options.batches)
+            for batch in batches:
+                # Engines take one canvas or a full batch, whose number of canvases is fixed.
+                full = (
+                    min((each for each in batches if each > 1), default=1) if batch == 1 else batch
+                )
+                bundle = engines(recipe, options.layers, options.work, full)
+                rows += predictions(Predictor(bundle, repeat), recipe, gpus, batch, contexts)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "predicted.json").write_text(json.dumps(rows, indent=2) + "\n")
     (options.out / "predicted.md").write_text(markdown(rows))
@@ -81,9 +89,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def engines(recipe: str, layers: int, work: Path) -> Bundle:
-    """Return a recipe's engines; make what `work` lacks."""
-    out = work / f"engines-{recipe}"
+def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
+    """Return a recipe's engines for so many canvases; make what `work` lacks."""
+    out = work / f"engines-{recipe}-{batch}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
     work.mkdir(parents=True, exist_ok=True)
@@ -95,7 +103,7 @@ def engines(recipe: str, layers: int, work: Path) -> Bundle:
         prepared.graphs.path,
         BUILT_FOR,
         out,
-        Options(max_context=MAX_CONTEXT, max_batch=MAX_BATCH),
+        Options(max_context=MAX_CONTEXT, max_batch=batch),
     )
 
 
@@ -103,12 +111,12 @@ def predictions(
     predictor: Predictor,
     recipe: str,
     gpus: Sequence[str],
-    batches: Sequence[int],
+    batch: int,
     contexts: Sequence[int],
 ) -> Iterator[Json]:
     """Yield milliseconds of passes and the floor, with nearly even routing and with half a canvas of padding."""
     model = whole(predictor.model)
-    for name, batch, context in itertools.product(gpus, batches, contexts):
+    for name, context in itertools.product(gpus, contexts):
         gpu = find_gpu(name)
         even = predictor.denoise(gpu, batch, context)
         yield {
@@ -145,11 +153,8 @@ def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: i
 
 
 def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> float:
-    """Return the seconds for canvases that are half padding. A batch too skewed for the engines runs row by row."""
-    try:
-        return predictor.denoise(gpu, batch, context, batch * PADDED).seconds
-    except UsageError:
-        return batch * predictor.denoise(gpu, 1, context, PADDED).seconds
+    """Return the seconds for canvases that are half padding: a batch overflows its slots, so each canvas runs alone."""
+    return batch * predictor.denoise(gpu, 1, context, PADDED).seconds
 
 
 def markdown(rows: Sequence[Json]) -> str:

@@ -17,7 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,10 @@ def _in_fp32(folder: Path) -> Path:
 
 
 def _generated(path: Path, folder: Path, device: str | None) -> str:
-    """Generate four requests apart, in shared passes, and on the CPU; return whether tokens agree."""
+    """Generate four requests apart, in shared passes, and on the CPU; return whether tokens agree.
+
+    In shared passes, a request alone must get what it gets in company.
+    """
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.open import open_model
@@ -270,14 +273,16 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
         for seed in range(4)
     ]
 
-    def tokens(model: Model) -> list[list[int]]:
-        return [result.token_ids for result in Generator(model).run(wanted)]
+    def tokens(model: Model, requests: Sequence[Request]) -> list[list[int]]:
+        return [result.token_ids for result in Generator(model).run(requests)]
 
-    apart, again = (tokens(open_model(path, check=False, device=device)) for _ in range(2))
-    shared = tokens(open_model(path, check=False, device=device, share_passes=True))
+    apart, again = (tokens(open_model(path, check=False, device=device), wanted) for _ in range(2))
+    sharing = open_model(path, check=False, device=device, share_passes=True)
+    shared, alone = tokens(sharing, wanted), [tokens(sharing, [each])[0] for each in wanted]
     return (
         f"ran; the same tokens a second time: {again == apart}; "
-        f"in shared passes: {shared == apart}; on the CPU in fp32: {apart == tokens(cpu)}"
+        f"in shared passes with and without company: {shared == alone}; "
+        f"shared and apart: {shared == apart}; on the CPU in fp32: {apart == tokens(cpu, wanted)}"
     )
 
 

@@ -167,7 +167,7 @@ class HostRunner(OurRunner):
 
 
 class DeviceRunner(OurRunner):
-    """Our graphs or engines over a device's memory. A batch shares passes."""
+    """Our graphs or engines over a device's memory. A batch shares passes, which have room for the largest batch."""
 
     def __init__(
         self, name: str, prepared: Prepared, backend: DeviceBackend, bundle: Bundle | None = None
@@ -198,11 +198,16 @@ class DeviceRunner(OurRunner):
             ),
         )
 
+    def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
+        assert isinstance(self.model, DeviceModel)
+        self.model.share_passes(batch > 1)
+        return super().pass_ms(batch, context, repeats)
+
     def _fill(self, row: Any, context: int) -> None:
         # Zeros, as memory starts: reading them costs as much as reading keys and values.
         assert isinstance(self.model, DeviceModel)
         self.model.workspace.cache.take(row)
-        self.model.workspace.cache.make_room([row], [context])
+        self.model.workspace.cache.make_room(row, context)
         row.length = context
 
     def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:

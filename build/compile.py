@@ -38,13 +38,17 @@ _PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True)
 class Job:
     """What to build. `module` is `tensorrt_rtx` or `tensorrt`. The engine runs on GPUs of any of
-    `capabilities`; without any, it is built for this machine's GPU."""
+    `capabilities`; without any, it is built for this machine's GPU.
+
+    `timing` is a file that keeps how fast kernels ran, for the next build; it need not exist.
+    """
 
     module: str
     graph: Path
     engine: Path
     capabilities: tuple[tuple[int, int], ...]
     profiles: Mapping[str, Profile]
+    timing: Path | None = None
 
     @property
     def kernels(self) -> Path:
@@ -58,8 +62,9 @@ class Job:
             for name, sizes in self.profiles.items()
         }
         paths = {"graph": str(self.graph.absolute()), "engine": str(self.engine.absolute())}
-        gpus = {"capabilities": self.capabilities}
-        return json.dumps({"module": self.module, **paths, **gpus, "profiles": profiles})
+        timing = str(self.timing.absolute()) if self.timing else None
+        said = {"module": self.module, "capabilities": self.capabilities, "profiles": profiles}
+        return json.dumps({**said, **paths, "timing": timing})
 
     @classmethod
     def from_json(cls, text: str) -> Job:
@@ -70,7 +75,9 @@ class Job:
             name: {dimension: Range(**size) for dimension, size in sizes.items()}
             for name, sizes in data["profiles"].items()
         }
-        return cls(data["module"], Path(data["graph"]), Path(data["engine"]), gpus, profiles)
+        graph, engine = Path(data["graph"]), Path(data["engine"])
+        timing = data["timing"] and Path(data["timing"])
+        return cls(data["module"], graph, engine, gpus, profiles, timing)
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,23 @@ def build(job: Job) -> None:
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
             raise CanvasError("no engine was built")
+    _keep_timings(config, job.timing)
     _write_kernels(trt, network, job, capture)
+
+
+def _use_timings(config: Any, file: Path | None) -> None:
+    """Have the builder take the times of kernels that an earlier build measured, and note its own."""
+    if file is not None:
+        known = file.read_bytes() if file.is_file() else b""
+        config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)
+
+
+def _keep_timings(config: Any, file: Path | None) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        whole = file.with_name(f"{file.name}.{os.getpid()}")
+        whole.write_bytes(bytes(config.get_timing_cache().serialize()))
+        whole.replace(file)
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
@@ -219,6 +242,10 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     config.max_aux_streams = 0
     # This makes the builder list its kernels, and changes neither the engine's size nor the build's time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    _use_timings(config, job.timing)
+    # Without it, memory could be taken during a call, which a CUDA graph cannot capture. TensorRT has no such flag.
+    if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
+        config.set_flag(own)
     if job.capabilities:
         config.num_compute_capabilities = len(job.capabilities)
     for place, (major, minor) in enumerate(job.capabilities):

@@ -7,16 +7,14 @@ from dataclasses import asdict, dataclass
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import (
-    ENCODE_TOKENS,
     FOLDED_HEADS,
     LAYERS_PER_SEGMENT,
     MAX_FUSED_HEAD_DIM,
-    OCTET,
     PREFILL_CHUNK,
-    octets,
 )
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.recipes.recipe import load_recipe, quantizable
+from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
@@ -79,7 +77,7 @@ def estimate(
             SPARE
             * max(
                 _body_workspace(model, max_context, max_batch, element, row),
-                _head_workspace(model, max_batch),
+                _head_workspace(model, max_batch, element, on_cpu),
             )
         ),
         buffers=0
@@ -198,7 +196,7 @@ def _buffers(
     encoding or denoising pass, and one slot's keys on their way to another width. `number` is the
     bytes of one cached number, `row` the most tokens per row of an encoding pass.
     """
-    encoded = max(row, min(ENCODE_TOKENS, max_batch * row))
+    encoded = row
     canvases = max_batch * model.canvas_length
     cut = [
         model.layers[first : first + layers_per_segment]
@@ -215,19 +213,25 @@ def _buffers(
 
 
 def _body_workspace(
-    model: ModelConfig, max_context: int, max_batch: int, element: int, length: int
+    model: ModelConfig, max_context: int, max_batch: int, element: int, longest: int
 ) -> int:
-    """Return a body segment's peak bytes for rows of `length`: its largest attention, or its experts' slots."""
-    attention = max(
-        _attention_workspace(model, layer, max_context, length, element) for layer in model.layers
-    )
-    tokens = length * max_batch
-    mean = -(-2 * tokens * model.top_k_experts // model.num_experts)
-    capacity = max(length, min(tokens, mean))
+    """Return a body segment's peak bytes: its layers' largest attention, or its experts' slots.
+
+    The profiles are those of `build.profiles`: `longest` tokens of one prompt, one canvas, or a full batch of canvases.
+    """
+    canvas = model.canvas_length
+    roomy = max(canvas, roomy_capacity(model, longest))
+
+    def attention(length: int) -> int:
+        return max(
+            _attention_workspace(model, each, max_context, length, element) for each in model.layers
+        )
+
+    capacity = max(usual_capacity(model, longest), roomy, usual_capacity(model, canvas * max_batch))
     # Gathered rows, the experts' intermediate results, and their outputs.
     slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
     experts = model.num_experts * capacity * slot * element
-    return max(attention * max_batch, experts)
+    return max(attention(longest), attention(canvas) * max_batch, experts)
 
 
 def _attention_workspace(
@@ -244,12 +248,16 @@ def _attention_workspace(
     return (turned + 2 * scores) * element + mask
 
 
-def _head_workspace(model: ModelConfig, max_batch: int) -> int:
-    """Return the bytes of the vocabulary-sized fp32 tensors that the sampler holds at once."""
-    tensors = 3 if max_batch == 1 else 3.5
-    return round(tensors * model.canvas_length * max_batch * model.vocab_size * 4)
+def _head_workspace(model: ModelConfig, max_batch: int, element: int, on_cpu: bool) -> int:
+    """Return the bytes of the vocabulary-sized tensors that the sampler holds at once.
+
+    A GPU keeps what the projection wrote, and unnormalised probabilities. ONNX Runtime runs one operator at a time, in
+    float32.
+    """
+    logits = model.canvas_length * max_batch * model.vocab_size
+    return round(3.5 * logits * 4 if on_cpu else 2 * logits * element)
 
 
 def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:
     kept = min(max_context, model.sliding_window - 1) if layer.kind == "sliding" else max_context
-    return OCTET * octets(kept)
+    return in_units(kept)

@@ -9,6 +9,7 @@ from typing import Any
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
+from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
@@ -42,9 +43,9 @@ def profiles(
 ) -> dict[str, Profile]:
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
-    `encode` takes a prefill chunk or a finished canvas, for any number of requests. `denoise` takes
-    one request's canvas, `denoise_batch` several. Kernels are tuned for `opt`; only `max` is
-    binding.
+    `encode` takes a prefill chunk or a finished canvas of one request. `denoise` takes one request's
+    canvas, `denoise_batch` a full batch of them, some of which may be padding. Kernels are tuned for
+    `opt`; only `max` is binding.
     """
     rows = _rows(max_batch)
     if "layers" in segment:
@@ -77,28 +78,33 @@ def _body(
 ) -> dict[str, Profile]:
     canvas = model.canvas_length
     cached = {
-        "full": octets(max_context),
-        "sliding": octets(min(model.sliding_window - 1, max_context)),
+        "full": octets(in_units(max_context)),
+        "sliding": octets(in_units(min(model.sliding_window - 1, max_context))),
     }
     past = {
         # The first call of a request has an empty past of one octet.
         f"octets_{kind}": Range(1, min(TYPICAL_CONTEXT // OCTET, cached[kind]), cached[kind])
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
-    slots = _capacity(model, longest, 1, max_batch)
+    slots = usual_capacity(model, longest)
+    most = max(slots, roomy_capacity(model, longest))
     made = {
         ENCODE: {
-            "batch": Range(1, 1, max_batch),
+            "batch": _always(1),
             "length": Range(1, longest, longest),
-            **_slots(model, slots),
+            **_slots(model, Range(1, slots, most)),
             **past,
         }
     }
     for name, batch in _rows(max_batch).items():
-        slots = _capacity(model, canvas, batch.opt, batch.max)
-        tokens = canvas if batch.max == 1 and _feeds_all_tokens(segment) else None
         size = {"batch": batch, "length": _always(canvas)}
-        made[name] = {**size, **_slots(model, slots, tokens), **past}
+        slots = usual_capacity(model, canvas * batch.max)
+        if batch.max > 1:
+            made[name] = {**size, **_slots(model, Range(1, slots, slots)), **past}
+            continue
+        tokens = canvas if _feeds_all_tokens(segment) else None
+        # One request's canvas may route all of its tokens alike.
+        made[name] = {**size, **_slots(model, Range(1, slots, canvas), tokens), **past}
     return made
 
 
@@ -126,28 +132,8 @@ def _rows(max_batch: int) -> dict[str, Range]:
     """Return how many requests are denoised together: one, and a full batch if there may be more."""
     rows = {DENOISE: _always(1)}
     if max_batch > 1:
-        rows[DENOISE_BATCH] = Range(2, max_batch, max_batch)
+        rows[DENOISE_BATCH] = _always(max_batch)
     return rows
-
-
-def _capacity(model: ModelConfig, length: int, usual_rows: int, most_rows: int) -> Range:
-    """Return the slots per expert for calls of `length` tokens per row."""
-    most = max_capacity(model, length, most_rows)
-    return Range(1, min(most, _twice_the_mean(model, length * usual_rows)), most)
-
-
-def max_capacity(model: ModelConfig, longest: int, max_batch: int) -> int:
-    """Return the most slots per expert that an engine supports.
-
-    They suffice for any single row, and for the runtime's first guess for a full batch, twice the
-    mean load. A batch that overflows them is run row by row. Slots for every token of a batch at
-    one expert would take gigabytes and hardly ever be used.
-    """
-    return max(longest, _twice_the_mean(model, longest * max_batch))
-
-
-def _twice_the_mean(model: ModelConfig, tokens: int) -> int:
-    return min(tokens, -(-2 * tokens * model.top_k_experts // model.num_experts))
 
 
 def _always(size: int) -> Range:

@@ -17,7 +17,7 @@ from canvasrt.build.parallel import Task, run_all
 from canvasrt.build.plan import Plan
 from canvasrt.build.profiles import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.cache import EngineCache, code_hash
+from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.extras import require
 from canvasrt.kernels import capture, dims, parse, resolve, shapes, store
 from canvasrt.machine import BUILDER_MODULES, available_bytes
@@ -127,7 +127,8 @@ def _engines(
         # The largest first: it decides how long everything takes.
         sorted(tasks, key=lambda task: -task.memory),
         available_bytes() // SHARE,
-        len(os.sched_getaffinity(0)),
+        # A builder that times kernels on the GPU must have it alone. Alike segments then find their times in the cache.
+        len(os.sched_getaffinity(0)) if plan.target.builds_anywhere else 1,
         started=lambda name: progress(f"building {name} for {plan.target.name}", 0, 0),
         finished=lambda name: progress(f"building {name} for {plan.target.name}", 1, 1),
         stop=children.kill,
@@ -142,15 +143,24 @@ def _builder(
     module, _ = BUILDER_MODULES[plan.target.builder]
     gpus = plan.target.capabilities if plan.target.builds_anywhere else ()
     graph, engine = graphs.file(segment.entry["file"]), out / segment.file
+    timing = None if plan.target.builds_anywhere else _timings(segment.made_from)
 
     def run() -> Json:
-        job = Job(module, graph, engine, gpus, segment.sizes)
+        job = Job(module, graph, engine, gpus, segment.sizes, timing)
         said = compile.compile_graph(job, children)
         facts = {"activation_bytes": said.activation_bytes}
         listed = job.kernels if job.kernels.is_file() else None
         return cache.keep(segment.made_from, engine, facts, listed)
 
     return run
+
+
+def _timings(made_from: Json) -> Path:
+    """Return the file of kernels' times for a builder's version and GPU."""
+    about = {
+        name: made_from[name] for name in ("builder_version", "compute_capability", "built_on")
+    }
+    return cache_folder() / "timing" / key_of(about)
 
 
 def _described(segment: Segment, made: Json) -> Json:

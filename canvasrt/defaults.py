@@ -12,10 +12,6 @@ PREFILL_CHUNK, SOFT_TOKENS = 512, 280
 # A past comes in groups of 8 tokens, some of them masked. Products over other sizes would copy it first.
 OCTET = 8
 
-# The most tokens of an encoding pass that several requests share. New keys and values of all layers are
-# kept until the pass is over: about 100 MB for 512 tokens of the released model in bf16.
-ENCODE_TOKENS = 1024
-
 # Larger heads have no fused attention kernel: their queries are folded, this many heads of a group at a
 # time. Fewer at a time take less memory, but copy the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2

@@ -54,24 +54,28 @@ class Head(nn.Module):
             in nats; accepted `[B, L]` bool; next_hidden `[B, L, D]`, the first body segment's next
             input.
         """
-        logits = self.logits(hidden) / temperature[:, None, None]
-        argmax = logits.argmax(dim=-1)
+        raw = self.norm(hidden) @ self.table.t()
+        # Neither softcap nor temperature changes the order.
+        argmax = raw.argmax(dim=-1)
+        logits = self.capped(raw) / temperature[:, None, None]
         shifted = logits - logits.amax(dim=-1, keepdim=True)
         mass = shifted.exp()
         total = mass.sum(dim=-1)
         # H = log Z − Σ (m / Z) log m, which saves a pass over normalised log-probabilities.
         entropy = total.log() - (mass * shifted).sum(dim=-1) / total
         accepted = accept(entropy, entropy_bound)
-        canvas = torch.where(accepted, draw(mass, uniforms, self.grid), noise)
-        soft = (mass / total[..., None]).to(self.table.dtype) @ self.table * self.embed_scale
+        # The only thing as wide as the vocabulary that is kept, besides what the projection wrote.
+        kept = mass.to(self.table.dtype)
+        canvas = torch.where(accepted, draw(kept, uniforms, self.grid), noise)
+        soft = (kept @ self.table).to(torch.float32) / total[..., None]
+        soft = soft.to(self.table.dtype) * self.embed_scale
         signal = self.signal_mlp(self.signal_norm(soft))
         embedded = F.embedding(canvas, self.table) * self.embed_scale
         return canvas, argmax, entropy, accepted, rms_norm(embedded + signal, self.eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return soft-capped logits `[B, L, V]` in float32: `cap · tanh(head(norm(hidden)) / cap)`."""
-        raw = (self.norm(hidden) @ self.table.t()).to(torch.float32)
-        return torch.tanh(raw / self.softcap) * self.softcap
+    def capped(self, raw: Tensor) -> Tensor:
+        """Return logits `[B, L, V]` in float32, soft-capped: `cap · tanh(raw / cap)`."""
+        return torch.tanh(raw.to(torch.float32) / self.softcap) * self.softcap
 
 
 def vocabulary_grid(size: int) -> tuple[int, int]:
@@ -85,17 +89,19 @@ def draw(mass: Tensor, uniforms: Tensor, grid: tuple[int, int]) -> Tensor:
     """Draw one token `[B, L]` per position by inverse CDF: the first whose cumulative mass exceeds
     u times the total.
 
-    `mass` `[B, L, V]` need not be normalised. The sum runs over rows of the vocabulary first, and
+    `mass` `[B, L, V]`, of any dtype, need not be normalised; it is summed in float32. The sum runs over rows of the vocabulary first, and
     then inside the row that holds the target, so no running sum is as long as the vocabulary.
     """
     rows, columns = grid
     batch, length, _ = mass.shape
     cells = mass.view(batch, length, rows, columns)
-    below = cells.sum(dim=-1).cumsum(dim=-1)
+    below = cells.to(torch.float32).sum(dim=-1).cumsum(dim=-1)
     target = uniforms[..., None] * below[..., -1:]
     row = (below <= target).sum(dim=-1, keepdim=True).clamp(max=rows - 1)
     before = torch.where(row > 0, below.gather(-1, (row - 1).clamp(min=0)), 0.0)
-    inside = cells.gather(2, row[..., None].expand(-1, -1, 1, columns)).squeeze(2).cumsum(dim=-1)
+    number = torch.arange(batch * length).view(batch, length) * rows + row.squeeze(-1)
+    chosen = F.embedding(number, mass.view(batch * length * rows, columns))
+    inside = chosen.to(torch.float32).cumsum(dim=-1)
     # Rounding may put the target past the row's own sum. Take the last token with any mass then.
     rest = torch.minimum(target - before, inside[..., -1:] * (1 - 2**-23))
     column = (inside <= rest).sum(dim=-1, keepdim=True)

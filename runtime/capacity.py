@@ -39,11 +39,3 @@ def rounded(capacity: float, tokens: int) -> int:
     """Round `capacity` up to a small multiple, so that shapes stay few; the result is from 1 to
     `tokens`."""
     return min(tokens, max(1, math.ceil(capacity / MULTIPLE) * MULTIPLE))
-
-
-def stepped(capacity: int, most: int) -> int:
-    """Round `capacity` up to 2ᵏ or 3·2ᵏ, from 8 to `most`: each shape means another captured graph."""
-    size = 8
-    while size < capacity:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(most, size)

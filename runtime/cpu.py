@@ -20,7 +20,6 @@ from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
-from canvasrt.runtime.tables import max_context as context_limit
 
 Batch = TypeVar("Batch")
 Output = TypeVar("Output")
@@ -71,7 +70,7 @@ class HostModel(Model):
         self._counting = threading.Lock()
 
     @classmethod
-    def open(cls, bundle: Bundle, backend: Backend) -> HostModel:
+    def open(cls, bundle: Bundle, backend: Backend, max_context: int) -> HostModel:
         """Open every segment of a bundle with this backend."""
         manifest = bundle.manifest
         opened = {
@@ -90,7 +89,7 @@ class HostModel(Model):
             bodies,
             opened["head"],
             map_table(bundle),
-            context_limit(manifest),
+            max_context,
             backend.rows_apart,
             backend.max_workers,
             bundle,

@@ -162,3 +162,7 @@ class DeviceBackend(Protocol):
         Raises CanvasError if it cannot be loaded.
         """
         ...
+
+    def keep_compiled(self) -> None:
+        """Keep what was compiled on this machine, if anything was, for the next time the bundle is opened."""
+        ...

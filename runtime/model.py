@@ -90,6 +90,9 @@ class Model(ABC):
             raise CanvasError("the model was not opened from a bundle", "open a bundle")
         return HostHead.load(self.bundle, self._table)
 
+    def warm_up(self) -> None:  # noqa: B027 - most models have nothing to prepare
+        """Prepare every kind of pass, so that no request has to wait for it."""
+
     @abstractmethod
     def new_row(self) -> Row:
         """Return the empty state of a new request."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from canvasrt.bundle import Manifest, load_bundle
+from canvasrt.cache import cache_folder, key_of
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.cpu import HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.tables import max_context as supported_context
 from canvasrt.runtime.tables import pass_work
 
 DEVICES = ("cpu", "cuda")
@@ -21,6 +23,7 @@ def open_model(
     backend: Backend | DeviceBackend | None = None,
     device: str | None = None,
     share_passes: bool = False,
+    max_context: int | None = None,
 ) -> Model:
     """Load a graph or engine bundle.
 
@@ -28,18 +31,28 @@ def open_model(
     check: verify the files' hashes first.
     backend: runs the bundle instead of the one that `device` selects.
     device: `cpu` or `cuda`; None takes the device that the bundle was built for.
-    share_passes: let requests share passes on a GPU. This is faster, but the last bits of a
-    request's results, and so its tokens, may depend on what shares its pass.
+    share_passes: let requests share passes on a GPU: each pass then has room for a full batch.
+    max_context: the most tokens of a request, prompt and answer; None is what the bundle supports.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
+    limit = _limit(supported_context(bundle.manifest), max_context)
     backend = backend or choose(bundle.manifest, device, threads, share_passes)
     if isinstance(backend, DeviceBackend):
         from canvasrt.runtime.gpu.model import DeviceModel
 
-        return DeviceModel.open(bundle, backend)
-    return HostModel.open(bundle, backend)
+        return DeviceModel.open(bundle, backend, limit)
+    return HostModel.open(bundle, backend, limit)
+
+
+def _limit(most: int, wanted: int | None) -> int:
+    if wanted is not None and wanted > most:
+        raise CanvasError(
+            f"--max-model-len is {wanted}, but the engines support at most {most}",
+            f"give at most {most}, or build engines with a larger --max-context",
+        )
+    return most if wanted is None else wanted
 
 
 def choose(
@@ -65,7 +78,7 @@ def choose(
             )
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
-        return TensorRTBackend(target, rows_apart=not share_passes)
+        return TensorRTBackend(target, not share_passes, compiled=_compiled_kernels(manifest))
     if builder != "onnxruntime":
         raise CanvasError(
             f"the bundle was built for {builder}, which this version cannot run",
@@ -85,6 +98,14 @@ def choose(
     from canvasrt.runtime.backends.onnxruntime import OrtBackend
 
     return OrtBackend(threads, pass_work(manifest.model))
+
+
+def _compiled_kernels(manifest: Manifest) -> Path:
+    """Return the file in the cache that keeps what TensorRT-RTX compiles for a bundle's engines."""
+    engines = {
+        entry["file"]: manifest.files[entry["file"]]["sha256"] for entry in manifest.segments
+    }
+    return cache_folder() / "compiled" / key_of({"engines": engines, "target": manifest.target})
 
 
 def _check_graphs(precision: str, device: str | None) -> None:

@@ -18,7 +18,7 @@ STAGES = ("export", "build", "runtime", "containers")
 FLOORS = (
     "errors progress defaults hashes formats",
     "extras targets staging console checkpoints",
-    "bundle machine recipes pages",
+    "bundle machine recipes pages shapes",
     "cache graphs kernels",
     "runtime",
     "build demo",

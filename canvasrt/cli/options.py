@@ -147,7 +147,7 @@ SharePasses = Annotated[
     bool,
     typer.Option(
         "--share-passes",
-        help="On a GPU, let requests share passes: faster, but their last bits may depend on each other.",
+        help="On a GPU, let requests share passes, which then always have room for a full batch.",
     ),
 ]
 Threads = Annotated[

@@ -267,8 +267,8 @@ SharePasses = Annotated[
     typer.Option(
         "--share-passes",
         show_default=False,
-        help="On a GPU, let requests share passes: higher throughput, but the tokens no longer depend on the"
-        " seed alone.",
+        help="On a GPU, let requests share passes, which then always have room for a full batch: higher"
+        " throughput, but a lone request is slower.",
     ),
 ]
 PrefixCache = Annotated[

@@ -146,18 +146,25 @@ class ObservedModel:
 
 
 def with_logits(model: ModelProto) -> ModelProto:
-    """Return a head that also outputs its logits: what the temperature divides, and the best token
-    is taken from."""
+    """Return a head that also outputs its logits: what the temperature divides."""
     from onnx import TensorProto, helper
 
-    producers = {name: node for node in model.graph.node for name in node.output}
-    (best,) = (node for node in model.graph.node if node.op_type == "ArgMax")
-    divided = producers[best.input[0]]
-    assert divided.op_type == "Div", divided.op_type
+    divisions = [node for node in model.graph.node if node.op_type == "Div"]
+    (divided,) = (
+        node for node in divisions if _comes_from(model.graph, node.input[1], "temperature")
+    )
     _name_output(model.graph, divided.input[0], LOGITS)
     shape = ["batch", "length", "vocabulary"]
     model.graph.output.append(helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, shape))
     return model
+
+
+def _comes_from(graph: GraphProto, value: str, name: str) -> bool:
+    """Return whether a value is an input of the graph in another shape."""
+    producers = {output: node for node in graph.node if node.input for output in node.output}
+    while value in producers:
+        value = producers[value].input[0]
+    return value == name
 
 
 def cut_layers(model: ModelProto, count: int) -> ModelProto:

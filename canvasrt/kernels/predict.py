@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.defaults import octets
+from canvasrt.defaults import OCTET, octets
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
 from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
@@ -17,12 +16,11 @@ from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import Gpu
+from canvasrt.shapes import in_units, round_up, usual_capacity, widths
 
 Json = dict[str, Any]
 
 DENOISE, ENCODE = "denoise", "encode"
-# The expert capacities that a prediction chooses from.
-CAPACITIES = (32, 64, 128, 256, 512, 1024)
 # Denoising steps that a block is assumed to take.
 STEPS = 16
 
@@ -36,16 +34,20 @@ class Sizes:
     context: int
     capacity: int
 
-    def dims(self, model: ModelConfig, shared: bool = False) -> dict[str, int]:
-        """Return the sizes by dimension name. With `shared`, every expert's first product takes all tokens."""
+    def dims(self, model: ModelConfig, most: int, shared: bool = False) -> dict[str, int]:
+        """Return the sizes by dimension name, padded as the runtime does for engines of up to `most` cached tokens.
+
+        With `shared`, every expert's first product takes all tokens.
+        """
+        most = max(most, in_units(self.context))
         return {
             "batch": self.batch,
             "length": self.length,
             "capacity": self.capacity,
             "gate_rows": self.batch * self.length if shared else self.capacity,
             "gate_queues": 1 if shared else model.num_experts,
-            "octets_full": octets(self.context),
-            "octets_sliding": octets(min(self.context, model.sliding_window - 1)),
+            "octets_full": octets(round_up(self.context, widths(most))),
+            "octets_sliding": octets(in_units(min(most, model.sliding_window - 1))),
         }
 
 
@@ -88,13 +90,6 @@ def _sums(rows: Sequence[Row], key: Any) -> dict[str, float]:
     for row in rows:
         found[key(row)] = found.get(key(row), 0.0) + row.seconds
     return found
-
-
-def usual_capacity(model: ModelConfig, tokens: int) -> int:
-    """Return slots per expert that suffice for nearly uniform routing: eight deviations above the mean load."""
-    mean = tokens * model.top_k_experts / model.num_experts
-    wanted = mean + 8 * math.sqrt(mean)
-    return min(tokens, next((size for size in CAPACITIES if size >= wanted), tokens))
 
 
 class Predictor:
@@ -142,6 +137,11 @@ class Predictor:
         encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
         return STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
 
+    def _most(self) -> int:
+        """Return the tokens that the engines take of a full layer's past."""
+        each = (p for entry in self.entries.values() for p in entry.get("profiles", ()))
+        return max((OCTET * p["octets_full"]["max"] for p in each if "octets_full" in p), default=0)
+
     def _bodies(self) -> list[str]:
         return [name for name, entry in self.entries.items() if "layers" in entry]
 
@@ -163,7 +163,7 @@ class Predictor:
     ) -> tuple[Sequence[Kernel], dict[str, int]]:
         """Return the kernels and the dimensions of such a call, with the profile chosen as the runtime does."""
         for shared in (True, False):
-            dims = sizes.dims(self.model, shared)
+            dims = sizes.dims(self.model, self._most(), shared)
             holding = [
                 profile
                 for profile in self.entries[segment]["profiles"]
@@ -188,7 +188,7 @@ class Predictor:
         """
         sizes, model = made.sizes, self.model
         needed = sizes.batch * sizes.length * model.top_k_experts
-        dims = sizes.dims(model)
+        dims = sizes.dims(model, self._most())
         computing = sum(
             row.cost.operations
             * (min(1.0, needed / _rows(row, dims)) if row.place.part == EXPERTS else 1.0)

@@ -64,9 +64,12 @@ class StreamModel:
         engines = Path(args["model_repository"]).parent / parameters["engines"]
         options = ModelOptions.from_environment(os.environ)
         self._model = open_model(
-            engines, threads=options.threads, share_passes=options.share_passes
+            engines,
+            threads=options.threads,
+            share_passes=options.share_passes,
+            max_context=options.max_model_len,
         )
-        self._model.max_context = _max_context(self._model.max_context, options.max_model_len)
+        self._model.warm_up()
         bundle = load_bundle(engines, check=False)  # open_model has checked it
         manifest = bundle.manifest
         self._tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
@@ -325,16 +328,6 @@ def _end_process(error: EngineError) -> None:
         leave_reason(Path(reason), error.message, error.hint)
         time.sleep(_LAST_REPLIES)
         os._exit(error.exit_code)
-
-
-def _max_context(most: int, limit: int | None) -> int:
-    """Return the most tokens of a request: `limit`, or `most`, what the engines support."""
-    if limit is not None and limit > most:
-        raise CanvasError(
-            f"--max-model-len is {limit}, but the engines support at most {most}",
-            f"give at most {most}, or build engines with a larger --max-context",
-        )
-    return most if limit is None else limit
 
 
 def describe(error: Exception) -> tuple[str, str]:

@@ -100,6 +100,9 @@ class OrtCudaBackend:
         check_placed(name, on_cpu(session))
         return OrtCudaEngine(name, session, self.max_batch, self.graphs)
 
+    def keep_compiled(self) -> None:
+        """Do nothing: ONNX Runtime compiles nothing here."""
+
 
 def check_loaded(providers: Iterable[str]) -> None:
     """Refuse a session that fell back to the CPU, as happens silently when a library is missing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -36,8 +37,8 @@ DTYPES = {
     "UINT8": "uint8",
 }
 # How many captured graphs an engine keeps. Each has its own context, as NVIDIA's documentation
-# requires.
-GRAPHS = 16
+# requires. Requests have addresses of their own, and few shapes at a time.
+GRAPHS = 64
 
 
 def check_target(
@@ -81,12 +82,13 @@ class TensorRTBackend:
         rows_apart: bool = True,
         module: Any = None,
         device: CudaDevice | None = None,
+        compiled: Path | None = None,
     ) -> None:
         """Open the GPU.
 
-        target: the manifest's. rows_apart: run one request per pass, so that what shares a batch
-        cannot change the last bits of its results. module, device: replace the target's module and
-        the first GPU.
+        target: the manifest's. rows_apart: run one request per pass. module, device: replace the
+        target's module and the first GPU. compiled: the file that keeps what TensorRT-RTX compiled
+        for this GPU; None keeps nothing.
         Raises CanvasError when the module or the GPU is missing, or when the engines are for
         another one.
         """
@@ -106,6 +108,7 @@ class TensorRTBackend:
         self.engines: list[TensorRTEngine] = []
         self._activations: tuple[int, int] | None = None
         self._compiled: Any = None
+        self._compiled_file = compiled
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
         # Mapped, because an engine may be as large as the machine's memory.
@@ -132,14 +135,41 @@ class TensorRTBackend:
         own kernels."""
         if self._compiled is None:
             self._compiled = config.create_runtime_cache()
+            self._load_compiled()
         return self._compiled
+
+    def _load_compiled(self) -> None:
+        """Read what an earlier run compiled. TensorRT-RTX refuses what another GPU or version did."""
+        file = self._compiled_file
+        if file is None or not file.is_file():
+            return
+        try:
+            taken = self._compiled.deserialize(file.read_bytes())
+        except OSError as error:
+            _log.warning("cannot read compiled kernels: %s", error)
+            return
+        if not taken:
+            _log.info("%s holds kernels for another GPU, driver or version", file)
+
+    def keep_compiled(self) -> None:
+        file = self._compiled_file
+        if file is None or self._compiled is None:
+            return
+        try:
+            data = bytes(self._compiled.serialize())
+            file.parent.mkdir(parents=True, exist_ok=True)
+            whole = file.with_name(f"{file.name}.{os.getpid()}")
+            whole.write_bytes(data)
+            whole.replace(file)
+        except OSError as error:
+            _log.warning("compiled kernels are not kept: %s", error)
 
 
 class TensorRTEngine:
     """One engine. Repeated calls are replayed from CUDA graphs.
 
-    TensorRT-RTX captures graphs itself. With TensorRT, the second of equal calls gets its own
-    context, as NVIDIA's documentation requires for capture, and the third one is captured.
+    The second of equal calls gets its own context, as NVIDIA's documentation requires for capture, and the third one
+    is captured. TensorRT-RTX captures it itself.
     """
 
     def __init__(
@@ -157,13 +187,13 @@ class TensorRTEngine:
             (self.inputs if is_input else self.outputs)[tensor] = dtype
         self.activation_bytes = int(engine.device_memory_size_v2)
         self._captures_itself = hasattr(backend.module, "CudaGraphStrategy")
-        self._contexts: dict[tuple[int, bool], _Context] = {}
+        self._contexts: dict[int, _Context] = {}
         # Calls seen before; None after the first time.
         self._known: OrderedDict[tuple[Any, ...], _Captured | None] = OrderedDict()
 
     def prepare(self) -> None:
         self._backend.activations()
-        self._context(0, repeats=False)
+        self._context(0)
 
     def launch(self, call: Call) -> None:
         profile = self.profiles.pick(call.dims)
@@ -172,23 +202,25 @@ class TensorRTEngine:
                 f"{self.name} has no profile for {dict(call.dims)}",
                 "build with a larger --max-context or --max-batch, or ask for less",
             )
-        if call.repeats and not self._captures_itself:
-            self._replay(profile, call)
+        if call.repeats:
+            self._repeat(profile, call)
         else:
-            self._context(profile, call.repeats).run(call)
+            self._context(profile).run(call)
 
-    def _replay(self, profile: int, call: Call) -> None:
+    def _repeat(self, profile: int, call: Call) -> None:
         key = call.key
         if key not in self._known:
             self._known[key] = None
             self._forget()
-            self._context(profile, repeats=False).run(call)
+            self._context(profile).run(call)
             return
         self._known.move_to_end(key)
         captured = self._known[key]
         if captured is None:
-            self._known[key] = captured = _Captured(self._new_context(profile, False))
+            captured = _Captured(self._new_context(profile, captures=True), self._captures_itself)
+            self._known[key] = captured
             captured.context.run(call)  # a first run sets up state, which cannot be captured
+            captured.ask(self.name)
         else:
             captured.run(call, self._backend.device)
 
@@ -204,11 +236,10 @@ class TensorRTEngine:
         if captured.graph is not None:
             self._backend.device.forget(captured.graph)
 
-    def _context(self, profile: int, repeats: bool) -> _Context:
-        key = (profile, repeats and self._captures_itself)
-        if key not in self._contexts:
-            self._contexts[key] = self._new_context(*key)
-        return self._contexts[key]
+    def _context(self, profile: int) -> _Context:
+        if profile not in self._contexts:
+            self._contexts[profile] = self._new_context(profile, captures=False)
+        return self._contexts[profile]
 
     def _new_context(self, profile: int, captures: bool) -> _Context:
         trt, device = self._backend.module, self._backend.device
@@ -220,7 +251,8 @@ class TensorRTEngine:
             config.cuda_graph_strategy = (
                 strategy.WHOLE_GRAPH_CAPTURE if captures else strategy.DISABLED
             )
-            # LAZY would switch kernels, and so change last bits, while a request runs.
+            # LAZY would switch kernels, and so change last bits, while a request runs. EAGER compiles when a shape
+            # is first used, which is before the first request.
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
             compiled = self._backend.compiled(config)
@@ -284,23 +316,40 @@ class _Context:
         if not self._context.execute_async_v3(self._device.stream):
             raise self._engine.refused("to run")
 
+    def capturable(self) -> bool:
+        """Return whether the call that was set up last can be captured, as far as TensorRT says."""
+        ask = getattr(self._context, "is_stream_capturable", None)
+        return ask is None or bool(ask(self._device.stream))
+
 
 @dataclass
 class _Captured:
     """A repeated call: its own context, and its graph once captured.
 
-    `fits` is False if it cannot be captured; it then runs like any other call.
+    `itself`: the context captures without being told. `fits` is False if the call cannot be captured; it then runs
+    like any other.
     """
 
     context: _Context
+    itself: bool
     graph: int | None = None
     fits: bool = True
 
+    def ask(self, name: str) -> None:
+        """Find out whether the call can be captured, and log if not."""
+        self.fits = self.context.capturable()
+        if self.fits:
+            _log.debug("%s: a repeated call can be captured", name)
+        else:
+            _log.warning("%s runs without a CUDA graph: TensorRT says it cannot be captured", name)
+
     def run(self, call: Call, device: CudaDevice) -> None:
-        if self.graph is None and self.fits:
+        if self.graph is None and self.fits and not self.itself:
             try:
                 self.graph = device.capture(self.context.enqueue)
             except CanvasError as error:
+                if isinstance(error, EngineError) and error.fatal:
+                    raise
                 _log.warning("runs without a CUDA graph: %s", error)
                 self.fits = False
         if self.graph is None:

@@ -13,13 +13,16 @@ from canvasrt.runtime.gpu.workspace import Workspace
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over `batch` neighbouring slots from `first` on. Only the slots of `rows` take part."""
+    """One pass over `batch` neighbouring slots from `first` on. Only the slots of `rows` take part.
+
+    `width` is that of full layers' pasts.
+    """
 
     phase: str
     first: int
     batch: int
     length: int
-    tokens: int  # without padding
+    width: int
     rows: tuple[DeviceRow, ...]
     pictured: bool = False  # some tokens are an image's
 
@@ -36,8 +39,11 @@ def body_call(
     segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
-    held = {kind: cache.past[kind].width for kind in cache.past}
-    held = {k: w for k, w in held.items() if f"past_positions_{k}" in segment.engine.inputs}
+    held = {
+        kind: this.width if kind == "full" else past.most
+        for kind, past in cache.past.items()
+        if f"past_positions_{kind}" in segment.engine.inputs
+    }
     gate_rows = this.batch * this.length if shared else capacity
     queues = 1 if shared else config.num_experts
     tensors = {
@@ -52,8 +58,8 @@ def body_call(
         "load": ((len(segment.layers),), space.results.address(f"load_{number}")),
     }
     for kind, width in held.items():
-        places = ((this.batch, width // OCTET, OCTET), cache.past[kind].positions)
-        tensors[f"past_positions_{kind}"] = places
+        places = (this.batch, width // OCTET, OCTET)
+        tensors[f"past_positions_{kind}"] = (places, cache.positions(kind, this.first))
     for layer in segment.layers:
         each = config.layers[layer]
         past = (

@@ -14,12 +14,12 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
-from canvasrt.defaults import ENCODE_TOKENS, OCTET, PREFILL_CHUNK, octets
+from canvasrt.defaults import OCTET, PREFILL_CHUNK
 from canvasrt.errors import EngineError
-from canvasrt.runtime.capacity import Capacity, stepped
 from canvasrt.runtime.engine import Call, DeviceBackend, Engine, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
 from canvasrt.runtime.gpu.pages import Pages
+from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
@@ -27,17 +27,12 @@ from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
-from canvasrt.runtime.tables import max_context as context_limit
+from canvasrt.shapes import PassShape, in_units
 
-# Idle slots allowed between two requests of a pass: computing them is cheaper than reading the
-# weights again.
-GAP = 2
-# How many calls are remembered. Sizes come in steps, so there are few.
+# How many calls are remembered.
 _CALLS = 1024
-
-
-class _TooFull(Exception):
-    """An expert was given more tokens than an engine has room for."""
+# A repeated call is captured at the latest when it comes a third time.
+_UNTIL_CAPTURED = 3
 
 
 @dataclass(frozen=True)
@@ -70,22 +65,26 @@ class DeviceModel(Model):
         super().__init__(config, sampler, table, max_context, backend.rows_apart, bundle)
         self.device = backend.device
         self.device_name = backend.device.name
+        self._backend = backend
         self.segments = tuple(segments)
         self.prefill_chunk = min(PREFILL_CHUNK, self._largest("length"))
         self.max_batch = self._largest("batch", length=config.canvas_length)
+        past = self._past()
+        self.shapes = self._shapes(past["full"])
         for engine in (
             *(segment.engine for segment in self.segments),
             *([vision] if vision else []),
         ):
             engine.prepare()
-        self.workspace = Workspace(self.device, config, self.segments, self._sizes())
+        sizes = Sizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
+        self.workspace = Workspace(self.device, config, self.segments, sizes)
         self._cache = self.workspace.cache
         self._sight = Sight(self.device, vision, config) if vision else None
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._pages: Pages | None = None
 
     @classmethod
-    def open(cls, bundle: Bundle, backend: DeviceBackend) -> DeviceModel:
+    def open(cls, bundle: Bundle, backend: DeviceBackend, max_context: int) -> DeviceModel:
         """Open every engine of a bundle."""
         manifest = bundle.manifest
         opened = {
@@ -103,7 +102,7 @@ class DeviceModel(Model):
             manifest.sampler,
             list(opened.values()),
             map_table(bundle),
-            context_limit(manifest),
+            max_context,
             backend,
             bundle,
             vision.engine if vision else None,
@@ -113,29 +112,46 @@ class DeviceModel(Model):
         """Return the largest size of a dimension for which every body segment has a profile."""
         return min(segment.engine.profiles.largest(name, others) for segment in self.segments[:-1])
 
-    def _sizes(self) -> Sizes:
-        one_row = max(self.prefill_chunk, self.canvas_length)
-        encode_tokens = max(one_row, min(ENCODE_TOKENS, self.max_batch * one_row))
-        limits = {"sliding": min(self.config.sliding_window - 1, self.max_context)}
-        limits["full"] = self.max_context
-        capacity = max(encode_tokens, self.max_batch * self.canvas_length)
-        return Sizes(
-            self.max_batch,
-            one_row,
-            encode_tokens,
-            min(capacity, self._largest("capacity")),
-            {
-                kind: OCTET * min(octets(limits[kind]), self._largest(f"octets_{kind}"))
-                for kind in KINDS
-            },
-        )
+    def share_passes(self, share: bool) -> None:
+        """Let requests share passes from now on, or not. None may be running."""
+        self.rows_apart = not share
+        self.shapes = self._shapes(self.workspace.sizes.past["full"])
+        self._cache.widths = self.shapes.widths
+
+    def _shapes(self, most: int) -> PassShapes:
+        batch = 1 if self.rows_apart else self.max_batch
+        return PassShapes(self.config, self.prefill_chunk, most, batch)
+
+    def _past(self) -> dict[str, int]:
+        """Return the most tokens that a request's layers of each kind hold."""
+        limits = {
+            "sliding": min(self.config.sliding_window - 1, self.max_context),
+            "full": self.max_context,
+        }
+        return {
+            kind: min(in_units(limits[kind]), OCTET * self._largest(f"octets_{kind}"))
+            for kind in KINDS
+        }
+
+    def warm_up(self) -> None:
+        """Run every shape that a pass can have, so that no request waits for one to be compiled.
+
+        Call it before the first request.
+        """
+        for shape in self.shapes:
+            this = Pass(shape.phase, 0, shape.batch, shape.length, shape.width, ())
+            self.workspace.given.view("positions", this.batch, this.length)[:] = -1
+            self.workspace.given.view("temperature", this.batch)[:] = 1
+            self.workspace.given.upload()
+            for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
+                self._run(this, [shape.capacity] * len(self.segments[:-1]))
+        self._backend.keep_compiled()
 
     def new_row(self) -> DeviceRow:
         return DeviceRow()
 
     def release(self, row: DeviceRow) -> None:
         self._cache.release(row)
-        self._cache.narrow()
 
     def _see(self, picture: Picture) -> np.ndarray:
         assert self._sight is not None
@@ -149,10 +165,10 @@ class DeviceModel(Model):
             self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
             self.device.synchronize()
             hidden = kept
+        crowded = set(row.crowded)
         self.release(row)
-        # Encoding again must learn again, or its passes would have other shapes.
-        for key in [key for key in row.capacities if key[1] == "encode"]:
-            del row.capacities[key]
+        # The same block goes on later, in the same shapes.
+        row.crowded |= crowded
         return hidden, True
 
     def check_device(self) -> None:
@@ -182,77 +198,63 @@ class DeviceModel(Model):
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
         for item in inputs:
             self._cache.take(item.row)
-        if not self.rows_apart:
-            self._compact()
-        groups: list[list[Input]] = []
-        for item in sorted(inputs, key=lambda item: item.row.slot):
-            if groups and not self.rows_apart and self._joins(groups[-1], item):
-                groups[-1].append(item)
-            else:
-                groups.append([item])
-        return list(groups)
+        ordered = sorted(inputs, key=lambda item: item.row.slot)
+        groups: list[list[Input]] = [[item for item in ordered if self._shares(item)]]
+        groups += [[item] for item in ordered if not self._shares(item)]
+        return [group for group in groups if group]
 
-    def _compact(self) -> None:
-        size = self.workspace.row_bytes
-        for source, to in self._cache.compact():
-            state = self.workspace.state
-            self._copy(state + to * size, state + source * size, size)
+    def _shares(self, item: Input) -> bool:
+        """Return whether a row's pass is one that all requests share, whether or not there are others."""
+        return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.is_crowded(0))
 
-    def _joins(self, group: list[Input], item: Input) -> bool:
-        """Return whether `item` should join the pass of `group`."""
-        gap = item.row.slot - group[-1].row.slot - 1
-        batch = item.row.slot - (group[0].row.slot if self._cache.aligned else 0) + 1
-        together = [*group, item]
-        if isinstance(item, EncodeInput):
-            length = max(len(each.tokens) for each in together if isinstance(each, EncodeInput))
-            if batch * length > self.workspace.encode_tokens:
-                return False
-        else:
-            length = self.canvas_length
-        dims = {"batch": batch, "length": length}
-        return gap <= GAP and all(
-            segment.engine.profiles.pick(dims) is not None for segment in self.segments[:-1]
-        )
-
-    def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
-        counts = [len(item.tokens) for item in batch]
-        this = self._pass("encode", [item.row for item in batch], max(counts), sum(counts))
-        this = replace(this, pictured=any(item.groups is not None for item in batch))
+    def _encode_pass(self, batch: Sequence[EncodeInput], roomy: bool = False) -> None:
+        (item,) = batch
+        row, count = item.row, len(item.tokens)
+        shape = self.shapes.encode(count, row.width)
+        this = replace(self._pass(shape, [row]), pictured=item.groups is not None)
+        tokens = np.full((1, this.length), self.config.pad_token_id, np.int64)
+        tokens[0, :count] = item.tokens
         space = self.workspace
-        tokens = np.full((this.batch, this.length), self.config.pad_token_id, np.int64)
-        positions = space.given.view("positions", this.batch, this.length)
+        positions = space.given.view("positions", 1, this.length)
         positions[:] = -1
-        for item, count in zip(batch, counts, strict=True):
-            index, begin = this.index(item.row), item.row.length
-            tokens[index, :count] = item.tokens
-            positions[index, :count] = np.arange(begin, begin + count)
+        positions[0, :count] = np.arange(row.length, row.length + count)
         space.given.upload()
         hidden = self.embed(tokens)
         if this.pictured:
             place(space, this, batch, hidden)
         self.device.upload(space.hidden[0], self._as_hidden(hidden))
-        try:
-            self._run(this)
-        except _TooFull:
-            self._apart(batch, self._encode_pass)
+        capacity = this.length if roomy else shape.capacity
+        if self._run(this, [capacity] * len(self.segments[:-1])) is not None:
+            self._encode_again(item, capacity == this.length)
             return
-        self._cache.make_room(this.rows, counts)
-        for row, count in zip(this.rows, counts, strict=True):
-            for layer in range(len(self.config.layers)):
-                keys, values = space.new("encode", layer)
-                each = self.config.layers[layer]
-                skip = this.length * each.num_kv_heads * each.head_dim * space.itemsizes[layer]
-                skip *= this.index(row)
-                self._cache.append(row, layer, keys + skip, values + skip, this.length, count)
-            row.length, row.hidden = row.length + count, None
+        self._cache.make_room(row, count)
+        for layer in range(len(self.config.layers)):
+            keys, values = space.new("encode", layer)
+            self._cache.append(row, layer, keys, values, this.length, count)
+        row.length, row.hidden = row.length + count, None
+
+    def _encode_again(self, item: EncodeInput, was_roomy: bool) -> None:
+        """Encode tokens that overloaded an expert in two passes, or with a slot for each. Nothing has changed so far.
+
+        Tokens of one image see each other, so they stay in one pass.
+        """
+        self.counters.overflows += 1
+        middle = (len(item.tokens) + 1) // 2
+        if was_roomy or middle == len(item.tokens):
+            raise self._too_full()
+        if item.groups is not None:
+            self._encode_pass([item], roomy=True)
+            return
+        for tokens in (item.tokens[:middle], item.tokens[middle:]):
+            self._encode_pass([EncodeInput(item.row, tokens)])
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         length, space = self.canvas_length, self.workspace
-        rows = [item.row for item in batch]
-        this = self._pass("denoise", rows, length, length * len(rows))
-        shape = (this.batch, length)
+        shape = self.shapes.denoise(self._shares(batch[0]), batch[0].row.width)
+        this = self._pass(shape, [item.row for item in batch])
+        sizes = (this.batch, length)
         given = {
-            name: space.given.view(name, *shape) for name in ("positions", "noise", "uniforms")
+            name: space.given.view(name, *sizes) for name in ("positions", "noise", "uniforms")
         }
         temperature = space.given.view("temperature", this.batch)
         bound = space.given.view("entropy_bound", this.batch)
@@ -271,10 +273,13 @@ class DeviceModel(Model):
             space.state + this.first * space.row_bytes,
             this.batch * space.row_bytes,
         )
-        try:
-            self._run(this, head=any(item.wants != "hidden" for item in batch))
-        except _TooFull:
-            return self._apart(batch, self._denoise_pass)
+        head = any(item.wants != "hidden" for item in batch)
+        if not self._shares(batch[0]):
+            self._run_alone(this, batch[0].row, head)
+        else:
+            capacities = [shape.capacity] * len(self.segments[:-1])
+            if self._run(this, capacities, head=head) is not None:
+                return self._apart(batch)
         shown = self._last_hidden(this) if any(item.wants != "tokens" for item in batch) else None
         return [self._output(this, item, shown) for item in batch]
 
@@ -287,23 +292,22 @@ class DeviceModel(Model):
         self.device.synchronize()
         return held.view(self.workspace.hidden_dtype).reshape(shape).astype(np.float32)
 
-    def _apart(self, batch: Sequence[Any], run: Any) -> list[Any]:
-        """Run a batch that overloads an expert as passes of one row each. Nothing has changed so
-        far."""
-        if len(batch) == 1:
-            raise EngineError(
-                "an expert was given more tokens of one request than the engines have room for",
-                "build the bundle again with this version",
-            )
-        results: list[Any] = []
-        for item in batch:
-            results += run([item]) or []
-        return results
+    def _apart(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
+        """Run requests that overloaded an expert together one by one, in passes of the same shape.
 
-    def _pass(self, phase: str, rows: Sequence[DeviceRow], length: int, tokens: int) -> Pass:
+        One that overloads it alone does so whoever shares its pass. Nothing has changed so far.
+        """
+        self.counters.overflows += 1
+        if len(batch) == 1:
+            for number in range(len(self.segments[:-1])):
+                batch[0].row.crowd(number)
+            return self._denoise_pass(batch)
+        return [output for item in batch for output in self._denoise_pass([item])]
+
+    def _pass(self, shape: PassShape, rows: Sequence[DeviceRow]) -> Pass:
         slots = [row.slot for row in rows if row.slot is not None]
-        first = min(slots) if self._cache.aligned else 0
-        return Pass(phase, first, max(slots) - first + 1, length, tokens, tuple(rows))
+        first = 0 if shape.batch > 1 else slots[0]
+        return Pass(shape.phase, first, shape.batch, shape.length, shape.width, tuple(rows))
 
     def _take_hidden(self, item: DenoiseInput) -> None:
         """Put a row's hidden states where the pass reads them, unless they are there already."""
@@ -335,72 +339,55 @@ class DeviceModel(Model):
         )
         return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden), hidden)
 
-    def _run(self, this: Pass, head: bool = False) -> None:
-        """Run the engines in turn. After an overflow, rerun from the first engine that overflowed,
-        with more room.
+    def _run_alone(self, this: Pass, row: DeviceRow, head: bool) -> None:
+        """Denoise one request's canvas. A segment in which an expert overflowed has room for all of its tokens until
+        the block ends: that depends on the request alone."""
+        begin = 0
+        while True:
+            capacities = [
+                self.shapes.denoise(False, this.width, row.is_crowded(number)).capacity
+                for number in range(len(self.segments[:-1]))
+            ]
+            over = self._run(this, capacities, begin, head)
+            if over is None:
+                return
+            if row.is_crowded(over):
+                raise self._too_full()
+            self.counters.overflows += 1
+            row.crowd(over)
+            begin = over
+
+    def _run(
+        self, this: Pass, capacities: Sequence[int], begin: int = 0, head: bool = True
+    ) -> int | None:
+        """Run the engines in turn, from segment `begin` on. Return the first that overloaded an expert, if any.
 
         The host waits once, at the end: overflows are rare, and each segment's input is still there.
         """
-        bodies = self.segments[:-1]
-        learned = [self._capacities(segment, this) for segment in bodies]
-        capacities = [
-            self._room(segment, this, max(each.choose(this.tokens) for each in known))
-            for segment, known in zip(bodies, learned, strict=True)
-        ]
-        begin = 0
         self._cache.show_positions(this.first, this.batch)
-        while True:
-            for number in range(begin, len(bodies)):
-                self._launch_body(number, this, capacities[number])
-            if head:
-                self._launch_head(this)
-            self.workspace.results.download()
-            self.device.synchronize()
-            over = self._overflow(capacities)
-            if over is None:
-                break
-            begin, needed = over
-            self.counters.overflows += 1
-            capacities[begin] = self._room(bodies[begin], this, needed, strict=True)
-        for number, known in enumerate(learned):
-            for each in known:
-                each.record(int(self._load(number).max()), this.tokens)
+        for number in range(begin, len(capacities)):
+            self._launch_body(number, this, capacities[number])
+        if head and this.phase == "denoise":
+            self._launch_head(this)
+        self.workspace.results.download()
+        self.device.synchronize()
+        # Later layers and segments worked on wrong inputs.
+        over = (n for n, size in enumerate(capacities) if (self._load(n) > size).any())
+        return next(over, None)
 
-    def _capacities(self, segment: DeviceSegment, this: Pass) -> list[Capacity]:
-        key = (segment.engine.name, this.phase)
-        return [row.capacities.setdefault(key, Capacity(self.config)) for row in this.rows]
-
-    def _room(self, segment: DeviceSegment, this: Pass, wanted: int, strict: bool = False) -> int:
-        """Return a capacity of at least `wanted` that the engine supports, or its largest.
-
-        Raises `_TooFull` if `strict` and the largest is too small.
-        """
-        dims = {"batch": this.batch, "length": this.length}
-        most = min(this.tokens, segment.engine.profiles.largest("capacity", dims))
-        most = min(most, self.workspace.sizes.capacity)
-        if strict and wanted > most:
-            raise _TooFull
-        return stepped(wanted, most)
+    def _too_full(self) -> EngineError:
+        return EngineError(
+            "an expert was given more tokens of one request than the engines have room for",
+            "build the bundle again with this version",
+        )
 
     def _load(self, number: int) -> np.ndarray:
         count = len(self.segments[number].layers)
         return self.workspace.results.view(f"load_{number}", count)
 
-    def _overflow(self, capacities: Sequence[int]) -> tuple[int, int] | None:
-        """Return the first segment with an overloaded expert, and the load of its first such layer.
-
-        Later layers and segments worked on wrong inputs.
-        """
-        for number, capacity in enumerate(capacities):
-            load = self._load(number)
-            if (load > capacity).any():
-                return number, int(load[load > capacity][0])
-        return None
-
     def _launch_body(self, number: int, this: Pass, capacity: int) -> None:
-        widths = tuple(past.width for past in self._cache.past.values())
         where = (this.phase, this.pictured, this.first, this.batch, this.length)
-        key = (number, *where, capacity, widths)
+        key = (number, *where, capacity, this.width)
         call = self._calls.get(key)
         if call is None:
             engine = self.segments[number].engine

@@ -53,7 +53,7 @@ class Pages:
     def restore(self, row: DeviceRow, saved: Sequence[tuple[list[int], int]]) -> None:
         """Append chunks to a row: their pages, and how many tokens those hold."""
         end = row.length + sum(tokens for _, tokens in saved)
-        self._cache.make_room([row], [end - row.length])
+        self._cache.make_room(row, end - row.length)
         for pages, tokens in saved:
             for number, page in enumerate(pages):
                 count = min(PAGE, tokens - number * PAGE)

@@ -13,9 +13,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.capacity import Capacity
 from canvasrt.runtime.engine import Device, Pitched
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
-
-# The smallest width of a past, and its unit: shapes stay few.
-QUANTUM = 256
+from canvasrt.shapes import round_up
 
 
 @dataclass(eq=False)
@@ -25,15 +23,29 @@ class DeviceRow:
 
     slot: int | None = None
     length: int = 0  # clean tokens in the cache
+    width: int = 0  # tokens that its full layers have room for now
     # Counts the hidden states that the device computed for the request; None if it holds none.
     hidden: int | None = None
+    # Body segments in which a block's canvas overloaded an expert, with the tokens cached before the block.
+    crowded: set[tuple[int, int]] = field(default_factory=set)
+    # Nothing is learned from earlier passes: their shapes are fixed.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
+
+    def is_crowded(self, segment: int) -> bool:
+        """Return whether the block's canvas overloaded an expert of a segment."""
+        return (self.length, segment) in self.crowded
+
+    def crowd(self, segment: int) -> None:
+        """Note that it did. That holds until the block ends, even if its tokens are encoded again."""
+        self.crowded.add((self.length, segment))
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's caches: keys and values, each `[slots, kv_heads, width, head_dim]`. Sizes are in
-    bytes."""
+    """One layer's caches: keys and values, each `[slots, kv_heads, most, head_dim]`. Sizes are in bytes.
+
+    A request's part begins at the same place whatever its width: `[kv_heads, width, head_dim]`.
+    """
 
     kind: str
     heads: int
@@ -44,27 +56,20 @@ class LayerCache:
 
 @dataclass
 class Past:
-    """What layers of one kind share: how many tokens fit in a slot now, and at most."""
+    """What layers of one kind share."""
 
-    width: int
-    most: int
-    positions: int  # address of int64 `[slots, most]`; a pass fills `[batch, width]`
-    shown: tuple[int, ...] = ()  # the widths and lengths they were written for
-
-
-def bucket(tokens: int, most: int) -> int:
-    """Return a width for `tokens`: at most a quarter or `QUANTUM` above, and never above `most`."""
-    step = max(QUANTUM, 1 << max(0, tokens.bit_length() - 3))
-    return min(most, -(-max(tokens, 1) // step) * step)
+    most: int  # tokens that a slot has memory for
+    positions: int  # address of int64 `[slots, most]`, of which a pass reads `[batch, width]`
+    shown: list[tuple[int, int]]  # the width and length that each slot's were written for
 
 
 class DeviceCache:
-    """One slot per request; each slot holds every layer's keys and values.
+    """Slots for requests, each with keys and values of every layer.
 
-    All slots have the same width per kind of layer, so neighbouring slots form a batch without
-    copying. Empty places have position -1. A sliding layer keeps its last `sliding_window - 1`
-    tokens in a ring: the order of cached tokens does not matter, since each carries its position.
-    Memory starts as zeros, because masked keys still take part, with weight zero.
+    Each request has a width of its own in full layers, so that its passes do not depend on other requests. A slot's
+    addresses never change. A sliding layer's part is a ring, always of the same width: the order of cached tokens does
+    not matter, since each carries its position. Empty places have position −1. Memory starts as zeros, because masked
+    keys still take part, with weight zero.
     """
 
     def __init__(
@@ -74,20 +79,30 @@ class DeviceCache:
         slots: int,
         most: dict[str, int],
         itemsizes: Sequence[int],
+        widths: Sequence[int] = (),
     ) -> None:
-        """Allocate the caches. `most`: the widest past per kind; `itemsizes`: bytes per cached
-        number, per layer."""
+        """Take all memory.
+
+        most: tokens per kind of layer; `widths` are those that a full layer may have, its `most` last.
+        Raises CanvasError for caches whose slots would not begin at aligned addresses.
+        """
         self._device = device
-        self._ring = config.sliding_window - 1
+        self.widths = tuple(widths) or (most["full"],)
+        self._ring = min(config.sliding_window - 1, most["sliding"])
         self._rows: list[weakref.ref[DeviceRow] | None] = [None] * slots
         self.past = {
-            kind: Past(bucket(0, width), width, device.allocate(8 * slots * width))
-            for kind, width in most.items()
+            kind: Past(count, device.allocate(slots * count * 8), [(0, 0)] * slots)
+            for kind, count in most.items()
             if any(layer.kind == kind for layer in config.layers)
         }
         sizes = [
             self._size(layer, item) for layer, item in zip(config.layers, itemsizes, strict=True)
         ]
+        if any(size % ALIGNMENT for size in sizes):
+            raise CanvasError(
+                f"caches of {most['sliding']} and {most['full']} tokens do not end at multiples of {ALIGNMENT} bytes",
+                "build the bundle again with this version",
+            )
         self.bytes = 2 * slots * sum(sizes)
         self._layers = [
             LayerCache(
@@ -101,8 +116,6 @@ class DeviceCache:
         ]
         self.scratch_bytes = max(sizes)
         self._scratch = device.allocate(self.scratch_bytes)
-        # A pass can begin at any slot only if every slot begins at an aligned address.
-        self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
 
     def _size(self, layer: Layer, itemsize: int) -> int:
         return layer.num_kv_heads * self.past[layer.kind].most * layer.head_dim * itemsize
@@ -131,7 +144,7 @@ class DeviceCache:
                 f"all {self.slots} request slots are taken",
                 "run fewer requests together, or build with a larger --max-batch",
             )
-        row.slot = free
+        row.slot, row.width = free, self.widths[0]
         self._rows[free] = weakref.ref(row)
 
     def release(self, row: DeviceRow) -> None:
@@ -139,22 +152,7 @@ class DeviceCache:
         if row.slot is not None:
             self._rows[row.slot] = None
         row.slot, row.length, row.hidden = None, 0, None
-
-    def compact(self) -> list[tuple[int, int]]:
-        """Move requests down into free slots, so that fewer passes take them all. Return the moves."""
-        moves = []
-        for to, row in enumerate(self.rows()):
-            source = row.slot
-            assert source is not None
-            if source == to:
-                continue
-            for layer in self._layers:
-                size = self._stride(layer)
-                for base in (layer.keys, layer.values):
-                    self._copy(base + to * size, base + source * size, size)
-            self._rows[to], self._rows[source], row.slot = self._rows[source], None, to
-            moves.append((source, to))
-        return moves
+        row.crowded.clear()
 
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int
@@ -213,8 +211,7 @@ class DeviceCache:
         """Yield the runs of neighbouring places from one position to another: the first position,
         its place, and the number of tokens."""
         # A ring ends before a width of whole octets does.
-        width = self.past[cache.kind].width
-        width = width if cache.kind == "full" else min(width, self._ring)
+        width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
             place = self._place(cache.kind, begin)
             size = min(end - begin, width - place)
@@ -223,21 +220,21 @@ class DeviceCache:
 
     def _held(self, cache: LayerCache, base: int, row: DeviceRow, place: int) -> Pitched:
         address = self._at(cache, base, row) + place * cache.token
-        return Pitched(address, self.past[cache.kind].width * cache.token)
+        return Pitched(address, self.width(cache.kind, row) * cache.token)
 
-    def make_room(self, rows: Sequence[DeviceRow], counts: Sequence[int]) -> None:
-        """Widen the caches if they are too narrow for `counts` more tokens of `rows`."""
-        for kind, past in self.past.items():
-            held = [self._kept(kind, row.length + n) for row, n in zip(rows, counts, strict=True)]
-            if max(held) > past.width:
-                self._set_width(kind, bucket(max(held), past.most))
+    def make_room(self, row: DeviceRow, count: int) -> None:
+        """Widen a request's caches if they are too narrow for `count` more tokens."""
+        wanted = round_up(row.length + count, self.widths)
+        if wanted <= row.width:
+            return
+        before, row.width = row.width, wanted
+        for layer in (each for each in self._layers if each.kind == "full"):
+            for base in (layer.keys, layer.values):
+                self._restride(layer, base, row, before)
 
-    def narrow(self) -> None:
-        """Shrink widths that no request needs any more, if that halves what a pass reads."""
-        for kind, past in self.past.items():
-            held = max((self._kept(kind, row.length) for row in self.rows()), default=0)
-            if bucket(held, past.most) <= past.width // 2:
-                self._set_width(kind, bucket(held, past.most))
+    def width(self, kind: str, row: DeviceRow) -> int:
+        """Return the tokens that a request's layers of a kind have room for."""
+        return row.width if kind == "full" else self.past[kind].most
 
     def key(self, layer: int, slot: int) -> int:
         """Return the address of a layer's keys from `slot` on."""
@@ -249,24 +246,29 @@ class DeviceCache:
         cache = self._layers[layer]
         return cache.values + slot * self._stride(cache)
 
+    def positions(self, kind: str, slot: int) -> int:
+        """Return the address of the positions of the tokens that layers of a kind hold, from `slot` on."""
+        past = self.past[kind]
+        return past.positions + 8 * slot * past.most
+
     def show_positions(self, first: int, batch: int) -> None:
         """Write the positions of the cached tokens in a pass's slots, unless they are there
         already."""
-        rows = [self.row(slot) for slot in range(first, first + batch)]
-        lengths = [row.length if row else 0 for row in rows]
-        for kind, past in self.past.items():
-            shown = (past.width, *lengths)
-            if shown == past.shown:
-                continue
-            places = np.full((batch, past.width), -1, np.int64)
-            for index, length in enumerate(lengths):
+        for slot in range(first, first + batch):
+            row = self.row(slot)
+            length = row.length if row else 0
+            for kind, past in self.past.items():
+                width = self.width(kind, row) if row else past.most
+                if past.shown[slot] == (width, length):
+                    continue
+                places = np.full(width, -1, np.int64)
                 held = np.arange(length - self._kept(kind, length), length)
-                places[index, held if kind == "full" else held % self._ring] = held
-            self._device.upload(past.positions, places)
-            past.shown = shown
+                places[held if kind == "full" else held % self._ring] = held
+                self._device.upload(self.positions(kind, slot), places)
+                past.shown[slot] = (width, length)
 
     def _stride(self, layer: LayerCache) -> int:
-        return layer.heads * self.past[layer.kind].width * layer.token
+        return layer.heads * self.past[layer.kind].most * layer.token
 
     def _at(self, layer: LayerCache, base: int, row: DeviceRow) -> int:
         assert row.slot is not None
@@ -278,26 +280,11 @@ class DeviceCache:
     def _place(self, kind: str, position: int) -> int:
         return position if kind == "full" else position % self._ring
 
-    def _copy(self, to: int, source: int, size: int) -> None:
-        self._device.copy(Pitched(to, size), Pitched(source, size), size, 1)
-
-    def _set_width(self, kind: str, width: int) -> None:
-        """Move every request's keys and values to a new width, in place."""
-        past = self.past[kind]
-        before, past.width = past.width, width
-        rows = self.rows()
-        for layer in (each for each in self._layers if each.kind == kind):
-            # When widening, the last slot moves first, so none is overwritten before it has moved.
-            for row in rows[::-1] if width > before else rows:
-                for base in (layer.keys, layer.values):
-                    self._restride(layer, base, row, before)
-
     def _restride(self, layer: LayerCache, base: int, row: DeviceRow, before: int) -> None:
-        assert row.slot is not None
-        width = self.past[layer.kind].width
-        kept = min(before, width) * layer.token
-        source = Pitched(base + row.slot * layer.heads * before * layer.token, before * layer.token)
-        to = Pitched(base + row.slot * layer.heads * width * layer.token, width * layer.token)
-        # A slot's old and new place overlap.
+        """Move a request's keys or values to its new width, in place."""
+        kept = before * layer.token
+        source = Pitched(self._at(layer, base, row), kept)
+        to = Pitched(self._at(layer, base, row), row.width * layer.token)
+        # The old and the new place overlap.
         self._device.copy(Pitched(self._scratch, kept), source, kept, layer.heads)
         self._device.copy(to, Pitched(self._scratch, kept), kept, layer.heads)

@@ -29,10 +29,9 @@ class Sizes:
     """The largest sizes that memory is taken for."""
 
     batch: int
-    row_tokens: int  # per row of a pass
-    encode_tokens: int  # per encoding pass, padding included
-    capacity: int
+    encode_tokens: int  # of the one request that an encoding pass takes
     past: Mapping[str, int]  # per kind of layer
+    widths: tuple[int, ...]  # that a full layer's may have
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
@@ -51,11 +50,10 @@ class Workspace:
         self.itemsizes = _cache_itemsizes(bodies)
         self.row_bytes = config.canvas_length * config.hidden_size * self.hidden_dtype.itemsize
         canvas, batch = sizes.denoise_tokens(config), sizes.batch
-        self.cache = DeviceCache(device, config, batch, dict(sizes.past), self.itemsizes)
-        # If passes must begin at the first slot, a pass of one row may span all slots.
-        every = batch * sizes.row_tokens
-        self.encode_tokens = sizes.encode_tokens if self.cache.aligned else every
-        tokens = max(canvas, self.encode_tokens)
+        self.cache = DeviceCache(
+            device, config, batch, dict(sizes.past), self.itemsizes, sizes.widths
+        )
+        tokens = max(canvas, sizes.encode_tokens)
         # Each slot's hidden states between steps, and the head's latest output.
         self.state = device.allocate(batch * self.row_bytes)
         self.next_hidden = device.allocate(batch * self.row_bytes)
@@ -73,7 +71,7 @@ class Workspace:
             },
         )
         # Only passes with images have groups.
-        self.pictures = Transfer(device, {"groups": (np.int64, self.encode_tokens)})
+        self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = Transfer(
             device,
             {
@@ -84,7 +82,7 @@ class Workspace:
                 **{f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)},
             },
         )
-        self.slots = constant(device, np.arange(max(sizes.capacity, tokens), dtype=np.int64))
+        self.slots = constant(device, np.arange(tokens, dtype=np.int64))
         # Each expert's own queue, and after them the queue of all tokens.
         self.queues = constant(device, np.arange(config.num_experts + 1, dtype=np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
@@ -118,7 +116,7 @@ class Workspace:
         offsets: dict[tuple[str, int], tuple[int, int]] = {}
         total = 0
         tokens = {
-            "encode": self.encode_tokens,
+            "encode": self.sizes.encode_tokens,
             "denoise": self.sizes.denoise_tokens(self._config),
         }
         for phase, count in tokens.items():

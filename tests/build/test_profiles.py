@@ -18,10 +18,10 @@ def test_profiles_of_the_released_model() -> None:
         for name, sizes in made.items()
     } == {
         "encode": {
-            "batch": (1, 1, 4),
+            "batch": (1, 1, 1),
             "length": (1, 512, 512),
-            "capacity": (1, 64, 512),
-            "gate_rows": (1, 64, 512),
+            "capacity": (1, 128, 256),
+            "gate_rows": (1, 128, 256),
             "gate_queues": (128, 128, 128),
             "octets_full": (1, 256, 4096),
             "octets_sliding": (1, 128, 128),
@@ -29,17 +29,17 @@ def test_profiles_of_the_released_model() -> None:
         "denoise": {
             "batch": (1, 1, 1),
             "length": (256, 256, 256),
-            "capacity": (1, 32, 256),
-            "gate_rows": (1, 32, 256),
+            "capacity": (1, 64, 256),
+            "gate_rows": (1, 64, 256),
             "gate_queues": (128, 128, 128),
             "octets_full": (1, 256, 4096),
             "octets_sliding": (1, 128, 128),
         },
         "denoise_batch": {
-            "batch": (2, 4, 4),
+            "batch": (4, 4, 4),
             "length": (256, 256, 256),
-            "capacity": (1, 128, 256),
-            "gate_rows": (1, 128, 256),
+            "capacity": (1, 128, 128),
+            "gate_rows": (1, 128, 128),
             "gate_queues": (128, 128, 128),
             "octets_full": (1, 256, 4096),
             "octets_sliding": (1, 128, 128),
@@ -64,10 +64,17 @@ def test_a_segment_has_the_pasts_of_its_layers() -> None:
         assert "octets_full" not in sizes
 
 
-def test_one_row_never_overflows_and_few_experts_get_what_they_start_with() -> None:
+def test_experts_have_the_slots_that_passes_ask_for() -> None:
+    """See `canvasrt.shapes`: as many as even routing needs, or for up to 256 tokens of one request all of them."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
-    assert profiles(BODY, small, 4096, 4)["encode"]["capacity"].max == 2048
-    assert profiles(BODY, small, 300, 1)["encode"]["capacity"].max == 300
+    found = {n: p["capacity"].max for n, p in profiles(BODY, small, 4096, 4).items()}
+    assert found == {"encode": 512, "denoise": 256, "denoise_batch": 1024}
+    assert profiles(BODY, RELEASED, 300, 1)["encode"]["capacity"].max == 256
+
+
+def test_pasts_are_whole_units() -> None:
+    made = profiles(BODY, RELEASED, 4100, 1)["encode"]
+    assert (8 * made["octets_full"].max, 8 * made["octets_sliding"].max) == (4160, 1024)
 
 
 def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
@@ -76,7 +83,7 @@ def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
     rows = {
         name: (sizes["gate_rows"].max, sizes["gate_queues"].max) for name, sizes in made.items()
     }
-    assert rows == {"encode": (512, 128), "denoise": (256, 1), "denoise_batch": (256, 128)}
+    assert rows == {"encode": (256, 128), "denoise": (256, 1), "denoise_batch": (128, 128)}
 
 
 def test_prompts_may_be_read_a_canvas_at_a_time() -> None:

@@ -82,7 +82,7 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
     ]
     encode = body["profiles"][0]
     assert encode["octets_full"] == {"min": 1, "opt": 128, "max": 128}
-    assert encode["octets_sliding"] == {"min": 1, "opt": 4, "max": 4}
+    assert encode["octets_sliding"] == {"min": 1, "opt": 8, "max": 8}
     assert encode["length"] == {"min": 1, "opt": 512, "max": 512}
     assert head["profiles"][1]["batch"] == {"min": 2, "opt": 2, "max": 2}
     assert head["profiles"][1]["length"] == {"min": 256, "opt": 256, "max": 256}

@@ -40,6 +40,9 @@ UNSEEN = {
     ("IStreamWriter", "write", "call"),
 }
 
+# What TensorRT-RTX alone has, which the builder looks for before it uses it.
+OPTIONAL = {("BuilderFlag", "REQUIRE_USER_ALLOCATION", "get")}
+
 # Class (or "" for the module), name, and how it was used: get, set or call.
 Use = tuple[str, str, str]
 
@@ -110,12 +113,17 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
     file = folder / "graph.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]), file)
     found: set[Use] = set()
-    job = compile.Job("recorded", file, folder / "e", (), {"all": {"batch": Range(1, 2, 4)}})
+    sizes = {"all": {"batch": Range(1, 2, 4)}}
+    job = compile.Job("recorded", file, folder / "e", (), sizes, folder / "timing" / "cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "recorded", Recorder(rtx, found))
         compile.build(job)
+        compile.build(job)  # with the times of the first
     assert (folder / "e").stat().st_size
-    return sorted(found | UNSEEN)
+    assert job.timing is not None
+    assert job.timing.is_file()
+    assert found >= OPTIONAL
+    return sorted((found | UNSEEN) - OPTIONAL)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +199,8 @@ def test_a_build_takes_what_is_known_of_it(uses: list[Use]) -> None:
         ("NetworkDefinitionCreationFlag", "STRONGLY_TYPED", "get"),
         ("INetworkDefinition", "name", "set"),
         ("IBuilderConfig", "max_aux_streams", "set"),
+        ("IBuilderConfig", "set_timing_cache", "call"),
+        ("IBuilderConfig", "get_timing_cache", "call"),
         ("IBuilderConfig", "add_optimization_profile", "call"),
         ("OnnxParser", "parse_from_file", "call"),
         ("IOptimizationProfile", "set_shape", "call"),

@@ -1,13 +1,15 @@
 """A fake TensorRT: the part of its API that the runtime uses, over the fake device and ONNX
 Runtime.
 
-Its engine files contain the path of an fp32 graph. A test compares its names with the real
-module's.
+Its engine files name an fp32 graph and the profiles that it was built with. It is as strict as the real one: it refuses
+shapes outside the profile, compiles kernels for each new shape, captures a graph for each new call, and after an
+error of the device nothing works any more. A test compares its names with the real module's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
+from canvasrt.runtime.backends.tensorrt import DTYPES
 from canvasrt.runtime.engine import Call
+from canvasrt.runtime.gpu.buffers import ALIGNMENT
+from canvasrt.runtime.tables import host_dtype
 from tests.helpers.fake_engine import FakeDevice, FakeEngine
 
 ACTIVATIONS = 4096
+# What makes a request wait, in seconds: a guess at the order of magnitude.
+COMPILE, CONTEXT, CAPTURE = 2.0, 0.05, 0.01
+
+
+def engine_file(graph: Path, profiles: Any) -> bytes:
+    """Return an engine of a graph. Without profiles, every size works."""
+    return json.dumps({"graph": str(graph), "profiles": profiles or [{}]}).encode()
 
 
 class FakeCudaDevice(FakeDevice):
@@ -33,24 +45,53 @@ class FakeCudaDevice(FakeDevice):
         self.graphs: dict[int, list[Callable[[], Any]]] = {}
         self.replayed = 0
         self.captures = True
+        # What made a request wait: (what, engine), and seconds.
+        self.stalls: list[tuple[str, str]] = []
+        self.waited = 0.0
+        # Work that may be queued until a kernel fails; None for any amount.
+        self.fails_after: int | None = None
+        self._poisoned = False
         self._recording: list[Callable[[], Any]] | None = None
 
+    def stall(self, what: str, engine: str, seconds: float) -> None:
+        self.stalls.append((what, engine))
+        self.waited += seconds
+
+    def count(self, what: str) -> int:
+        return sum(each == what for each, _ in self.stalls)
+
     def queue(self, work: Callable[[], Any]) -> None:
+        self._check()
+        if self.fails_after is not None:
+            self.fails_after -= 1
+            self._poisoned = self.fails_after < 0
         if self._recording is None:
             super().queue(work)
         else:
             self._recording.append(work)
 
+    def synchronize(self) -> None:
+        self._check()
+        super().synchronize()
+
+    def _check(self) -> None:
+        """A CUDA error stays: every later call on the device returns it."""
+        if self._poisoned:
+            raise EngineError("CUDA: an illegal memory access was encountered", "", fatal=True)
+
     def capture(self, work: Callable[[], Any]) -> int:
+        self._check()
         if not self.captures:
             raise CanvasError("CUDA: operation not permitted when stream is capturing", "")
         self._recording = []
         work()
         number = max(self.graphs, default=0) + 1
         self.graphs[number], self._recording = self._recording, None
+        self.stall("capture", "", CAPTURE)
         return number
 
     def replay(self, graph: int) -> None:
+        self._check()
         self.replayed += 1
         for work in self.graphs[graph]:
             super().queue(work)
@@ -102,6 +143,25 @@ class DynamicShapesKernelSpecializationStrategy(IntEnum):
     NONE = 2
 
 
+class IRuntimeCache:
+    """The kernels that were compiled for shapes, by engine and profile; TensorRT-RTX only."""
+
+    gpu = "fake"
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    def serialize(self) -> bytes:
+        return json.dumps({"gpu": self.gpu, "known": sorted(self.known)}).encode()
+
+    def deserialize(self, blob: bytes) -> bool:
+        data = json.loads(blob)
+        if data["gpu"] != self.gpu:
+            return False
+        self.known |= set(data["known"])
+        return True
+
+
 class IRuntimeConfig:
     """How a context of TensorRT-RTX runs."""
 
@@ -109,15 +169,15 @@ class IRuntimeConfig:
     dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
     strategy = ExecutionContextAllocationStrategy.STATIC
 
-    runtime_cache: object = None
+    runtime_cache: IRuntimeCache | None = None
 
     def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
         self.strategy = strategy
 
-    def create_runtime_cache(self) -> object:
-        return object()
+    def create_runtime_cache(self) -> IRuntimeCache:
+        return IRuntimeCache()
 
-    def set_runtime_cache(self, cache: object) -> bool:
+    def set_runtime_cache(self, cache: IRuntimeCache) -> bool:
         self.runtime_cache = cache
         return True
 
@@ -133,6 +193,9 @@ class IExecutionContext:
         self.addresses: dict[str, int] = {}
         self.set_calls = 0
         self._memory = 0
+        self._captured: set[Any] = set()
+        cache = getattr(config, "runtime_cache", None)
+        self._compiled: set[str] = engine.compiled if cache is None else cache.known
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert size >= self._engine.device_memory_size_v2
@@ -141,26 +204,53 @@ class IExecutionContext:
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         assert stream_handle == FakeCudaDevice.stream
+        if profile_index >= len(self._engine.profiles):
+            return False
         self.profile = profile_index
         return True
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         self.set_calls += 1
+        assert self.profile is not None
         self.shapes[name] = shape
-        return True
+        return self._engine.takes(self.profile, name, shape)
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self.set_calls += 1
         self.addresses[name] = memory
-        return True
+        return memory % ALIGNMENT == 0
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        assert stream == FakeCudaDevice.stream
+        return self._engine.device.captures
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         assert self._memory
         assert self.profile is not None
         assert stream_handle == FakeCudaDevice.stream
-        fake = self._engine.fake
-        fake.run(Call({}, self._all_shapes(), dict(self.addresses), repeats=False))
+        engine = self._engine
+        if set(self.shapes) != set(engine.fake.inputs):
+            return False
+        self._compile()
+        self._capture()
+        engine.fake.run(Call({}, self._all_shapes(), dict(self.addresses), repeats=False))
         return True
+
+    def _compile(self) -> None:
+        """Kernels are made for a shape when it is first used, and kept in the cache of the context's configuration."""
+        shape = json.dumps([self._engine.graph, self.profile, sorted(self.shapes.items())])
+        if shape not in self._compiled:
+            self._compiled.add(shape)
+            self._engine.device.stall("compile", self._engine.fake.name, COMPILE)
+
+    def _capture(self) -> None:
+        if getattr(self.config, "cuda_graph_strategy", 0) != CudaGraphStrategy.WHOLE_GRAPH_CAPTURE:
+            return
+        call = (tuple(self.shapes.items()), tuple(self.addresses.items()))
+        if self._engine.device.captures and call not in self._captured:
+            # A context keeps the graph of its last call.
+            self._captured = {call}
+            self._engine.device.stall("capture", self._engine.fake.name, CAPTURE)
 
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the inputs' shapes, and the outputs', which TensorRT infers."""
@@ -185,11 +275,23 @@ class ICudaEngine:
 
     device_memory_size_v2 = ACTIVATIONS
 
-    def __init__(self, fake: FakeEngine) -> None:
-        self.fake = fake
+    def __init__(
+        self, graph: Path, profiles: list[Mapping[str, Any]], device: FakeCudaDevice
+    ) -> None:
+        self.fake = FakeEngine(graph.stem, graph, None, device)
+        self.graph, self.profiles, self.device = str(graph), profiles, device
         self.contexts: list[IExecutionContext] = []
-        self._names = [*fake.inputs, *fake.outputs]
+        self.compiled: set[str] = set()
+        self._names = [*self.fake.inputs, *self.fake.outputs]
         self.num_io_tensors = len(self._names)
+
+    def takes(self, profile: int, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a profile holds an input's shape."""
+        wanted = self.fake.shapes[name]
+        return len(wanted) == len(shape) and all(
+            size == dim if isinstance(dim, int) else _holds(self.profiles[profile].get(dim), size)
+            for dim, size in zip(wanted, shape, strict=True)
+        )
 
     def get_tensor_name(self, index: int) -> str:
         return self._names[index]
@@ -199,15 +301,20 @@ class ICudaEngine:
 
     def get_tensor_dtype(self, name: str) -> Any:
         dtype = (self.fake.inputs | self.fake.outputs)[name]
-        names = {np.dtype(np.float32): "FLOAT", np.dtype(np.int64): "INT64"}
-        return SimpleNamespace(name=names.get(dtype, "BOOL"))
+        names = {host_dtype(ours): theirs for theirs, ours in DTYPES.items()}
+        return SimpleNamespace(name=names[np.dtype(dtype)])
 
     def create_runtime_config(self) -> IRuntimeConfig:
         return IRuntimeConfig()
 
     def create_execution_context(self, strategy: Any) -> IExecutionContext:
         self.contexts.append(IExecutionContext(self, strategy))
+        self.device.stall("context", self.fake.name, CONTEXT)
         return self.contexts[-1]
+
+
+def _holds(size: Any, asked: int) -> bool:
+    return size is None or size["min"] <= asked <= size["max"]
 
 
 class Runtime:
@@ -219,17 +326,26 @@ class Runtime:
         self._logger = logger
 
     def deserialize_cuda_engine(self, serialized_engine: Any) -> ICudaEngine | None:
-        file = Path(bytes(serialized_engine).decode(errors="replace"))
-        if not file.is_absolute():
+        try:
+            data = json.loads(bytes(serialized_engine))
+        except ValueError:
             self._logger.log(ILogger.ERROR, "the magic tag does not match")
             return None
-        return ICudaEngine(FakeEngine(file.stem, file, None, self.device))
+        return ICudaEngine(Path(data["graph"]), data["profiles"], self.device)
 
 
 # What TensorRT-RTX has and TensorRT does not.
 RTX = (CudaGraphStrategy, DynamicShapesKernelSpecializationStrategy)
 COMMON = (ILogger, TensorIOMode, ExecutionContextAllocationStrategy)
-API = (*COMMON, *RTX, IRuntimeConfig, IExecutionContext, ICudaEngine, Runtime)
+API = (
+    *COMMON,
+    *RTX,
+    IRuntimeCache,
+    IRuntimeConfig,
+    IExecutionContext,
+    ICudaEngine,
+    Runtime,
+)
 
 
 def fake_tensorrt(version: str, rtx: bool, device: FakeCudaDevice) -> Any:

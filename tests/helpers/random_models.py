@@ -160,14 +160,14 @@ def _session(file: Path) -> onnxruntime.InferenceSession:
 
 
 def _expose_logits(file: Path) -> None:
-    """Make the head argmax's input, the logits over the temperature, an output of the graph."""
+    """Make the logits over the temperature, whose largest the head subtracts, an output of the graph."""
     model = onnx.load(file, load_external_data=False)
-    (argmax,) = [node for node in model.graph.node if node.op_type == "ArgMax"]
+    (largest,) = [node for node in model.graph.node if node.op_type == "ReduceMax"]
     model.graph.output.append(
-        onnx.helper.make_tensor_value_info(argmax.input[0], onnx.TensorProto.FLOAT, None)
+        onnx.helper.make_tensor_value_info(largest.input[0], onnx.TensorProto.FLOAT, None)
     )
-    argmax_input = model.graph.output[-1].name
-    model.graph.node.append(onnx.helper.make_node("Identity", [argmax_input], ["logits"]))
+    divided = model.graph.output[-1].name
+    model.graph.node.append(onnx.helper.make_node("Identity", [divided], ["logits"]))
     model.graph.output[-1].name = "logits"
     onnx.save(model, file)
 

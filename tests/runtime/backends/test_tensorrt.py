@@ -19,7 +19,8 @@ from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling import SamplingParams
-from tests.helpers.fake_tensorrt import API, FakeCudaDevice, fake_tensorrt
+from canvasrt.runtime.tables import host_dtype
+from tests.helpers.fake_tensorrt import API, FakeCudaDevice, engine_file, fake_tensorrt
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
 
@@ -76,8 +77,8 @@ def write_engines(graphs: Bundle, folder: Path) -> None:
     segments = []
     for entry in manifest.segments:
         file = f"{entry['name']}.engine"
-        (folder / file).write_text(str(graphs.file(entry["file"])))
         sizes = {"profiles": profiles} if "layers" in entry else {}
+        (folder / file).write_bytes(engine_file(graphs.file(entry["file"]), sizes.get("profiles")))
         segments.append({**entry, "file": file, **sizes})
     shutil.copy(graphs.file(manifest.embedding["file"]), folder)
     write_manifest(
@@ -221,9 +222,18 @@ def test_the_fake_has_no_name_that_tensorrt_has_not() -> None:
     for fake in API:
         own = {name for name in vars(fake) if not name.startswith("_")}
         own -= {"fake", "contexts", "config", "profile", "shapes", "addresses", "set_calls"}
-        own -= {"strategy", "device", "runtime_cache"}
+        own -= {"strategy", "device", "runtime_cache", "gpu", "known", "graph", "profiles"}
+        own -= {"compiled", "takes"}
         missing = {name for name in own if not hasattr(getattr(real, fake.__name__), name)}
         assert not missing, fake.__name__
+
+
+def test_every_type_of_tensorrt_that_a_tensor_can_have_is_known() -> None:
+    real = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+    # Weights alone have fewer than eight bits, and scales E8M0.
+    assert set(real.DataType.__members__) - set(tensorrt.DTYPES) == {"INT4", "FP4", "E8M0"}
+    for name in tensorrt.DTYPES.values():
+        assert host_dtype(name).itemsize in (1, 2, 4, 8)
 
 
 @pytest.mark.skipif(bool(gpus()), reason="there is a GPU")

@@ -68,7 +68,7 @@ def test_the_demo_answers_as_on_the_cpu(demo: Pair) -> None:
 def test_requests_that_come_and_go_keep_their_tokens(
     tiny: Pair, prompt: Prompt, fake: tuple[DeviceModel, FakeBackend]
 ) -> None:
-    """More requests than slots, of many lengths: slots are shared, moved, widened and narrowed."""
+    """More requests than slots, of many lengths: slots are taken again, and shared passes have room for all of them."""
     lengths = [5, 300, 40, 700, 1, 90, 64, 500]
     wanted = [
         replace(r, params=replace(r.params, max_new_tokens=CANVAS * (1 + i % 3)))
@@ -78,9 +78,19 @@ def test_requests_that_come_and_go_keep_their_tokens(
     before = len(backend.engines["head"].calls)
     same(Generator(model, 4).run(wanted), Generator(tiny.model, 1).run(wanted))
     batches = {call.dims["batch"] for call in backend.engines["head"].calls[before:]}
-    assert max(batches) >= 3
-    widths = {call.dims["octets_full"] for call in backend.engines["body_1"].calls}
+    assert batches == {4}
+
+
+def test_requests_apart_have_widths_of_their_own(
+    tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canvasrt.shapes.FIRST_WIDTH", 64)
+    model, backend = resident(tiny.graphs, rows_apart=True)
+    wanted = requests(tiny, prompt, [5, 300, 40, 700, 1, 90, 64, 500])
+    same(Generator(model, 4).run(wanted), Generator(tiny.model, 1).run(wanted))
+    widths = {8 * call.dims["octets_full"] for call in backend.engines["body_1"].calls}
     assert len(widths) >= 3
+    assert widths <= set(model.shapes.widths)
 
 
 def test_a_request_a_pass_where_batches_may_not_change_it(tiny: Pair, prompt: Prompt) -> None:
@@ -111,29 +121,43 @@ def test_a_cancelled_request_gives_its_slot_to_the_next(
     same([results[ids[i]] for i in kept], alone)
 
 
+@pytest.mark.parametrize("rows_apart", [True, False])
 def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
+    rows_apart: bool, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Far too few, so a canvas overflows alone as well as with others.
+    monkeypatch.setattr("canvasrt.runtime.gpu.shapes.usual_capacity", lambda model, tokens: 2)
+    model, backend = resident(tiny.graphs, rows_apart=rows_apart)
+    wanted = requests(tiny, prompt, [40, 290], max_new_tokens=2 * CANVAS)
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    assert model.counters.overflows >= 4
+    calls = backend.engines["body_1"].calls
+    capacities = {call.dims["capacity"] for call in calls if call.repeats}
+    assert capacities == {2, CANVAS}
+    counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
+    if rows_apart:  # the second segment reruns because of the first
+        assert counts["body_0"] < counts["body_1"]
+
+
+def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
     tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Others go on sharing, in the same shape; nothing that they compute depends on it."""
     model, backend = resident(tiny.graphs)
-    # A first guess that is far too low.
-    monkeypatch.setattr("canvasrt.runtime.capacity.Capacity.choose", lambda self, tokens: 2)
-    wanted = requests(tiny, prompt, [40, 90], max_new_tokens=CANVAS)
-    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
-    assert model.counters.overflows > 10
-    counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
-    assert counts["body_0"] < counts["body_1"]  # the second segment reruns because of the first
-
-
-def test_a_batch_that_fits_no_capacity_is_run_row_by_row(tiny: Pair, prompt: Prompt) -> None:
-    model, backend = resident(
-        tiny.graphs, profiles=body_profiles(capacity=(1, 16, CANVAS), length=(1, CANVAS, CANVAS))
-    )
-    assert model.prefill_chunk == CANVAS
-    wanted = requests(tiny, prompt, [70, 90, 20])
-    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
-    batches = [call.dims["batch"] for call in backend.engines["head"].calls]
-    assert model.counters.overflows
-    assert {1, 3} <= set(batches)
+    rows = [model.new_row() for _ in range(3)]
+    model.encode([EncodeInput(row, np.array(prompt(20, seed))) for seed, row in enumerate(rows)])
+    rows[1].crowd(0)
+    rows[1].crowd(1)
+    noise = step_noise(0, 0, 1, CANVAS, model.config.vocab_size)
+    hidden = model.first_hidden(noise[1])
+    before = len(backend.engines["head"].calls)
+    model.denoise([DenoiseInput(row, hidden, np.float32(1), 0.1, *noise) for row in rows])
+    batches = [call.dims["batch"] for call in backend.engines["head"].calls[before:]]
+    assert batches == [4, 1]
+    model.encode([EncodeInput(rows[1], np.array(prompt(CANVAS, 9)))])
+    assert not rows[1].is_crowded(0)
+    for row in rows:
+        model.release(row)
 
 
 def test_profiles_bound_the_batch_and_the_memory(tiny: Pair, prompt: Prompt) -> None:
@@ -165,7 +189,7 @@ def test_each_phase_takes_the_profile_that_suits_it(tiny: Pair, prompt: Prompt) 
         (call.dims["length"] > CANVAS, call.dims["batch"])
         for call in backend.engines["body_0"].calls
     }
-    assert calls == {(True, 1), (False, 2)}
+    assert calls == {(True, 1), (False, 4)}
 
 
 def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt) -> None:
@@ -184,7 +208,7 @@ def test_only_what_the_host_needs_of_a_canvas_crosses(tiny: Pair, prompt: Prompt
         crossed.append(device.uploaded + device.downloaded - before)
     assert crossed[1] == crossed[2] < crossed[0]
     # The blocks are as large as the largest batch and prefill chunk.
-    positions = max(model.max_batch * CANVAS, model.workspace.encode_tokens)
+    positions = max(model.max_batch * CANVAS, model.workspace.sizes.encode_tokens)
     assert crossed[1] < 64 * positions
     model.release(row)
 

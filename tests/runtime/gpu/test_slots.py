@@ -7,12 +7,14 @@ import ctypes
 import numpy as np
 import pytest
 
-from canvasrt.runtime.gpu.slots import QUANTUM, DeviceCache, DeviceRow, bucket
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.gpu.slots import DeviceCache, DeviceRow
 from canvasrt.runtime.kv_cache import RequestCache
 from tests.helpers.configs import CONFIG, LAYERS
 from tests.helpers.fake_engine import FakeDevice
 
-MOST = {"sliding": CONFIG.sliding_window - 1, "full": 2000}
+MOST = {"sliding": 64, "full": 2048}
+WIDTHS = (256, 1024, 2048)
 
 
 class Both:
@@ -20,7 +22,7 @@ class Both:
 
     def __init__(self, slots: int = 3) -> None:
         self.device = FakeDevice()
-        self.cache = DeviceCache(self.device, CONFIG, slots, MOST, [4] * len(LAYERS))
+        self.cache = DeviceCache(self.device, CONFIG, slots, MOST, [4] * len(LAYERS), WIDTHS)
         self.host: dict[DeviceRow, RequestCache] = {}
 
     def start(self) -> DeviceRow:
@@ -32,12 +34,11 @@ class Both:
     def end(self, row: DeviceRow) -> None:
         del self.host[row]
         self.cache.release(row)
-        self.cache.narrow()
 
     def append(self, row: DeviceRow, count: int) -> None:
         """Append new tokens, all different, as a pass returns them: with some padding after them."""
         length, host = count + 2, self.host[row]
-        self.cache.make_room([row], [count])
+        self.cache.make_room(row, count)
         for index, layer in enumerate(LAYERS):
             shape = (2, 1, layer.num_kv_heads, length, layer.head_dim)
             both = np.random.default_rng(row.length + index).random(shape, np.float32)
@@ -58,11 +59,12 @@ class Both:
             self.cache.show_positions(row.slot, 1)
             self.device.synchronize()
             for index, layer in enumerate(LAYERS):
-                past = self.cache.past[layer.kind]
-                positions = self.read(past.positions, (past.width,), np.int64)
+                width = self.cache.width(layer.kind, row)
+                at = self.cache.positions(layer.kind, row.slot)
+                positions = self.read(at, (width,), np.int64)
                 order = np.argsort(positions)[(positions < 0).sum() :]
                 assert positions[order].tolist() == host.positions(layer.kind).tolist()
-                shape = (layer.num_kv_heads, past.width, layer.head_dim)
+                shape = (layer.num_kv_heads, width, layer.head_dim)
                 for address, expected in (
                     (self.cache.key(index, row.slot), host.keys[index]),
                     (self.cache.value(index, row.slot), host.values[index]),
@@ -86,8 +88,6 @@ def test_requests_that_come_grow_and_go(seed: int) -> None:
             rows.append(both.start())
         elif choice < 0.45:
             both.end(rows.pop(random.integers(len(rows))))
-        elif choice < 0.55:
-            both.cache.compact()
         else:
             row = rows[random.integers(len(rows))]
             count = int(random.integers(1, 300))
@@ -96,15 +96,22 @@ def test_requests_that_come_grow_and_go(seed: int) -> None:
         both.check()
 
 
-def test_slots_are_taken_from_below_and_moved_down() -> None:
+def test_a_request_s_place_and_width_do_not_depend_on_others() -> None:
     both = Both()
-    first, second, third = (both.start() for _ in range(3))
-    both.append(third, 10)
+    first, second = both.start(), both.start()
+    at = both.cache.key(1, 1), both.cache.positions("full", 1)
+    both.append(second, 10)
+    both.append(first, 1500)
+    assert (first.width, second.width) == (2048, 256)
     both.end(first)
-    both.end(second)
-    assert both.cache.compact() == [(2, 0)]
-    assert third.slot == 0
+    assert second.slot == 1
+    assert (both.cache.key(1, 1), both.cache.positions("full", 1)) == at
     both.check()
+
+
+def test_caches_that_are_not_aligned_are_refused() -> None:
+    with pytest.raises(CanvasError, match="caches of 5 and 2048 tokens"):
+        DeviceCache(FakeDevice(), CONFIG, 1, MOST | {"sliding": 5}, [4] * len(LAYERS), WIDTHS)
 
 
 def test_a_slot_whose_request_is_gone_is_free() -> None:
@@ -113,11 +120,3 @@ def test_a_slot_whose_request_is_gone_is_free() -> None:
     both.host.clear()
     del row
     assert both.start().slot == 0
-
-
-def test_widths_are_few_and_near_what_is_needed() -> None:
-    widths = {bucket(tokens, 32_768) for tokens in range(32_769)}
-    assert len(widths) < 40
-    for tokens in range(0, 32_769, 97):
-        assert tokens <= bucket(tokens, 32_768) <= max(QUANTUM, tokens * 1.25 + QUANTUM)
-    assert bucket(1000, 63) == 63

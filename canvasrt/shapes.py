@@ -1,0 +1,78 @@
+"""The few sizes of passes on a GPU. An engine compiles each of them once, before the first request."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import PREFILL_CHUNK
+
+# Slots per expert.
+CAPACITIES = (32, 64, 128, 256, 512, 1024)
+# Tokens of an encoding pass. Up to `ROOMY`, every expert has a slot for each of them.
+LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
+# Cached tokens come in units of this, so that every request's begin at an aligned address.
+UNIT = 64
+# Widths of a full layer's past: at most so many, the first of so many tokens.
+WIDTHS, FIRST_WIDTH = 5, 2048
+# No server has more.
+MAX_SHAPES = 24
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """One kind of pass: `batch` requests of `length` tokens, `capacity` slots per expert, `width` cached tokens."""
+
+    phase: str
+    batch: int
+    length: int
+    capacity: int
+    width: int
+
+
+def in_units(tokens: int) -> int:
+    """Round up to a number of tokens that a cache may have."""
+    return max(UNIT, -(-tokens // UNIT) * UNIT)
+
+
+def usual_capacity(model: ModelConfig, tokens: int) -> int:
+    """Return the slots per expert that hold the fullest one with near-uniform routing: 8 deviations above the mean."""
+    mean = tokens * model.top_k_experts / model.num_experts
+    wanted = mean + 8 * math.sqrt(mean)
+    return min(tokens, next((size for size in CAPACITIES if size >= wanted), tokens))
+
+
+def roomy_capacity(model: ModelConfig, longest: int) -> int:
+    """Return the slots per expert of encoding passes of up to `longest` tokens in which nothing can overflow.
+
+    Passes of text are cut in two before they need more than `ROOMY`. Tokens of an image stay in one.
+    """
+    return longest if model.vision is not None else min(longest, ROOMY)
+
+
+def widths(most: int) -> tuple[int, ...]:
+    """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
+
+    At most `WIDTHS`. If every power would be too many, the lower ones are a factor of four apart, since short
+    pasts cost little.
+    """
+    powers = [FIRST_WIDTH]
+    while 2 * powers[-1] < most:
+        powers.append(2 * powers[-1])
+    powers = [width for width in powers if width < most]
+    index = 1
+    while len(powers) >= WIDTHS:
+        del powers[index]
+        index += 1
+    return (*powers, most)
+
+
+def lengths(most: int) -> tuple[int, ...]:
+    """Return the lengths of encoding passes of up to `most` tokens."""
+    return (*(length for length in LENGTHS if length < most), most)
+
+
+def round_up(size: int, sizes: tuple[int, ...]) -> int:
+    """Return the smallest of `sizes`, in order, that holds `size`."""
+    return next(each for each in sizes if each >= size)

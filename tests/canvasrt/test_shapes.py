@@ -1,0 +1,57 @@
+"""The few sizes of passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from canvasrt.runtime.gpu.shapes import PassShapes
+from canvasrt.shapes import MAX_SHAPES, in_units, lengths, round_up, widths
+from tests.helpers.configs import RELEASED
+
+
+@pytest.mark.parametrize("most", [64, 1024, 2048, 4096, 32_768, 33_024, 65_536, 131_072, 262_144])
+@pytest.mark.parametrize("batch", [1, 4, 8])
+def test_no_server_has_more_than_24_shapes(most: int, batch: int) -> None:
+    shapes = list(PassShapes(RELEASED, 512, most, batch))
+    assert len(shapes) == len(set(shapes)) <= MAX_SHAPES
+    assert {shape.batch for shape in shapes} == {1, batch}
+
+
+def test_every_pass_has_one_of_them() -> None:
+    shapes = PassShapes(RELEASED, 512, 33_024, 1)
+    known = set(shapes)
+    for held in (0, 1, 2048, 2049, 20_000, 33_024):
+        width = round_up(held, shapes.widths)
+        found = {shapes.encode(tokens, width) for tokens in range(1, 513)}
+        found |= {shapes.denoise(False, width, crowded) for crowded in (True, False)}
+        assert found <= known
+        for shape in found:
+            assert shape.length >= 64
+
+
+def test_up_to_256_tokens_no_expert_can_overflow() -> None:
+    shapes = PassShapes(RELEASED, 512, 32_768, 1)
+    for tokens in (1, 65, 129, 256):
+        shape = shapes.encode(tokens, 2048)
+        assert shape.capacity == shape.length >= tokens
+    assert shapes.encode(257, 2048).capacity == 128
+    assert shapes.denoise(False, 2048, crowded=False).capacity == 64
+    assert shapes.denoise(False, 2048).capacity == 256
+
+
+def test_passes_that_are_shared_have_one_width() -> None:
+    """Otherwise the longest request would decide how the others are computed."""
+    shapes = PassShapes(RELEASED, 512, 32_768, 4)
+    assert shapes.widths == (32_768,)
+    assert shapes.denoise(True, 32_768).batch == 4
+    assert len(list(shapes)) == 6
+
+
+@pytest.mark.parametrize("most", [2048, 5000, 32_768, 262_144])
+def test_a_width_is_at_most_four_times_what_is_needed(most: int) -> None:
+    sizes = widths(in_units(most))
+    assert sizes[-1] == in_units(most)
+    for tokens in range(2048, most, 997):
+        assert tokens <= round_up(tokens, sizes) < 4 * tokens + 64
+    assert lengths(32) == (32,)
+    assert lengths(512) == (64, 128, 256, 512)
