@@ -64,7 +64,7 @@ def ask(
 ) -> None:
     """Answer closed questions about a text, with a probability per option.
 
-    Example: canvasrt ask build/demo questions.yaml "12+34="
+    Example: canvasrt ask engines questions.yaml "12+34="
     """
     asked = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}

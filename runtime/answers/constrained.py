@@ -155,7 +155,7 @@ class ActiveConstrained(Prompted):
         """Run the sampler over what the grammar allows. None if no answer ends within the budget."""
         head, config = self._model.host_head, self._model.config
         length, pad, end = len(hidden), config.pad_token_id, self._request.end
-        logits = head.logits(hidden) / self._params.temperature(self._step)
+        logits = head.logits(hidden) / self._params.temperature_at(self._step)
         logs = log_softmax(logits)
         room = self._room
         found = search(self._state, logs, min(length, room), room, self._near, end, pad)

@@ -167,7 +167,7 @@ class ActiveInfill(Prompted):
             self._model.host_head,
             output.hidden,
             self._allowed(),
-            params.temperature(self._step),
+            params.temperature_at(self._step),
             params.entropy_bound,
             uniforms,
             noise,

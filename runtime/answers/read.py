@@ -178,7 +178,7 @@ class ActiveRead(Prompted):
             self._model.host_head,
             hidden,
             self._allowed(),
-            params.temperature(self._step),
+            params.temperature_at(self._step),
             params.entropy_bound,
             uniforms,
             noise,

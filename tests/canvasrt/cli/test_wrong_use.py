@@ -123,6 +123,9 @@ WRONG = {
     "infer x --timeout -5": "--timeout",
     "chat --seed -1": "--seed is -1",
     "chat --url a:port": "--url a:port is not an address",
+    "ask": "BUNDLE_OR_URL",
+    "generate b --infill a{1}b --stream": "--infill fills one text",
+    "ask b missing.yaml x": "cannot read missing.yaml",
     # serving
     "serve b --ready-timeout -5": "--ready-timeout",
     "serve --dry-run": "there is nothing to serve",
@@ -166,6 +169,9 @@ VARIABLES = {
         "NIM_SERVER_PORT": ("x", "NIM_SERVER_PORT is 'x'"),
         "CANVASRT_API_KEYS": (",", "CANVASRT_API_KEYS is set but contains no key"),
     },
+    "serve b --dry-run --triton-host 0.0.0.0": {
+        "CANVASRT_API_KEYS": ("key", "--triton-host is 0.0.0.0"),
+    },
 }
 RECIPE = """\
 schema: 1
@@ -184,6 +190,8 @@ FILES = {
         *("mine.jsonl", '{"prompt": "1+2="}'),
         "--calibration has no effect: int4 needs no calibration",
     ),
+    "ask b questions.yaml ' '": ("questions.yaml", "- {}", "INPUT is empty"),
+    "ask b nothing.yaml x": ("nothing.yaml", "{}", "nothing.yaml holds no questions"),
     "verify image --reference demo": (
         *("image/index.json", "{}"),
         "--reference does not support images",

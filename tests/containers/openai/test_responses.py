@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
     "a schema": (
         {"text": {"format": {"type": "nothing"}}},
-        "text.format",
+        "text.format.type",
     ),
     "an unknown item": ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]"),
     "a role": ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
