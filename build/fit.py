@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from canvasrt.build.memory import Estimate, estimate, prefill_chunk
+from canvasrt.build.memory import Estimate, Reading, estimate, reading
 from canvasrt.checkpoints.released import released_model
 from canvasrt.targets import Target
 
@@ -44,7 +44,7 @@ def released_fit(target: Target) -> Fit | None:
 def _estimate(precision: str, target: Target) -> Estimate:
     model, on_cpu = released_model(), target.capability is None
 
-    def of(chunk: int) -> Estimate:
-        return estimate(model, precision, CONTEXT, BATCH, on_cpu, prefill_chunk=chunk)
+    def of(way: Reading) -> Estimate:
+        return estimate(model, precision, CONTEXT, BATCH, on_cpu, **way._asdict())
 
-    return of(prefill_chunk(model, target.memory, of))
+    return of(reading(model, target.memory, of))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.defaults import (
@@ -52,16 +53,19 @@ def estimate(
     kv_cache: str | None = None,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     prefill_chunk: int = PREFILL_CHUNK,
+    sees: bool = True,
 ) -> Estimate:
     """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
 
-    The vision tower is not counted: a GPU never loads it, and a CPU only for the first image.
+    A GPU holds the vision tower from the start. A CPU loads it for the first image, so there it is not counted.
 
     formats: the format of each quantized weight by global name; None quantizes everything that can
     be.
     kv_cache: the format of cached keys and values, if it differs from the graphs'.
     prefill_chunk: the most tokens per row of an encoding pass.
+    sees: whether the engines include the vision tower, if the model has one.
     """
+    model = model if sees else replace(model, vision=None)
     element = 4 if on_cpu or precision == "fp32" else 2
     cached = sum(
         2 * layer.num_kv_heads * layer.head_dim * _cached_tokens(model, layer, max_context)
@@ -71,7 +75,7 @@ def estimate(
     weights = segment_bytes(model, precision, len(model.layers), formats, on_cpu)
     row = max(model.canvas_length, min(prefill_chunk, max_context))
     return Estimate(
-        weights=sum(size for segment, size in weights.items() if segment != "vision"),
+        weights=sum(size for name, size in weights.items() if name != "vision" or not on_cpu),
         kv_cache=cached * max_batch * number,
         workspace=round(
             SPARE
@@ -86,16 +90,25 @@ def estimate(
     )
 
 
-def prefill_chunk(model: ModelConfig, limit: int | None, of: Callable[[int], Estimate]) -> int:
-    """Return the most tokens per row of an encoding pass: the usual number, or a canvas if only that
-    fits `limit` bytes.
+class Reading(NamedTuple):
+    """How prompts are read: the most tokens per row of an encoding pass, and whether images are seen."""
 
-    of: the estimate for such a number.
+    prefill_chunk: int
+    sees: bool
+
+
+def reading(model: ModelConfig, limit: int | None, of: Callable[[Reading], Estimate]) -> Reading:
+    """Return how prompts are read in `limit` bytes. Long passes go before the vision tower does; if nothing
+    fits, nothing is given up.
+
+    of: the estimate for one way.
     """
-    least = min(model.canvas_length, PREFILL_CHUNK)
-    if limit is None or of(PREFILL_CHUNK).total <= limit or of(least).total > limit:
-        return PREFILL_CHUNK
-    return least
+    chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
+    sights = (True, False) if model.vision else (False,)
+    ways = [Reading(chunk, sees) for sees in sights for chunk in chunks]
+    if limit is None:
+        return ways[0]
+    return next((way for way in ways if of(way).total <= limit), ways[0])
 
 
 def segment_bytes(

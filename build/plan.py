@@ -73,6 +73,8 @@ class Plan:
         }
         if self.prefill_chunk != PREFILL_CHUNK:
             chosen["prefill_chunk"] = self.prefill_chunk
+        if self.source.model.vision and not self.reading.sees:
+            chosen["vision"] = False
         if self.precision.recipe is not None:
             chosen["recipe"] = self.precision.recipe.to_json()
         if self.calibration_hash is not None:
@@ -113,11 +115,16 @@ class Plan:
         return (made_with or {}).get("kv_cache")
 
     @cached_property
-    def prefill_chunk(self) -> int:
-        """The most tokens per row of an encoding pass, fewer where nothing else fits the target."""
-        return memory.prefill_chunk(self.source.model, self.target.memory, self._memory)
+    def reading(self) -> memory.Reading:
+        """How prompts are read: in shorter passes, or without images, if nothing else fits the target."""
+        return memory.reading(self.source.model, self.target.memory, self._memory)
 
-    def _memory(self, prefill_chunk: int) -> memory.Estimate:
+    @property
+    def prefill_chunk(self) -> int:
+        """The most tokens per row of an encoding pass."""
+        return self.reading.prefill_chunk
+
+    def _memory(self, reading: memory.Reading) -> memory.Estimate:
         return memory.estimate(
             self.source.model,
             self.precision.name,
@@ -127,13 +134,14 @@ class Plan:
             formats=self.formats,
             kv_cache=self.kv_cache,
             layers_per_segment=self.layers_per_segment,
-            prefill_chunk=prefill_chunk,
+            prefill_chunk=reading.prefill_chunk,
+            sees=reading.sees,
         )
 
     @property
     def memory(self) -> memory.Estimate:
         """The memory that serving takes."""
-        return self._memory(self.prefill_chunk)
+        return self._memory(self.reading)
 
     @property
     def fits(self) -> bool | None:

@@ -61,7 +61,11 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         # TensorRT does not document whether engines are the same on another host architecture.
         "built_on": platform.machine(),
     }
-    segments = [_segment(plan, graphs, entry, target) for entry in manifest.segments]
+    segments = [
+        _segment(plan, graphs, entry, target)
+        for entry in manifest.segments
+        if entry["name"] != "vision" or plan.reading.sees
+    ]
     with staging(plan.out) as tmp:
         made = _engines(plan, graphs, segments, tmp, progress)
         known = {each.file: _without_facts(made[each.name]) for each in segments}

@@ -110,8 +110,8 @@ class Model(ABC):
         """Raise CanvasError unless the model can see."""
         if not self.sees:
             raise CanvasError(
-                "messages have images, and the model has no vision tower",
-                "send text, or serve a checkpoint with a vision tower",
+                "messages have images, and the engines have no vision tower",
+                "send text, or serve engines of a checkpoint that has one, for a GPU with room for it",
             )
 
     def check_sight(self, pictures: Sequence[Picture]) -> None:

@@ -75,12 +75,13 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
     from canvasrt.machine import memory_bytes
 
     need, here = plan.memory, plan.needs
+    blind = ", without images" if plan.options.get("vision") is False else ""
     console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
     console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
     console.print(
         f"  serves     up to {plan.max_batch} requests of {plan.max_context} tokens at once,"
-        f" reading prompts {plan.prefill_chunk} tokens at a time"
+        f" reading prompts {plan.prefill_chunk} tokens at a time{blind}"
     )
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},"

@@ -86,6 +86,7 @@ def estimate_of(
         kv_cache=(manifest.options.get("recipe") or {}).get("kv_cache"),
         layers_per_segment=_layers(manifest),
         prefill_chunk=int(manifest.options.get("prefill_chunk") or PREFILL_CHUNK),
+        sees=manifest.options.get("vision", True),
     )
 
 

@@ -125,7 +125,7 @@ def test_engines_that_do_not_fit_are_refused_with_what_would() -> None:
 def test_what_fits_16_gb_needs_several_options() -> None:
     with pytest.raises(CanvasError, match=r"rtx-4080 has 16\.0 GB") as raised:
         check_memory(released("rtx-4080", "int4"))
-    assert raised.value.hint == "this would fit: --max-context 8192 --max-batch 1"
+    assert raised.value.hint == "this would fit: --max-context 16384 --max-batch 1"
     with pytest.raises(CanvasError) as raised:
         check_memory(released("rtx-5080", "nvfp4"))
     assert raised.value.hint == "this would fit: --precision int4 --max-context 8192 --max-batch 1"

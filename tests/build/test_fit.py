@@ -36,7 +36,7 @@ def test_cards_with_24_gb_have_room_beside_it() -> None:
         fit = released_fit(find_target(name))
         assert fit is not None
         assert fit.precision == "int4"
-        assert 16e9 < fit.memory.total < 17e9
+        assert 17e9 < fit.memory.total < 18e9
         assert fit.to_json()["memory"] == fit.memory.total
 
 
@@ -47,7 +47,7 @@ def test_a_cpu_takes_what_needs_the_least() -> None:
     assert fit.memory.total < estimate(released_model(), "fp32", 8192, 1, on_cpu=True).total / 4
 
 
-def test_cards_with_16_gb_have_room_if_prompts_are_read_a_canvas_at_a_time() -> None:
+def test_cards_with_16_gb_have_room_without_images() -> None:
     for name in ("rtx-4080", "rtx-5080"):
         card = find_target(name)
         fit = released_fit(card)
@@ -55,8 +55,8 @@ def test_cards_with_16_gb_have_room_if_prompts_are_read_a_canvas_at_a_time() -> 
         assert fit.precision == "int4"
         assert card.memory == 16 * GB
         assert 15.5e9 < fit.memory.total < 16e9
-    # In passes of the usual length it would not fit.
-    assert estimate(released_model(), "int4", 8192, 1).total > 16 * GB
+    # With the vision tower it would not fit, even if prompts are read a canvas at a time.
+    assert estimate(released_model(), "int4", 8192, 1, prefill_chunk=256).total > 16 * GB
     wide = released_fit(find_target("rtx-4090"))
     assert wide is not None
     assert wide.memory == estimate(released_model(), "int4", 8192, 1)

@@ -23,7 +23,7 @@ def test_parameters_of_the_released_model() -> None:
     assert sum(parameters(RELEASED).values()) == pytest.approx(25.2e9, rel=0.01)
 
 
-def test_the_vision_tower_is_built_but_never_loaded() -> None:
+def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
     vision = {
         "hidden_size": 1152,
         "num_hidden_layers": 27,
@@ -35,7 +35,11 @@ def test_the_vision_tower_is_built_but_never_loaded() -> None:
     assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
     assert segment_bytes(model, "nvfp4", 6)["vision"] == 2 * vision_parameters(model)
     seeing, blind = (estimate(each, "nvfp4", 8192, 1) for each in (model, RELEASED))
-    assert replace(seeing, workspace=0) == replace(blind, workspace=0)
+    assert replace(seeing, workspace=0, weights=0) == replace(blind, workspace=0, weights=0)
+    assert seeing.weights - blind.weights == 2 * vision_parameters(model)
+    assert estimate(model, "nvfp4", 8192, 1, sees=False) == blind
+    on_cpu = [estimate(each, "int4", 8192, 1, on_cpu=True).weights for each in (model, RELEASED)]
+    assert on_cpu[0] == on_cpu[1]
     # Experts have a slot for each token of a pass with images.
     assert seeing.workspace > blind.workspace
 
