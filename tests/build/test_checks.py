@@ -128,7 +128,7 @@ def test_what_fits_16_gb_needs_several_options() -> None:
     assert raised.value.hint == "this would fit: --max-context 16384 --max-batch 1"
     with pytest.raises(CanvasError) as raised:
         check_memory(released("rtx-5080", "nvfp4"))
-    assert raised.value.hint == "this would fit: --precision int4 --max-context 8192 --max-batch 1"
+    assert raised.value.hint == "this would fit: --precision int4 --max-context 16384 --max-batch 1"
     fitting = released("rtx-4080", "int4", 8192, 1)
     check_memory(fitting)
     assert fitting.options["prefill_chunk"] == fitting.prefill_chunk == 256
