@@ -131,8 +131,7 @@ def test_what_fits_16_gb_needs_several_options() -> None:
     assert raised.value.hint == "this would fit: --precision int4 --max-context 16384 --max-batch 1"
     fitting = released("rtx-4080", "int4", 8192, 1)
     check_memory(fitting)
-    assert fitting.options["prefill_chunk"] == fitting.prefill_chunk == 256
-    assert "prefill_chunk" not in released("rtx-4090", "int4").options
+    assert not {"prefill_chunk", "vision"} & fitting.options.keys()
 
 
 def test_what_fits_no_option_is_another_target() -> None:

@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from canvasrt.build.memory import (
+    Estimate,
+    Reading,
     estimate,
     expert_parameters,
     parameters,
+    reading,
     segment_bytes,
     vision_parameters,
 )
@@ -23,15 +26,17 @@ def test_parameters_of_the_released_model() -> None:
     assert sum(parameters(RELEASED).values()) == pytest.approx(25.2e9, rel=0.01)
 
 
+VISION = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "head_dim": 72,
+    "intermediate_size": 4304,
+}
+
+
 def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
-    vision = {
-        "hidden_size": 1152,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "head_dim": 72,
-        "intermediate_size": 4304,
-    }
-    model = replace(RELEASED, vision=vision)
+    model = replace(RELEASED, vision=VISION)
     assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
     assert segment_bytes(model, "nvfp4", 6)["vision"] == 2 * vision_parameters(model)
     seeing, blind = (estimate(each, "nvfp4", 8192, 1) for each in (model, RELEASED))
@@ -42,6 +47,18 @@ def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
     assert on_cpu[0] == on_cpu[1]
     # Experts have a slot for each token of a pass with images.
     assert seeing.workspace > blind.workspace
+
+
+def test_long_passes_are_given_up_before_sight() -> None:
+    def of(way: Reading) -> Estimate:
+        return Estimate(10 + 2 * way.sees, 0, way.prefill_chunk // 256, 0)
+
+    seeing = replace(RELEASED, vision=VISION)
+    usual = Reading(512, True)
+    fitting = {14: usual, 13: Reading(256, True), 12: Reading(512, False), 11: Reading(256, False)}
+    for limit, way in (fitting | {10: usual, None: usual}).items():
+        assert reading(seeing, limit, of) == way
+    assert reading(RELEASED, 11, of) == Reading(256, False)
 
 
 def test_shorter_passes_over_a_prompt_take_less() -> None:
