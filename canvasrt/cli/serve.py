@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from canvasrt.cli.options import AsJson, Threads
-from canvasrt.console import console, emit
+from canvasrt.cli.serve_output import build, show_decisions, show_ready, unbuilt
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.defaults import PREFIX_CACHE
 from canvasrt.errors import UsageError
-
-if TYPE_CHECKING:
-    from canvasrt.containers.serve.local import Local
-    from canvasrt.containers.serve.settings import Settings
 
 # A default of None marks an option that was not given, which NIM_PASSTHROUGH_ARGS or the
 # environment may set.
@@ -356,33 +351,14 @@ def serve(
     if settings.bundle is not None and local.is_checkpoint(settings.bundle):
         found = local.plan(settings.bundle, settings.cache)
         if settings.dry_run and not found.is_built:
-            _show_decisions(_unbuilt(found), settings.as_json)
+            show_decisions(unbuilt(found), settings.as_json)
             return
-        _build(found)
+        build(found)
         settings = replace(settings, bundle=found.engines)
     if settings.dry_run:
-        _show_decisions(work.decisions(settings), settings.as_json)
+        show_decisions(work.decisions(settings), settings.as_json)
         return
-    work.run(settings, lambda where: _show_ready(where, settings), sys.stderr)
-
-
-def _build(found: Local) -> None:
-    """Build a checkpoint's engines, and say what is happening, on stderr."""
-    from canvasrt.containers.serve.local import build
-
-    shown = console(stderr=True)
-    if found.why and not found.is_built:
-        shown.print(f"serving from the CPU: {found.why}", markup=False)
-    build(found, lambda text: shown.print(text, markup=False))
-
-
-def _unbuilt(found: Local) -> dict[str, Any]:
-    return {
-        "checkpoint": str(found.checkpoint),
-        "target": found.target.name,
-        "engines": str(found.engines),
-        "builds_first": True,
-    }
+    work.run(settings, lambda where: show_ready(where, settings), sys.stderr)
 
 
 _PARAMETERS = frozenset(serve.__annotations__) - {"return"}
@@ -409,42 +385,3 @@ def _passthrough() -> dict[str, Any]:
             f"{PASSTHROUGH} is {text!r}: {reason}", "set it to options of `canvasrt serve`"
         ) from None
     return dict(context.params)
-
-
-def _show_ready(data: dict[str, Any], settings: Settings) -> None:
-    if settings.front.json_logs and not settings.as_json:
-        addresses = data["openai"], data["http"], data["grpc"]
-        logging.getLogger(__name__).info("ready: openai %s http %s grpc %s", *addresses)
-        return
-
-    def render(shown: Any) -> None:
-        shown.print(f"ready   openai {data['openai']}", markup=False)
-        shown.print(f"triton  http {data['http']}   grpc {data['grpc']}", markup=False)
-        shown.print(f"metrics {data['metrics']}", markup=False)
-        if data["log"]:
-            shown.print(f"log     {data['log']}", markup=False)
-        shown.print(f"try     canvasrt infer '12+34=' --url {data['http']}", markup=False)
-
-    emit(data, settings.as_json, render)
-    sys.stdout.flush()
-
-
-def _show_decisions(data: dict[str, Any], as_json: bool) -> None:
-    def render(shown: Any) -> None:
-        for name, value in data.items():
-            if name == "profile":
-                value = f"{value['name']} ({value['id']}) for {value['tags']['target']}"
-            shown.print(f"{name}: {_plain(value)}", markup=False)
-
-    emit(data, as_json, render)
-
-
-def _plain(value: Any) -> str:
-    """Return a setting as text for a reader."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "none" if value is None else str(value)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET
+from canvasrt.errors import EngineError
 from canvasrt.runtime.engine import Call
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
@@ -104,3 +105,11 @@ def _call(
     shapes = {name: shape for name, (shape, _) in tensors.items()}
     addresses = {name: address for name, (_, address) in tensors.items()}
     return Call(dims, shapes, addresses, repeats)
+
+
+def too_full() -> EngineError:
+    """Return the error of a request that overloads an expert even alone, with all the room there is."""
+    return EngineError(
+        "an expert was given more tokens of one request than the engines have room for",
+        "build the bundle again with this version",
+    )

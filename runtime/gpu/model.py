@@ -15,9 +15,8 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import OCTET, PREFILL_CHUNK
-from canvasrt.errors import EngineError
 from canvasrt.runtime.engine import Call, DeviceBackend, Engine, Pitched
-from canvasrt.runtime.gpu.calls import Pass, body_call, head_call
+from canvasrt.runtime.gpu.calls import Pass, body_call, head_call, too_full
 from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
@@ -71,10 +70,8 @@ class DeviceModel(Model):
         self.max_batch = self._largest("batch", length=config.canvas_length)
         past = self._past()
         self.shapes = self._shapes(past["full"])
-        for engine in (
-            *(segment.engine for segment in self.segments),
-            *([vision] if vision else []),
-        ):
+        engines = [segment.engine for segment in self.segments]
+        for engine in [*engines, vision] if vision else engines:
             engine.prepare()
         sizes = Sizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
         self.workspace = Workspace(self.device, config, self.segments, sizes)
@@ -241,7 +238,7 @@ class DeviceModel(Model):
         self.counters.overflows += 1
         middle = (len(item.tokens) + 1) // 2
         if was_roomy or middle == len(item.tokens):
-            raise self._too_full()
+            raise too_full()
         if item.groups is not None:
             self._encode_pass([item], roomy=True)
             return
@@ -280,17 +277,10 @@ class DeviceModel(Model):
             capacities = [shape.capacity] * len(self.segments[:-1])
             if self._run(this, capacities, head=head) is not None:
                 return self._apart(batch)
-        shown = self._last_hidden(this) if any(item.wants != "tokens" for item in batch) else None
+        shown = None
+        if any(item.wants != "tokens" for item in batch):
+            shown = space.last_hidden(this.batch, this.length)
         return [self._output(this, item, shown) for item in batch]
-
-    def _last_hidden(self, this: Pass) -> np.ndarray:
-        """Return the last layer's output, float32 `[batch, canvas, hidden_size]`."""
-        shape = (this.batch, this.length, self.config.hidden_size)
-        size = this.batch * self.workspace.row_bytes
-        held = np.empty(size, np.uint8)
-        self.device.download(held, self.workspace.hidden[-1])
-        self.device.synchronize()
-        return held.view(self.workspace.hidden_dtype).reshape(shape).astype(np.float32)
 
     def _apart(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """Run requests that overloaded an expert together one by one, in passes of the same shape.
@@ -352,7 +342,7 @@ class DeviceModel(Model):
             if over is None:
                 return
             if row.is_crowded(over):
-                raise self._too_full()
+                raise too_full()
             self.counters.overflows += 1
             row.crowd(over)
             begin = over
@@ -374,12 +364,6 @@ class DeviceModel(Model):
         # Later layers and segments worked on wrong inputs.
         over = (n for n, size in enumerate(capacities) if (self._load(n) > size).any())
         return next(over, None)
-
-    def _too_full(self) -> EngineError:
-        return EngineError(
-            "an expert was given more tokens of one request than the engines have room for",
-            "build the bundle again with this version",
-        )
 
     def _load(self, number: int) -> np.ndarray:
         count = len(self.segments[number].layers)

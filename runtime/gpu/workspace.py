@@ -43,7 +43,7 @@ class Workspace:
     def __init__(
         self, device: Device, config: ModelConfig, segments: Sequence[DeviceSegment], sizes: Sizes
     ) -> None:
-        self._config, self.segments = config, tuple(segments)
+        self._device, self._config, self.segments = device, config, tuple(segments)
         self.sizes = sizes
         *bodies, head = segments
         self.hidden_dtype = _one_dtype(bodies, head)
@@ -99,6 +99,13 @@ class Workspace:
             "scratch": self.cache.scratch_bytes,
         }
         device.synchronize()  # the constants' host arrays end here
+
+    def last_hidden(self, batch: int, length: int) -> np.ndarray:
+        """Wait for the last layer's output, and return it: float32 `[batch, length, hidden_size]`."""
+        held = np.empty(batch * self.row_bytes, np.uint8)
+        self._device.download(held, self.hidden[-1])
+        self._device.synchronize()
+        return held.view(self.hidden_dtype).reshape(batch, length, -1).astype(np.float32)
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
         """Return the addresses for a layer's new keys and values."""
