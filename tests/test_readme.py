@@ -1,4 +1,4 @@
-"""The README's tables match the code."""
+"""The tables of the README and of docs/api.md match the code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs
 from canvasrt.targets import GB, TARGETS, Target
 
 README = Path(__file__).parents[1] / "README.md"
+API = README.parent / "docs" / "api.md"
 TENSORS = [*inputs_of(STREAM_MODEL), *outputs_of(STREAM_MODEL)]
 
 # Columns in which the targets of one row may differ.
@@ -20,14 +21,14 @@ _SPLIT = ("memory", "capability")
 
 
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda each: each.name)
-def test_the_readme_has_the_tensor(tensor: Tensor):
+def test_the_page_has_the_tensor(tensor: Tensor):
     shape = ", ".join(map(str, tensor.shape))
     row = f"| `{tensor.name}` | {tensor.datatype} | [{shape}] | "
-    assert row in README.read_text(encoding="utf-8")
+    assert row in API.read_text(encoding="utf-8")
 
 
-def test_the_readme_has_no_other():
-    rows = re.findall(r"^\| `(\w+)` \| [A-Z0-9]+ \| \[", README.read_text("utf-8"), re.MULTILINE)
+def test_the_page_has_no_other():
+    rows = re.findall(r"^\| `(\w+)` \| [A-Z0-9]+ \| \[", API.read_text("utf-8"), re.MULTILINE)
     assert rows == [tensor.name for tensor in TENSORS]
 
 

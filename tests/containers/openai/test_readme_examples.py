@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed"),
 ]
 ROOT = Path(__file__).parents[3]
-PAGES = ("README.md", "docs/answers.md")
+PAGES = ("README.md", "docs/api.md", "docs/answers.md")
 
 
 def calls() -> list[str]:
