@@ -20,6 +20,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.extras import require
 from canvasrt.formats import FORMATS
+from canvasrt.recipes import SHIPPED
 
 # One sliding and one full layer, a few experts, and the released canvas.
 _SMALL: dict[str, Any] = {
@@ -65,7 +66,7 @@ SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
 # order.
 MADE_UP_AMAX = 8.0
 # What engines may be measured at, besides the precision of a shape.
-QUANTIZED = tuple(FORMATS)
+QUANTIZED = tuple(name for name in FORMATS if name in SHIPPED)
 
 
 @dataclass(frozen=True)

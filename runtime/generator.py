@@ -81,7 +81,7 @@ class Generator:
     def add(self, request: Work) -> int:
         """Queue a request and return its id. Raises CanvasError if it can never run."""
         request.validate(self.model.config, self.model.max_context)
-        if isinstance(request, Request):
+        if isinstance(request, Request) and request.pictures:
             self.model.check_sight(request.pictures)
         id = self._next_id
         self._next_id += 1

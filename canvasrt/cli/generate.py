@@ -234,6 +234,8 @@ def _stream_text(
 
 def _piece(event: Settled | Block, decoder: StreamDecoder | None) -> str:
     """Return what an event adds to the answer so far."""
+    from canvasrt.runtime.generator import Block
+
     finish, sent = (event.finish, event.settled) if isinstance(event, Block) else (None, 0)
     tokens = event.tokens[sent:]
     if decoder is None:

@@ -7,6 +7,7 @@ Only the network is the reference's, so two generations can be compared question
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ class ReferenceModel:
 
     The hidden states passed from step to step are the canvas itself here, int64 `[canvas]`.
     """
+
+    quantum = sys.maxsize  # passes: no request makes room for another before its end
 
     def __init__(self, checkpoint: Path, streamed: bool = False) -> None:
         """Load a checkpoint, or with `streamed` each layer when it runs."""

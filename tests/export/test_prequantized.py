@@ -342,7 +342,7 @@ def test_scales_that_nothing_names(copy: Path, tmp_path: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CanvasError, match=r"gate_proj\.weight .* is uint8, which needs scales"):
+    with pytest.raises(CanvasError, match=r"gate_proj\.weight .* is uint8, but its scales"):
         export(copy, tmp_path / "out")
 
 

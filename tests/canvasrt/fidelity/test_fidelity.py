@@ -220,8 +220,8 @@ def test_weights_that_are_no_numbers_are_reported(demo: Any, tmp_path: Path, cap
 class WithoutInside(ObservedModel):
     """Stands for GPU engines, whose graphs and logits cannot be read."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        super().__init__(bundle)
+    def __init__(self, bundle: Bundle, streamed: bool = False) -> None:
+        super().__init__(bundle, streamed)
         self.backend = self.head = None
 
 

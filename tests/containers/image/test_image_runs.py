@@ -260,7 +260,10 @@ def test_docker_builds_the_same_without_a_network(
     for setting in ("Entrypoint", "Cmd", "User", "Healthcheck", "WorkingDir", "StopSignal"):
         assert built["Config"][setting] == written["Config"][setting], setting
     assert sorted(built["Config"]["Env"]) == sorted(written["Config"]["Env"])
-    assert built["Config"]["Labels"] == written["Config"]["Labels"]
+    # docker does not tell a Dockerfile its base's digest.
+    labels = written["Config"]["Labels"]
+    known = {name: text for name, text in labels.items() if ".image.base." not in name}
+    assert built["Config"]["Labels"] == known
     owned = [
         sorted(docker.out("run", "--rm", *_FIND, tag, *_OWNERS).splitlines())
         for tag in (options.tag, TAG)
