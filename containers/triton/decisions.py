@@ -40,39 +40,43 @@ def read_decisions(
     return ask, ask.request(messages, model, tokenizer, int(values.get("seed") or 0))
 
 
-class DecisionReplies:
-    """Builds the reply to one request with questions: its text is the answers as JSON."""
+class _Replies:
+    """Builds the one reply to a request, whose text is JSON."""
+
+    ended = False
+
+    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
+        """Return the replies to an event, as output tensors by name."""
+        self.ended = isinstance(event, Finished)
+        if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
+            return []
+        return [_final(event.result, self._shown(event.result))]
+
+    def _shown(self, result: Result) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+
+class DecisionReplies(_Replies):
+    """For a request with questions: the text is the answers."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
-        self.ended = False
 
-    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
-        """Return the replies to an event, as output tensors by name."""
-        self.ended = isinstance(event, Finished)
-        if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
-            return []
-        result = event.result
+    def _shown(self, result: Result) -> Mapping[str, Any]:
         assert isinstance(result, ReadResult)
-        return [_final(result, {"answers": answers(self._ask.questions, result.draws)})]
+        return {"answers": answers(self._ask.questions, result.draws)}
 
 
-class InfillReplies:
-    """Builds the reply to one infill: its text is the filled text, the gaps and their score as JSON."""
+class InfillReplies(_Replies):
+    """For an infill: the text is the filled text, the gaps and their score."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self.ended = False
 
-    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
-        """Return the replies to an event, as output tensors by name."""
-        self.ended = isinstance(event, Finished)
-        if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
-            return []
-        result = event.result
+    def _shown(self, result: Result) -> Mapping[str, Any]:
         assert isinstance(result, InfillResult)
         assert self._tokenizer is not None
-        return [_final(result, filled(result, self._tokenizer))]
+        return filled(result, self._tokenizer)
 
 
 def _final(result: Result, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:

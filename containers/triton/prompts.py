@@ -48,11 +48,6 @@ class PromptEncoder:
         """What encodes text; None if only token ids can be sent."""
         return self._tokenizer
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether text can be encoded."""
-        return self._tokenizer is not None
-
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise CanvasError for a request with questions whose texts cannot fit the context."""
         chosen = chosen_prompt(values)

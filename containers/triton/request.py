@@ -61,7 +61,7 @@ def read_request(
         read.check_limits(options.max_steps, options.max_passes)
         return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
     stops = check_stops(values.get("stop") or ())
-    if stops and not encoder.has_tokenizer:
+    if stops and encoder.tokenizer is None:
         raise CanvasError(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )

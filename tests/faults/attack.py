@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ from tests.helpers.serving_process import Serving
 
 QUESTIONS = tuple(f"{a}+{b}=" for a in (12, 7, 40, 99) for b in (34, 5))
 JSON = {"Content-Type": "application/json"}
+
+
+def report(outcomes: Mapping[str, int], wrong: Sequence[str]) -> int:
+    """Print how often each outcome came, and what went wrong; return the exit code."""
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:7}  {outcome}")
+    print(f"{len(wrong):7}  wrong", *wrong[:20], sep="\n")
+    return 1 if wrong else 0
 
 
 def arguments(about: str, **numbers: int) -> argparse.Namespace:

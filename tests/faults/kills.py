@@ -188,10 +188,7 @@ def main() -> int:
     given = attack.arguments(__doc__ or "", times=100, seed=1)
     with attack.workspace(given.package) as (package, folder):
         outcomes, wrong = run(package, folder, given.times, given.seed)
-    for outcome, count in sorted(outcomes.items()):
-        print(f"{count:7}  {outcome}")
-    print(f"{len(wrong):7}  wrong", *wrong[:20], sep="\n")
-    return 1 if wrong else 0
+    return attack.report(outcomes, wrong)
 
 
 if __name__ == "__main__":
