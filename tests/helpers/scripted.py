@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-import pytest
 from onnx import TensorProto, helper, numpy_helper
 from openai import OpenAI
 from tokenizers import AddedToken, decoders, models
@@ -66,10 +65,9 @@ ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def gemma_template() -> str:
-    """Return DiffusionGemma's own chat template, which `trl` carries; skip the test without it."""
+    """Return DiffusionGemma's own chat template, which `trl` carries."""
     spec = importlib.util.find_spec("trl")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("trl is not installed: make install")
+    assert spec and spec.submodule_search_locations, "trl is not installed: make install"
     folder = Path(next(iter(spec.submodule_search_locations)))
     return (folder / "chat_templates" / "diffusion_gemma.jinja").read_text("utf-8")
 
