@@ -67,8 +67,8 @@ ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 def gemma_template() -> str:
     """Return DiffusionGemma's own chat template, which `trl` carries."""
     spec = importlib.util.find_spec("trl")
-    assert spec and spec.submodule_search_locations, "trl is not installed: make install"
-    folder = Path(next(iter(spec.submodule_search_locations)))
+    assert spec is not None, "trl is not installed: make install"
+    folder = Path(next(iter(spec.submodule_search_locations or ())))
     return (folder / "chat_templates" / "diffusion_gemma.jinja").read_text("utf-8")
 
 
