@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
+from canvasrt.checkpoints.weight_names import matrices
 from canvasrt.defaults import (
     FOLDED_HEADS,
     LAYERS_PER_SEGMENT,
@@ -145,23 +146,7 @@ def _quantized_bytes(format: NumberFormat, width: int, on_cpu: bool) -> float:
 
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Return the size of every matrix by its global name; norms are too small to count."""
-    size = model.hidden_size
-    counts: dict[str, int] = {}
-    for index, layer in enumerate(model.layers):
-        counts |= {
-            f"layers.{index}.attention.qkv": size * _qkv_rows(model, layer),
-            f"layers.{index}.attention.o": size * model.num_attention_heads * layer.head_dim,
-            f"layers.{index}.mlp.gate_up": 2 * size * model.intermediate_size,
-            f"layers.{index}.mlp.down": size * model.intermediate_size,
-            f"layers.{index}.router.proj": size * model.num_experts,
-            f"layers.{index}.experts.gate_up": expert_parameters(model) // 3 * 2,
-            f"layers.{index}.experts.down": expert_parameters(model) // 3,
-        }
-    counts |= {
-        "signal_mlp.gate_up": 2 * size * model.intermediate_size,
-        "signal_mlp.down": size * model.intermediate_size,
-        "table": model.vocab_size * size,
-    }
+    counts = {name: each.size for name, each in matrices(model).items()}
     return counts | ({"vision": vision_parameters(model)} if model.vision else {})
 
 
@@ -187,11 +172,6 @@ def _default_formats(model: ModelConfig, precision: str) -> dict[str, str]:
         return {}
     chosen = load_recipe(precision).formats(model)
     return {name: choice.format for name, choice in chosen.items()}
-
-
-def _qkv_rows(model: ModelConfig, layer: Layer) -> int:
-    projections = 2 if layer.kind == "sliding" else 1  # full layers share one for K and V
-    return (model.num_attention_heads + projections * layer.num_kv_heads) * layer.head_dim
 
 
 def _buffers(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
 from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
@@ -123,8 +124,7 @@ def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     """
     formats = segment.get("quantized") or {}
     return any(
-        name.endswith("experts.gate_up") and FORMATS[form].feeds_all_tokens
-        for name, form in formats.items()
+        name.endswith(GATE_UP) and FORMATS[form].feeds_all_tokens for name, form in formats.items()
     )
 
 

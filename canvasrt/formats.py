@@ -6,6 +6,37 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Numbers of few bits: small floats, or integers in two's complement. What decodes and rounds them is derived.
+
+    Attributes:
+        onnx: ONNX's name of the dtype.
+        bits: per number.
+        mantissa: its bits; None for integers.
+        largest: the largest magnitude in use.
+        builder: TensorRT's name of the dtype in a list of kernels.
+        rates: the rates of a GPU that apply to products of it: its own, or else the next wider one's; empty if it is
+            widened to 16 bits before a product.
+        has_nan: whether the code of all ones is NaN.
+    """
+
+    onnx: str
+    bits: int
+    mantissa: int | None
+    largest: float
+    builder: str
+    rates: tuple[str, ...] = ()
+    has_nan: bool = False
+
+
+E2M1 = Codes("FLOAT4E2M1", 4, 1, 6.0, "FP4E2M1", ("fp4", "fp8"))
+E4M3 = Codes("FLOAT8E4M3FN", 8, 3, 448.0, "FP8", ("fp8",), has_nan=True)
+INT4 = Codes("INT4", 4, None, 7.0, "Int4")
+INT8 = Codes("INT8", 8, None, 127.0, "Int8", ("int8",))
+ALL_CODES = {each.onnx: each for each in (E2M1, E4M3, INT4, INT8)}
+
+
+@dataclass(frozen=True)
 class Compressed:
     """How compressed-tensors names a format: type and bits, layouts, and strategies for weights' scales."""
 
@@ -19,15 +50,17 @@ class NumberFormat:
     """One format.
 
     Attributes:
-        bits: per number.
-        largest: the largest magnitude at a scale of 1; with blocks, at the largest block scale.
+        codes: what each number is stored as.
         capability: the lowest compute capability that can multiply it.
         weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
             scale that is 10% off does not. (Other checks may miss a wrong scale, because norms hide it.)
         blocks: lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty: one scale
             per matrix or per output.
         least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
-        scale_bits: per block scale.
+        block_scales: what the blocks' scales are stored as, under one more scale per matrix. None: 16-bit floats, without
+            another scale.
+        input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with one
+            calibrated scale.
         of_table: whether it is for the embedding table, not for the weights of products.
         engine_copies: copies of the weight in an engine: TensorRT keeps one layout per way of multiplying it.
         builder_factor: bytes that a TensorRT builder needs per byte of such weights, the mapped file included.
@@ -40,13 +73,13 @@ class NumberFormat:
     """
 
     name: str
-    bits: int
-    largest: float
+    codes: Codes
     capability: tuple[int, int]
     weight_error: float
     blocks: tuple[int, ...] = ()
     least_blocks: int = 1
-    scale_bits: int = 0
+    block_scales: Codes | None = None
+    input_quantizer: str | None = None
     of_table: bool = False
     engine_copies: int = 1
     builder_factor: float = 2.6
@@ -56,6 +89,23 @@ class NumberFormat:
     caches: bool = False
     modelopt: str | None = None
     compressed: Compressed | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits per number."""
+        return self.codes.bits
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude at a scale of 1; with blocks, at the largest block scale."""
+        return self.codes.largest * (self.block_scales.largest if self.block_scales else 1)
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits per block scale; 0 without blocks."""
+        if not self.blocks:
+            return 0
+        return self.block_scales.bits if self.block_scales else 16
 
     def block(self, width: int) -> int | None:
         """Return the length of the blocks in rows of `width`; None if no length divides them, or it has no blocks."""
@@ -93,20 +143,19 @@ _TABLE = (
     # Two E2M1 numbers per byte, E4M3 scales, and a float32 scale over them.
     NumberFormat(
         name="nvfp4",
-        bits=4,
-        largest=6.0 * 448.0,
+        codes=E2M1,
         capability=(10, 0),
         weight_error=0.13,
         blocks=(16,),
-        scale_bits=8,
+        block_scales=E4M3,
+        input_quantizer="TRT_FP4DynamicQuantize",
         feeds_all_tokens=True,
         modelopt="NVFP4",
     ),
     # E4M3.
     NumberFormat(
         name="fp8",
-        bits=8,
-        largest=448.0,
+        codes=E4M3,
         capability=(8, 9),
         weight_error=0.05,
         caches=True,
@@ -118,23 +167,20 @@ _TABLE = (
     # −8 … 7 in two's complement, with bfloat16 scales. Only weights are quantized; products run in 16 bits.
     NumberFormat(
         name="int4",
-        bits=4,
-        largest=7.0,
+        codes=INT4,
         capability=(8, 0),
         weight_error=0.13,
         blocks=(64, 32, 16),
         least_blocks=2,  # with one scale per row, TensorRT widens the weight before the product
-        scale_bits=16,
         builder_factor=4.3,  # the builder transposes it, and keeps both
         rounds_inputs=False,
         packed_on_cpu=True,
         compressed=Compressed("int4", ("pack-quantized",), ("group", "channel")),
     ),
-    # −127 … 127 with a bfloat16 scale per token: read by the final projection, by the soft embedding and by the host.
+    # −127 … 127, with a bfloat16 scale per token: read by the final projection, by the soft embedding and by the host.
     NumberFormat(
         name="int8",
-        bits=8,
-        largest=127.0,
+        codes=INT8,
         capability=(8, 0),
         weight_error=0.03,
         of_table=True,
@@ -144,8 +190,20 @@ _TABLE = (
     ),
 )
 FORMATS = {each.name: each for each in _TABLE}
+_BY_CODES = {each.codes: each for each in _TABLE if each.rounds_inputs and not each.blocks}
+_BY_QUANTIZER = {each.input_quantizer: each for each in _TABLE if each.input_quantizer}
 # The precisions of exported graphs.
 PLAIN = ("fp32", "bf16")
+
+
+def rounding_format(operator: str, dtype: str | None = None) -> NumberFormat | None:
+    """Return the format that an operator of a graph quantizes activations or a cache to; None for other operators.
+
+    dtype: ONNX's name of the dtype that `QuantizeLinear` writes.
+    """
+    if operator == "QuantizeLinear" and dtype in ALL_CODES:
+        return _BY_CODES.get(ALL_CODES[dtype])
+    return _BY_QUANTIZER.get(operator)
 
 
 def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS, NumberFormat
-from canvasrt.graphs.lowbits import Bytes, Floats, dequantize_nvfp4, from_e4m3
+from canvasrt.graphs.lowbits import Bytes, Floats, dequantize
 
 # Formats by the dtype of a quantized weight in the file.
-_FORMATS = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
+_BY_DTYPE = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
 _NAN = 0x7F  # of E4M3, without its sign
 _AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
@@ -68,11 +68,8 @@ class Codes:
             codes = self._codes(part, "weight")
             scale = scales.reshape(-1, 1)[first : first + len(codes)]
             first += len(codes)
-            if not FORMATS[self.form.format].blocks:
-                yield torch.from_numpy(from_e4m3(codes) * scale)
-            else:
-                blocks = self._codes(part, "weight_scale")
-                yield torch.from_numpy(dequantize_nvfp4(codes, blocks, 1) * scale)
+            blocks = self._codes(part, "weight_scale") if self.form.block else None
+            yield torch.from_numpy(dequantize(self.form.format, codes, 1, blocks) * scale)
 
     def _stack(self, kind: str, shape: tuple[int, ...]) -> Bytes:
         """Return one tensor from each part, stacked along the outputs."""
@@ -113,7 +110,7 @@ def read_codes(weight: Weight) -> Codes | None:
     several formats.
     """
     held = weight.checkpoint
-    formats = {part: _FORMATS.get(held.dtype(part)) for part in weight.parts if part in held}
+    formats = {part: _BY_DTYPE.get(held.dtype(part)) for part in weight.parts if part in held}
     kinds = set(formats.values())
     if not formats or kinds == {None}:
         return None

@@ -48,7 +48,7 @@ class Int4Codes:
         """Yield its values in float32, part by part, in the order of `Weight.read`."""
         for part in self.weight.parts:
             codes, scales = self._read(part)
-            yield torch.from_numpy(lowbits.dequantize_int4(codes, scales))
+            yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
 
     @property
     def is_complete(self) -> bool:

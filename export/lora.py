@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.shards import Shard
-from canvasrt.export.weights import DECODER, ENCODER
+from canvasrt.export.weights import ENCODER
 from canvasrt.hashes import hash_files
 
 CONFIG, WEIGHTS = ADAPTER_FILES

@@ -13,6 +13,7 @@ import torch
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import Quantization
+from canvasrt.checkpoints.weight_names import TABLE, global_name
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import Codes, read_codes
@@ -25,7 +26,6 @@ from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.recipe import (
-    TABLE,
     Choice,
     Exclusion,
     Recipe,
@@ -63,7 +63,7 @@ class Prequantized:
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
         for part in parts:
             for weight in weights(part.module, part.sources, source):
-                name = global_name(part, weight.name)
+                name = global_name(part.name, part.layers, weight.name)
                 found = read_int4(weight) or read_codes(weight)
                 if found is not None:
                     self._held[name] = found
@@ -118,11 +118,11 @@ class Prequantized:
 
     def holds(self, part: Segment, weight: Weight) -> bool:
         """Return whether the checkpoint stores a weight quantized, whatever form it takes in the graph."""
-        return global_name(part, weight.name) in self._held
+        return global_name(part.name, part.layers, weight.name) in self._held
 
     def formats(self, part: Segment) -> dict[str, str]:
         """Return the format of each weight that stays quantized in a graph, by global name."""
-        names = [global_name(part, name) for name in part.sources]
+        names = [global_name(part.name, part.layers, name) for name in part.sources]
         return {name: self._held[name].form.format for name in names if name in self._packed}
 
     def calibrate(
@@ -152,7 +152,7 @@ class Prequantized:
     ) -> Iterator[Weight | Stored]:
         """Put the quantized forms into a graph. Return its weights to write, each read when it is
         its turn."""
-        names = {weight.name: global_name(part, weight.name) for weight in each}
+        names = {weight.name: global_name(part.name, part.layers, weight.name) for weight in each}
         packed = {local: name for local, name in names.items() if name in self._packed}
         if packed:
             quantize_graph(model, {local: self._held[name].form for local, name in packed.items()})
@@ -176,18 +176,6 @@ class Prequantized:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 
         return Stored(weight.name, _DTYPES[self._dtype], weight.shape, read)
-
-
-def global_name(part: Segment, name: str) -> str:
-    """Return a recipe's name for a graph's weight: `layers.<place>.attention.qkv.weight` →
-    `layers.<layer>.attention.qkv`."""
-    name = name.removesuffix(".weight")
-    first, _, rest = name.partition(".")
-    if not part.layers:
-        return name if part.name == "head" else f"{part.name}.{name}"
-    assert first == "layers", name
-    place, _, rest = rest.partition(".")
-    return f"layers.{part.layers[int(place)]}.{rest}"
 
 
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:

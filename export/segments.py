@@ -79,7 +79,7 @@ def _cut(config: ModelConfig, layers_per_segment: int) -> list[Segment]:
         module = BodySegment(config, first, len(held))
         sources = weights.body_sources(config, first, len(held))
         cut.append(Segment(f"body_{number}", module, sources, tuple(held)))
-    cut.append(Segment("head", Head(config), weights.head_sources()))
+    cut.append(Segment("head", Head(config), weights.head_sources(config)))
     if config.vision is not None:
         cut.append(Segment("vision", Vision(config), weights.vision_sources(config)))
     return cut

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from canvasrt.checkpoints.config import Layer, ModelConfig
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.weight_names import (
+    DECODER,
+    HEAD_NORMS,
+    LAYER_NORMS,
+    Matrix,
+    head_matrices,
+    initializer,
+    layer_matrices,
+)
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
 
 Sources = dict[str, tuple[str, ...]]
 """Weight of a graph → the checkpoint tensors that are stacked along the first axis to form it."""
 
-DECODER = "model.decoder"
 ENCODER = "model.encoder.language_model"
 VISION = "model.encoder.vision_tower"
 
@@ -26,58 +34,42 @@ _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What compressed-tensors calls a packed weight.
 PACKED = "weight_packed"
 
-_NORMS = {
-    "input_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "pre_mlp_norm": "pre_feedforward_layernorm",
-    "post_mlp_norm": "post_feedforward_layernorm_1",
-    "pre_experts_norm": "pre_feedforward_layernorm_2",
-    "post_experts_norm": "post_feedforward_layernorm_2",
-    "post_norm": "post_feedforward_layernorm",
-}
-
 
 def body_sources(config: ModelConfig, first: int, count: int) -> Sources:
     """Return the sources of a body segment over layers `first … first + count − 1`."""
-    sources: Sources = {}
-    for local, layer in enumerate(config.layers[first : first + count]):
-        for name, tensors in _layer_sources(layer, first + local).items():
-            sources[f"layers.{local}.{name}"] = tensors
-    return sources
-
-
-def _layer_sources(layer: Layer, index: int) -> Sources:
-    prefix = f"{DECODER}.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    projections = ("q_proj", "k_proj") if layer.kind == "full" else ("q_proj", "k_proj", "v_proj")
     return {
-        "attention.qkv.weight": tuple(f"{attention}.{name}.weight" for name in projections),
-        "attention.o.weight": (f"{attention}.o_proj.weight",),
-        "attention.q_norm.weight": (f"{attention}.q_norm.weight",),
-        "attention.k_norm.weight": (f"{attention}.k_norm.weight",),
-        "mlp.gate_up.weight": (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-        "mlp.down.weight": (f"{mlp}.down_proj.weight",),
-        "router.proj.weight": (f"{prefix}.router.proj.weight",),
+        f"layers.{local}.{name}": tensors
+        for local in range(count)
+        for name, tensors in _layer_sources(config, first + local).items()
+    }
+
+
+def _layer_sources(config: ModelConfig, index: int) -> Sources:
+    prefix = f"{DECODER}.layers.{index}"
+    return {
+        **_stacked(layer_matrices(config, index)),
+        **{
+            f"{ours}.weight": (f"{prefix}.{theirs}.weight",) for ours, theirs in LAYER_NORMS.items()
+        },
         "router.scale": (f"{prefix}.router.scale",),
         "router.per_expert_scale": (f"{prefix}.router.per_expert_scale",),
-        "experts.gate_up": (f"{prefix}.experts.gate_up_proj",),
-        "experts.down": (f"{prefix}.experts.down_proj",),
         "encoder_scalar": (f"{ENCODER}.layers.{index}.layer_scalar",),
         "decoder_scalar": (f"{prefix}.layer_scalar",),
-        **{f"{ours}.weight": (f"{prefix}.{theirs}.weight",) for ours, theirs in _NORMS.items()},
     }
 
 
-def head_sources() -> Sources:
+def head_sources(config: ModelConfig) -> Sources:
     """Return the sources of the head."""
-    signal = f"{DECODER}.self_conditioning"
     return {
-        "table": (f"{DECODER}.embed_tokens.weight",),
-        "norm.weight": (f"{DECODER}.norm.weight",),
-        "signal_norm.weight": (f"{signal}.pre_norm.weight",),
-        "signal_mlp.gate_up.weight": (f"{signal}.gate_proj.weight", f"{signal}.up_proj.weight"),
-        "signal_mlp.down.weight": (f"{signal}.down_proj.weight",),
+        **_stacked(head_matrices(config)),
+        **{
+            f"{ours}.weight": (f"{DECODER}.{theirs}.weight",) for ours, theirs in HEAD_NORMS.items()
+        },
     }
+
+
+def _stacked(found: Mapping[str, Matrix]) -> Sources:
+    return {initializer(name): matrix.tensors for name, matrix in found.items()}
 
 
 def vision_sources(config: ModelConfig) -> Sources:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.codes import read_codes
 from canvasrt.export.int4 import read_int4
-from canvasrt.export.weights import DECODER, ENCODER, Weight, parts_of
+from canvasrt.export.weights import ENCODER, Weight, parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor

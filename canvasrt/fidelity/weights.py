@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.weight_names import DECODER, DOWN, GATE_UP, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.capture import Pass
 from canvasrt.fidelity.stats import RelativeError
+from canvasrt.formats import INT4
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
-from canvasrt.graphs.table import SCALE, TABLE, VALUES
+from canvasrt.graphs.table import SCALE, VALUES
 from canvasrt.progress import Progress
 
 if TYPE_CHECKING:
     from canvasrt.export.checkpoint import Checkpoint
 
-EXPERTS = ("experts.gate_up", "experts.down")
+EXPERTS = (GATE_UP, DOWN)
 
 
 @dataclass
@@ -109,7 +111,7 @@ def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
         return []
     graph, error, first = _Weights(bundle.file(head["file"])), RelativeError(), 0
     codes, scale = graph.array(VALUES), np.array(graph.array(SCALE), np.float32)
-    for part in checkpoint.chunks(*head_sources()[TABLE]):
+    for part in checkpoint.chunks(*head_sources(bundle.manifest.model)[TABLE]):
         rows = slice(first, first + len(part))
         values = np.array(codes[rows]).view(np.uint8)
         error.add(lowbits.dequantize(format, values, scale[rows], None), part.float().numpy())
@@ -165,7 +167,7 @@ class _Weights:
             return np.array(self.array(name + expert), np.float32)
         codes, scales = (self.array(name + part + expert) for part in (CODES, SCALES))
         packed = codes.reshape(*scales.shape[:-1], -1) ^ lowbits.INT4_OFFSET
-        return lowbits.dequantize_int4(packed, scales)
+        return lowbits.scaled(lowbits.decode(INT4, packed), None, scales, None)
 
     def array(self, name: str) -> np.ndarray:
         import onnx_ir as ir
@@ -206,8 +208,6 @@ def _experts(
     graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[Pass]
 ) -> tuple[list[ExpertError], dict[str, RelativeError]]:
     """Compare the experts of a layer: each one, and all of them by matrix."""
-    from canvasrt.export.weights import DECODER
-
     stored = f"{DECODER}.layers.{layer}.experts"
     both = [
         _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvasrt.checkpoints import weight_names
 from canvasrt.graphs import nbits
 from canvasrt.graphs.protos import import_contrib, make_node, rows_of
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _INT64 = 7  # onnx.TensorProto.INT64
 # The domain of the functions that round the inputs of quantized products in a lowered graph.
 DOMAIN = "canvasrt"
-GATE_UP, DOWN = ".experts.gate_up", ".experts.down"
+GATE_UP, DOWN = f".{weight_names.GATE_UP}", f".{weight_names.DOWN}"
 
 
 def split_experts(model: ModelProto) -> bool:

@@ -1,6 +1,6 @@
 """Graphs for ONNX Runtime on a CPU: everything in float32, rounded exactly as in the quantized graph.
 
-A CPU cannot multiply bfloat16, FP8 or NVFP4. The lowered graph holds dequantized weights and rounds activations to the
+A CPU multiplies neither bfloat16 nor most quantized formats. The lowered graph holds dequantized weights and rounds activations to the
 same grid in the same places. INT4 weights stay packed behind a function that `nbits` replaces by the operator that
 runs. Weights are streamed, one piece in memory at a time.
 """
@@ -17,16 +17,15 @@ import numpy as np
 import onnx_ir as ir
 
 from canvasrt.bundle import Bundle
-from canvasrt.graphs import external, lowbits
+from canvasrt.formats import ALL_CODES, Codes, NumberFormat, rounding_format
+from canvasrt.graphs import external, lowbits, table
 from canvasrt.graphs.experts import DOMAIN
 from canvasrt.graphs.external import Stored
 from canvasrt.graphs.nbits import CODES, SCALES, UNPACK
-from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
-from canvasrt.graphs.table import embedding_entry, host_head_of
+from canvasrt.graphs.rounding import operator, rounding
 from canvasrt.progress import Progress
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
-_E4M3, _INT4, _INT8 = ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4, ir.DataType.INT8
 _VALUES = ".values"
 _BLOCK_SCALES = ".block_scales"
 _PARTS = (_VALUES, _BLOCK_SCALES, ".scale", ".factor")
@@ -49,7 +48,7 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
             progress("lowering graphs for a CPU", number, len(files))
         lower_graph(graphs.file(name), out / name)
     (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
-    return {**embedding_entry(out / head), **host_head_of(graphs.manifest.embedding)}
+    return {**table.embedding_entry(out / head), **table.host_head_of(graphs.manifest.embedding)}
 
 
 def lower_graph(source: Path, out: Path) -> None:
@@ -81,9 +80,9 @@ def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if packed[name] == _INT8:  # the table stays as it is: `table` makes it run
+        if name == table.VALUES:  # stays as it is: `table` makes it run
             continue
-        kind = _Int4Weight if packed[name] == _INT4 else _Weight
+        kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()
         written |= {item.name: item for item in items}
     return written
@@ -124,6 +123,8 @@ class _Weight:
     def _read(self) -> Iterator[memoryview]:
         """Yield one expert at a time, or the whole of a plain matrix."""
         rank = len(self.shape)
+        codes = _codes_of(self.tensors[_VALUES])
+        blocks = self.tensors.get(_BLOCK_SCALES)
         scale = _floats(self.tensors[".scale"])
         factor = self.tensors.get(".factor")
         factors = None if factor is None else _floats(factor)
@@ -132,10 +133,12 @@ class _Weight:
         for index in range(count):
             # Everything about this matrix: `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
-            if _BLOCK_SCALES in parts:
-                wide = lowbits.dequantize_nvfp4(parts[_VALUES], parts[_BLOCK_SCALES], scale)
-            else:
-                wide = lowbits.dequantize_fp8(parts[_VALUES], scale)
+            wide = lowbits.scaled(
+                lowbits.decode(codes, parts[_VALUES]),
+                scale,
+                parts.get(_BLOCK_SCALES),
+                None if blocks is None else _codes_of(blocks),
+            )
             if factors is not None:
                 wide = wide * factors.reshape(count, -1)[index][:, None]
             yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
@@ -184,11 +187,8 @@ def _round_inputs(graph: ir.Graph) -> None:
     rows then, and the experts keep the form that `experts.split_experts` knows.
     """
     for node in list(graph):
-        if node.op_type == "TRT_FP4DynamicQuantize":
-            kind = ROUND_NVFP4
-        elif node.op_type == "QuantizeLinear" and not node.outputs[0].is_graph_output():
-            kind = ROUND_FP8
-        else:
+        kind = _quantizes_to(node)
+        if kind is None or node.outputs[0].is_graph_output():
             continue
         x, scale = node.inputs
         assert x is not None
@@ -205,8 +205,16 @@ def _round_inputs(graph: ir.Graph) -> None:
         _drop(graph, last.producer())
 
 
-def _rounded(graph: ir.Graph, where: ir.Node, kind: str, x: ir.Value, scale: ir.Value) -> ir.Value:
-    node = ir.node(kind, [x, scale], domain=DOMAIN, name=f"{scale.name}/round")
+def _quantizes_to(node: ir.Node) -> NumberFormat | None:
+    """Return the format that a node quantizes activations to; None for other nodes."""
+    dtype = node.attributes.get("output_dtype")
+    return rounding_format(node.op_type, ir.DataType(dtype.value).name if dtype else None)
+
+
+def _rounded(
+    graph: ir.Graph, where: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value
+) -> ir.Value:
+    node = ir.node(operator(kind), [x, scale], domain=DOMAIN, name=f"{scale.name}/round")
     output = node.outputs[0]
     output.name, output.type, output.shape = f"{scale.name}/rounded", ir.TensorType(_FLOAT), x.shape
     graph.insert_before(where, node)
@@ -224,21 +232,22 @@ def _dequantized(quantize: ir.Node) -> ir.Value:
 
 
 def _lower_cache(graph: ir.Graph) -> None:
-    """Lower an E4M3 cache: reads are in float32, and writes are rounded."""
+    """Lower a quantized cache: reads are in float32, and writes are rounded."""
     for value in graph.inputs:
-        if value.dtype == _E4M3:
+        if value.dtype is not None and value.dtype.name in ALL_CODES:
             (dequantize,) = value.consumers()
             dequantize.outputs[0].replace_all_uses_with(value)
             graph.remove(dequantize, safe=True)
             value.type = ir.TensorType(_FLOAT)
     for index, value in enumerate(list(graph.outputs)):
         node = value.producer()
-        if value.dtype != _E4M3 or node is None:
+        kind = None if node is None else _quantizes_to(node)
+        if node is None or kind is None:
             continue
         x, scale = node.inputs
         assert x is not None
         assert scale is not None
-        rounded = _rounded(graph, node, ROUND_FP8, x, scale)
+        rounded = _rounded(graph, node, kind, x, scale)
         graph.outputs[index] = rounded
         graph.remove(node, safe=True)
         rounded.name = value.name
@@ -287,6 +296,11 @@ def _bytes(tensor: Any) -> np.ndarray:
     if isinstance(tensor, ir.ExternalTensor):
         return external.mapped(tensor)
     return np.frombuffer(tensor.tobytes(), np.uint8)
+
+
+def _codes_of(tensor: Any) -> Codes:
+    """Return what a quantized tensor stores its numbers as."""
+    return ALL_CODES[tensor.dtype.name]
 
 
 def _floats(tensor: Any) -> np.ndarray:

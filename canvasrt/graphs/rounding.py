@@ -1,28 +1,37 @@
-"""Rounding to FP8 and NVFP4, and unpacking INT4, as functions inside the graph, in standard operators."""
+"""Rounding to quantized formats, and unpacking INT4, as functions inside the graph, in standard operators."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from canvasrt.formats import FORMATS, Codes, NumberFormat
+from canvasrt.graphs import lowbits
 from canvasrt.graphs.experts import DOMAIN
-from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX
 from canvasrt.graphs.nbits import UNPACK
 
-ROUND_FP8, ROUND_NVFP4 = "RoundFP8", "RoundNVFP4"
 _OPSET = 23
-_FLOAT, _E4M3 = ir.DataType.FLOAT.value, ir.DataType.FLOAT8E4M3FN.value
+_FLOAT = ir.DataType.FLOAT.value
+
+
+def operator(format: NumberFormat) -> str:
+    """Return the name of the function that rounds to a format."""
+    return f"Round_{format.name}"
 
 
 def rounding(graph: ir.Graph) -> Iterator[ir.Function]:
     """Return the functions that the nodes of a graph call."""
     called = {node.op_type for node in graph if node.domain == DOMAIN}
-    for name, body in ((ROUND_FP8, _fp8), (ROUND_NVFP4, _nvfp4), (UNPACK, _int4)):
-        if name in called:
-            yield _function(name, body)
+    for format in FORMATS.values():
+        if operator(format) in called:
+            fill = _in_blocks if format.blocks else _with_scale
+            yield _function(operator(format), partial(fill, format=format))
+    if UNPACK in called:
+        yield _function(UNPACK, _unpack_int4)
 
 
 class _Body:
@@ -47,12 +56,32 @@ class _Body:
     def integers(self, *values: int) -> ir.Value:
         return self.add("Constant", value=ir.tensor(np.array(values, np.int64)))
 
-    def to_e4m3(self, value: ir.Value) -> ir.Value:
-        """Return the nearest E4M3 number, ties to even, saturating."""
-        return self.add("Cast", self.add("Cast", value, to=_E4M3, saturate=1), to=_FLOAT)
+    def nearest(self, value: ir.Value, codes: Codes) -> ir.Value:
+        """Return the nearest number of these codes, ties to even, saturating."""
+        if codes.mantissa is None:
+            most = self.constant(codes.largest)
+            return self.add("Clip", self.add("Round", value), self.add("Neg", most), most)
+        if codes.bits == 8:
+            dtype = ir.DataType[codes.onnx].value
+            return self.add("Cast", self.add("Cast", value, to=dtype, saturate=1), to=_FLOAT)
+        return self._nearest_float(value, codes)
+
+    def _nearest_float(self, value: ir.Value, codes: Codes) -> ir.Value:
+        """Round in steps that double with the exponent: ½ below 2, 1 below 4, then 2 for E2M1. ONNX Runtime casts to no
+        4-bit float; its `Round` takes ties to even."""
+        every = lowbits.values_of(codes)
+        numbers = every[: len(every) // 2]
+        steps = np.diff(numbers)
+        size, step = self.add("Abs", value), self.constant(steps[-1])
+        for index in reversed(np.flatnonzero(np.diff(steps))):
+            below = self.add("Less", size, self.constant(numbers[index + 1]))
+            step = self.add("Where", below, self.constant(steps[index]), step)
+        whole = self.add("Mul", self.add("Round", self.add("Div", size, step)), step)
+        limited = self.add("Min", whole, self.constant(codes.largest))
+        return self.add("Mul", self.add("Sign", value), limited)
 
 
-def _function(name: str, fill: Any) -> ir.Function:
+def _function(name: str, fill: Callable[[_Body], ir.Value]) -> ir.Function:
     body = _Body()
     result = fill(body)
     graph = ir.Graph(
@@ -61,29 +90,32 @@ def _function(name: str, fill: Any) -> ir.Function:
     return ir.Function(DOMAIN, name, graph=graph, attributes=[])
 
 
-def _fp8(body: _Body) -> ir.Value:
-    """Build `lowbits.round_fp8`."""
-    rounded = body.to_e4m3(body.add("Div", body.x, body.scale))
+def _with_scale(body: _Body, format: NumberFormat) -> ir.Value:
+    """Round to the nearest multiple of the scale that the format has."""
+    rounded = body.nearest(body.add("Div", body.x, body.scale), format.codes)
     return body.add("Mul", rounded, body.scale)
 
 
-def _nvfp4(body: _Body) -> ir.Value:
-    """Build `lowbits.round_nvfp4`."""
+def _in_blocks(body: _Body, format: NumberFormat) -> ir.Value:
+    """Round each block by its own scale, the nearest to its largest magnitude over the codes' largest. If that scale is
+    0, so is the block."""
+    codes = format.block_scales
+    assert codes is not None
     shape = body.add("Shape", body.x)
     rows = body.add("Shape", body.x, start=0, end=-1)
-    blocked = body.add("Concat", rows, body.integers(-1, BLOCK), axis=0)
+    blocked = body.add("Concat", rows, body.integers(-1, format.blocks[0]), axis=0)
     blocks = body.add("Reshape", body.x, blocked)
     largest = body.add("ReduceMax", body.add("Abs", blocks), body.integers(-1), keepdims=1)
-    sixth = body.add("Div", largest, body.constant(E2M1_MAX))
-    scales = body.add("Mul", body.to_e4m3(body.add("Div", sixth, body.scale)), body.scale)
+    share = body.add("Div", largest, body.constant(format.codes.largest))
+    scales = body.add("Mul", body.nearest(body.add("Div", share, body.scale), codes), body.scale)
     positive = body.add("Greater", scales, body.constant(0))
     safe = body.add("Where", positive, scales, body.constant(1))
-    rounded = _to_e2m1(body, body.add("Div", blocks, safe))
+    rounded = body.nearest(body.add("Div", blocks, safe), format.codes)
     return body.add("Reshape", body.add("Mul", rounded, scales), shape)
 
 
-def _int4(body: _Body) -> ir.Value:
-    """Build `lowbits.dequantize_int4` for unsigned codes (plus 8); `scale` is `[…, in / block]`."""
+def _unpack_int4(body: _Body) -> ir.Value:
+    """Dequantize unsigned codes (plus 8), two per byte; `scale` is `[…, in / block]`."""
     low = body.add("BitwiseAnd", body.x, body.byte(15))
     high = body.add("BitShift", body.x, body.byte(4), direction="RIGHT")
     last = body.integers(-1)
@@ -95,15 +127,3 @@ def _int4(body: _Body) -> ir.Value:
     wide = body.add("Mul", blocked, body.add("Unsqueeze", body.scale, last))
     rows = body.add("Shape", body.scale, start=0, end=-1)
     return body.add("Reshape", wide, body.add("Concat", rows, last, axis=0))
-
-
-def _to_e2m1(body: _Body, value: ir.Value) -> ir.Value:
-    """Return the nearest E2M1 number, saturating. Steps are ½ below 2, 1 below 4, then 2; ONNX
-    rounds ties to even."""
-    size = body.add("Abs", value)
-    two, four = body.constant(2), body.constant(4)
-    upper = body.add("Where", body.add("Less", size, four), body.constant(1), two)
-    step = body.add("Where", body.add("Less", size, two), body.constant(0.5), upper)
-    whole = body.add("Mul", body.add("Round", body.add("Div", size, step)), step)
-    limited = body.add("Min", whole, body.constant(E2M1_MAX))
-    return body.add("Mul", body.add("Sign", value), limited)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from canvasrt.checkpoints.weight_names import TABLE
 from canvasrt.graphs.protos import CONTRIB, import_contrib, make_node, replace, rows_of, users
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-TABLE, VALUES, SCALE = "table", "table.values", "table.scale"
+VALUES, SCALE = f"{TABLE}.values", f"{TABLE}.scale"
 # Size of a piece in float32: the memory that a product needs beyond the mapped table.
 PIECE_BYTES = 1 << 27
 

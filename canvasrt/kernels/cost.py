@@ -12,16 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from canvasrt.errors import CanvasError
+from canvasrt.formats import ALL_CODES
 from canvasrt.kernels.dims import UNKNOWN, evaluate, volume
 from canvasrt.kernels.parse import Kernel, Tensor
 
 Sizes = Mapping[str, int]
 
-BITS = {
-    "FP4E2M1": 4,
-    "Int4": 4,
-    "FP8": 8,
-    "Int8": 8,
+# By the builder's name of a dtype.
+BITS = {each.builder: each.bits for each in ALL_CODES.values()} | {
     "UInt8": 8,
     "Bool": 8,
     "BFloat16": 16,
@@ -31,10 +29,7 @@ BITS = {
     "Int64": 64,
 }
 # The format that a product of this dtype runs in. If operands differ, the wider one counts: the other is widened first.
-_FORMATS = {
-    "FP4E2M1": "fp4",
-    "FP8": "fp8",
-    "Int8": "int8",
+_FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.rates} | {
     "BFloat16": "bf16",
     "Half": "bf16",
     "Float": "fp32",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.formats import ALL_CODES
 
 # The shares of these rates that kernels are assumed to reach: guesses until a GPU is measured. On most cards, large
 # copies reach 0.85 to 0.93 of the bandwidth, and products of a few hundred rows 0.6 to 0.8 of the peak.
@@ -54,10 +55,7 @@ class Gpu:
 
 
 # If a GPU has no units for a format: the next one that can hold its values.
-_WIDER = {
-    "fp4": ("fp4", "fp8", "bf16"),
-    "fp8": ("fp8", "bf16"),
-    "int8": ("int8", "bf16"),
+_WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if each.rates} | {
     "bf16": ("bf16",),
     "fp32": ("fp32",),
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.weight_names import TABLE, matrices, norms
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.recipes import SHIPPED
@@ -24,8 +25,6 @@ Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 
 SCHEMA = 1
-# The embeddings, which are also the final projection.
-TABLE = "table"
 _CACHES = (None, *(each.name for each in FORMATS.values() if each.caches))
 _README = "canvasrt/recipes/README.md shows how a recipe is written"
 
@@ -228,44 +227,13 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 def quantizable(config: ModelConfig) -> dict[str, int]:
     """Return the weights that have a quantized form: global name → width of their input."""
-    size = config.hidden_size
-    widths: dict[str, int] = {}
-    for index, layer in enumerate(config.layers):
-        prefix = f"layers.{index}"
-        widths |= {
-            f"{prefix}.attention.qkv": size,
-            f"{prefix}.attention.o": config.num_attention_heads * layer.head_dim,
-            f"{prefix}.mlp.gate_up": size,
-            f"{prefix}.mlp.down": config.intermediate_size,
-            f"{prefix}.router.proj": size,
-            f"{prefix}.experts.gate_up": size,
-            f"{prefix}.experts.down": config.moe_intermediate_size,
-        }
-    widths |= {"signal_mlp.gate_up": size, "signal_mlp.down": config.intermediate_size}
-    return widths | {TABLE: size}
+    return {name: each.width for name, each in matrices(config).items()}
 
 
 def _unquantizable(config: ModelConfig) -> dict[str, str]:
     """Return the other weights by global name, and why a recipe cannot quantize each."""
-    norm = "norms are not matrix products: exclude them"
     return {
-        **{
-            f"layers.{index}.{name}_norm": norm
-            for index in range(len(config.layers))
-            for name in (
-                "input",
-                "post_attention",
-                "pre_mlp",
-                "post_mlp",
-                "pre_experts",
-                "post_experts",
-                "post",
-                "attention.q",
-                "attention.k",
-            )
-        },
-        "norm": norm,
-        "signal_norm": norm,
+        **dict.fromkeys(norms(config), "norms are not matrix products: exclude them"),
         "vision": "the vision tower runs once per prompt and has no quantized form: exclude it",
     }
 

@@ -20,13 +20,14 @@ import numpy as np
 import onnx_ir as ir
 
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, write_manifest
+from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.defaults import MAX_CONTEXT
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import Prompts, default_prompts
 from canvasrt.formats import FORMATS
 from canvasrt.progress import Progress, no_progress
-from canvasrt.recipes.recipe import TABLE, Recipe
+from canvasrt.recipes.recipe import Recipe
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.generator import Draft, Finished, Generator
 from canvasrt.runtime.open import open_model
@@ -178,24 +179,6 @@ class _Watched:
     cached: dict[str, str]
     layers: tuple[int, ...]
     experts: int
-
-
-def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return a segment's weights out of those by global name, with their initializers' names there."""
-    if "layers" not in entry:
-        own = [name for name in names if not name.startswith("layers.")]
-        if entry["name"] != "head":
-            return {}
-        return {name: name if name == TABLE else f"{name}.weight" for name in own}
-    place = {layer: number for number, layer in enumerate(entry["layers"])}
-    found = {}
-    for name in names:
-        kind, _, rest = name.partition(".")
-        layer, _, rest = rest.partition(".")
-        if kind == "layers" and int(layer) in place:
-            suffix = "" if rest.startswith("experts.") else ".weight"
-            found[name] = f"layers.{place[int(layer)]}.{rest}{suffix}"
-    return found
 
 
 def _watched(graphs: Bundle, names: Sequence[str], cache: bool) -> dict[str, _Watched]:

@@ -2,10 +2,11 @@
 
 Each `weight → Transpose → MatMul` becomes the following, with T the graph's dtype, and scales in float32 if not in T:
 
-- FP8: `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the weight;
-- INT4: `DequantizeLinear → Transpose` of the weight, with scales in T, the input as it is;
-- NVFP4: `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input, `DequantizeLinear → Cast(T) → Transpose`
-  of the weight, after dequantizing its block scales by the global scale;
+- without blocks (FP8): `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the
+  weight;
+- in blocks with scales in T (INT4): `DequantizeLinear → Transpose` of the weight, the input as it is;
+- in blocks whose scales are quantized too (NVFP4): `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input,
+  `DequantizeLinear → Cast(T) → Transpose` of the weight, after dequantizing its block scales by the global scale;
 
 then the MatMul, followed by a multiplication if there are factors.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,11 @@ import onnx_ir as ir
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.formats import FORMATS
+from canvasrt.formats import FORMATS, Codes
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
-from canvasrt.graphs.lowbits import BLOCK
 
-E4M3, E2M1, FLOAT = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT
-INT4, INT8, BFLOAT16 = ir.DataType.INT4, ir.DataType.INT8, ir.DataType.BFLOAT16
+E4M3, FLOAT, BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # Suffixes of a weight's parts.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE = "factor", "input_scale"
@@ -82,10 +80,11 @@ def quantize_cache(model: ir.Model) -> list[str]:
 
 def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
-    numbers = INT8 if FORMATS[packed.format].of_table else _KINDS[packed.format].numbers
+    format = FORMATS[packed.format]
+    block_scales = _dtype(format.block_scales) if format.block_scales else FLOAT
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
-        (VALUES, numbers, packed.shape, packed.values),
-        (BLOCK_SCALES, _scales(packed), (), packed.block_scales),
+        (VALUES, _dtype(format.codes), packed.shape, packed.values),
+        (BLOCK_SCALES, block_scales, (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
         (FACTOR, FLOAT, (), packed.factor),
@@ -99,10 +98,8 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
         yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
 
 
-def _scales(packed: Packed) -> ir.DataType:
-    """Return the dtype of the block scales."""
-    blocks = packed.block_scales
-    return FLOAT if blocks is not None and blocks.dtype == np.float32 else E4M3
+def _dtype(codes: Codes) -> ir.DataType:
+    return ir.DataType[codes.onnx]
 
 
 def quantize_file(
@@ -183,6 +180,7 @@ class _Quantized:
             )
         assert weight.dtype is not None
         self.weight, self.dtype = weight, weight.dtype
+        self.format = FORMATS[form.format]
 
     def _insert(
         self, before: ir.Node, kind: str, inputs: list[ir.Value], name: str, **attributes: Any
@@ -195,6 +193,9 @@ class _Quantized:
     def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
         return _initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
 
+    def _values(self) -> ir.Value:
+        return self._initializer(VALUES, _dtype(self.format.codes), self.form.shape)
+
 
 class _Table(_Quantized):
     """The embedding table: a product uses it, another its transpose, and its rows are looked up."""
@@ -206,7 +207,7 @@ class _Table(_Quantized):
         the scales before the lookup, it would write out every row.
         """
         first = self.graph[0]
-        values = self._initializer(VALUES, INT8, self.form.shape)
+        values = self._values()
         scale = self._initializer(SCALE, self.dtype, self.form.scale_shape)
         wide = self._insert(first, "DequantizeLinear", [values, scale], "wide", axis=0)
         one = ir.tensor(np.ones((), np.float32).astype(self.dtype.numpy()), name=f"{self.name}/one")
@@ -243,12 +244,11 @@ class _Product(_Quantized):
         assert x is not None
         rank = len(self.form.shape)
         perm = [*range(rank - 2), rank - 1, rank - 2]
-        kind = _KINDS[self.form.format]
-        if kind.input is not None:
+        if self.format.rounds_inputs:
             if (str(x.name), self.form.format) not in inputs:
-                inputs[str(x.name), self.form.format] = kind.input(self, x)
+                inputs[str(x.name), self.form.format] = self._input(x)
             x = inputs[str(x.name), self.form.format]
-        turned = self._add("Transpose", [kind.weight(self)], "turned", perm=perm)
+        turned = self._add("Transpose", [self._weight()], "turned", perm=perm)
         product = self._add("MatMul", [x, turned], "product")
         if self.form.factor_shape is not None:
             factor = self._initializer(FACTOR, self.dtype, self.form.factor_shape)
@@ -260,25 +260,20 @@ class _Product(_Quantized):
         old.replace_all_uses_with(product, replace_graph_outputs=True)
         self._remove()
 
-    def fp8_input(self, x: ir.Value) -> ir.Value:
+    def _input(self, x: ir.Value) -> ir.Value:
         scale = self._initializer(INPUT_SCALE, FLOAT, ())
-        bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=int(E4M3))
-        return self._add("DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype))
-
-    def fp8_weight(self) -> ir.Value:
-        values = self._initializer(VALUES, E4M3, self.form.shape)
-        scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
-        axis = {"axis": 0} if self.form.scale_shape else {}
-        return self._add(
-            "DequantizeLinear", [values, scale], "weight", output_dtype=int(self.dtype), **axis
-        )
-
-    def nvfp4_input(self, x: ir.Value) -> ir.Value:
-        scale = self._initializer(INPUT_SCALE, FLOAT, ())
+        if self.format.input_quantizer is None:
+            dtype = int(_dtype(self.format.codes))
+            bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=dtype)
+            return self._add(
+                "DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype)
+            )
+        block_scales = self.format.block_scales
+        assert block_scales is not None
         quantize = ir.node(
-            "TRT_FP4DynamicQuantize",
+            self.format.input_quantizer,
             [x, scale],
-            {"axis": -1, "block_size": BLOCK, "scale_type": int(E4M3)},
+            {"axis": -1, "block_size": self.form.block, "scale_type": int(_dtype(block_scales))},
             domain=_TENSORRT,
             num_outputs=2,
             name=f"{self.name}/input_bits",
@@ -289,28 +284,31 @@ class _Product(_Quantized):
         scales = self._add("DequantizeLinear", [blocks, scale], "input_scales")
         return self._widen(bits, scales, "input")
 
-    def nvfp4_weight(self) -> ir.Value:
+    def _weight(self) -> ir.Value:
         *rows, last = self.form.shape
-        values = self._initializer(VALUES, E2M1, self.form.shape)
-        blocks = self._initializer(BLOCK_SCALES, E4M3, (*rows, last // BLOCK))
+        values, block_scales = self._values(), self.format.block_scales
+        if self.form.block is None:
+            scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
+            wide = {"output_dtype": int(self.dtype)} | (
+                {"axis": 0} if self.form.scale_shape else {}
+            )
+            return self._add("DequantizeLinear", [values, scale], "weight", **wide)
+        blocks = (*rows, last // self.form.block)
+        if block_scales is None:
+            # In any other dtype, TensorRT would write out the whole widened weight.
+            scales = self._initializer(BLOCK_SCALES, self.dtype, blocks)
+            each = {"axis": -1, "block_size": self.form.block}
+            return self._add("DequantizeLinear", [values, scales], "weight", **each)
+        codes = self._initializer(BLOCK_SCALES, _dtype(block_scales), blocks)
         scale = self._initializer(SCALE, FLOAT, ())
-        scales = self._add("DequantizeLinear", [blocks, scale], "weight_scales")
+        scales = self._add("DequantizeLinear", [codes, scale], "weight_scales")
         return self._widen(values, scales, "weight")
-
-    def int4_weight(self) -> ir.Value:
-        *rows, last = self.form.shape
-        block = self.form.block
-        assert block is not None
-        values = self._initializer(VALUES, INT4, self.form.shape)
-        # In any other dtype, TensorRT would write out the whole widened weight.
-        scales = self._initializer(BLOCK_SCALES, self.dtype, (*rows, last // block))
-        return self._add("DequantizeLinear", [values, scales], "weight", axis=-1, block_size=block)
 
     def _widen(self, bits: ir.Value, scales: ir.Value, name: str) -> ir.Value:
         """Cast to the graph's dtype: TensorRT dequantizes E2M1 to float32 only, and the cast costs
         nothing."""
         wide = self._add(
-            "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=BLOCK
+            "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=self.form.block
         )
         if self.dtype == FLOAT:
             return wide
@@ -339,22 +337,6 @@ class _Product(_Quantized):
         if transpose is not None:
             self.graph.remove(transpose, safe=True)
         del self.graph.initializers[self.name]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A format's nodes in a graph: the dtype of its numbers, a quantized input if any, and a dequantized weight."""
-
-    numbers: ir.DataType
-    input: Callable[[_Product, ir.Value], ir.Value] | None
-    weight: Callable[[_Product], ir.Value]
-
-
-_KINDS = {
-    "fp8": _Kind(E4M3, _Product.fp8_input, _Product.fp8_weight),
-    "nvfp4": _Kind(E2M1, _Product.nvfp4_input, _Product.nvfp4_weight),
-    "int4": _Kind(INT4, None, _Product.int4_weight),
-}
 
 
 def _is_plain_gemm(node: ir.Node) -> bool:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, ROUTER
 from canvasrt.errors import CanvasError
 
 # The added outputs: float32 `[observed values]`, and int64 `[layers, experts]`, the tokens given to
 # each expert.
 AMAX, ROUTED = "observed_amax", "observed_routed"
-GATE_UP, DOWN, ROUTER = ".experts.gate_up", ".experts.down", ".router.proj"
 
 _POSITIONS = "positions"
 

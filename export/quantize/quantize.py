@@ -13,9 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.checkpoints.weight_names import TABLE, local_names
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import quantizers
-from canvasrt.export.quantize.calibrate import Calibration, calibrate, local_names
+from canvasrt.export.quantize.calibrate import Calibration, calibrate
 from canvasrt.export.quantize.forms import KEY_SCALE, VALUE_SCALE, quantize_file
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of
@@ -23,7 +24,7 @@ from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.table import embedding_entry, host_head_of
 from canvasrt.progress import Progress, no_progress
-from canvasrt.recipes.recipe import TABLE, Choice, Recipe, load_recipe
+from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
 from canvasrt.staging import check_output, scratch, staging
 
 CALIBRATION_FILE = "calibration.json"

@@ -14,9 +14,9 @@ import numpy as np
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.formats import FORMATS
+from canvasrt.formats import E2M1, FORMATS
 from canvasrt.graphs import lowbits
-from canvasrt.graphs.lowbits import BLOCK, E2M1_MAX, Bytes, Floats
+from canvasrt.graphs.lowbits import Bytes, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,7 +155,8 @@ def _fp8(weight: Tensor, scale: Tensor) -> tuple[Tensor, None]:
 def _nvfp4_max(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
-    quantized, blocks, _ = NVFP4QTensor.quantize(weight, BLOCK, weights_scaling_factor_2=scale)
+    (block,) = FORMATS["nvfp4"].blocks
+    quantized, blocks, _ = NVFP4QTensor.quantize(weight, block, weights_scaling_factor_2=scale)
     return quantized._quantized_data, blocks
 
 
@@ -165,21 +166,23 @@ def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
+    (block,), most = FORMATS["nvfp4"].blocks, E2M1.largest
+
     def round_with(x: Tensor, amax: Tensor) -> Tensor:
-        step = (amax / E2M1_MAX)[:, None]
+        step = (amax / most)[:, None]
         codes = NVFP4QTensor._cast_fp4(x / step)
         return NVFP4QTensor.get_e2m1_values(x.device)[codes.long()] * step
 
-    blocks = weight.reshape(-1, BLOCK)
+    blocks = weight.reshape(-1, block)
     amax = blocks.abs().amax(dim=-1)
     calibrator = NVFP4MSECalibrator(
         amax, scale * FORMATS["nvfp4"].largest, axis=0, quant_func=round_with
     )
     calibrator.collect(blocks)
-    best = calibrator.compute_amax() / (E2M1_MAX * scale)
+    best = calibrator.compute_amax() / (most * scale)
     scales = best.to(torch.float8_e4m3fn).reshape(*weight.shape[:-1], -1)
     quantized, _, _ = NVFP4QTensor.quantize(
-        weight, BLOCK, weights_scaling_factor=scales, weights_scaling_factor_2=scale
+        weight, block, weights_scaling_factor=scales, weights_scaling_factor_2=scale
     )
     return quantized._quantized_data, scales
 

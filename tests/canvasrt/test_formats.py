@@ -11,17 +11,13 @@ from canvasrt.formats import FORMATS, PLAIN, formats_of, most_demanding, weight_
 from canvasrt.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent.parent
-# The table, and what each format needs beside it: its arithmetic, its quantizer, its form in a graph, and the layout of
-# the checkpoints that hold it.
+# The table, and what each format needs beside it: its quantizer, and the layout of the checkpoints that hold it.
 NAMED_IN = {
     "canvasrt/formats.py",
-    "canvasrt/graphs/lowbits.py",
     "export/quantize/quantizers.py",
-    "export/quantize/forms.py",
     "export/codes.py",
     "export/int4.py",
-    # What kernels and GPUs call numbers.
-    "canvasrt/kernels/cost.py",
+    # What GPUs and engines call numbers.
     "canvasrt/kernels/rates.py",
     "runtime/backends/tensorrt.py",
     # Defaults of targets, and tools that measure one format.

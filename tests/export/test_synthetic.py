@@ -98,7 +98,9 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
     held = Checkpoint(tmp_path / "ours")
     name = "model.decoder.layers.0.experts.3.gate_proj"
     codes = held.read(f"{name}.weight_packed").view(torch.uint8).numpy() ^ lowbits.INT4_OFFSET
-    wide = lowbits.dequantize_int4(codes, held.read(f"{name}.weight_scale").float().numpy())
+    wide = lowbits.dequantize(
+        "int4", codes, blocks=held.read(f"{name}.weight_scale").float().numpy()
+    )
     assert wide.std() * wide.shape[1] ** 0.5 == pytest.approx(1, rel=0.4)
 
 
@@ -122,7 +124,7 @@ def test_packed_experts_keep_the_size_of_activations(
     codes, blocks, scale = (
         held.read(f"{module}.{kind}") for kind in ("weight", "weight_scale", "weight_scale_2")
     )
-    weight = lowbits.dequantize_nvfp4(codes.numpy(), blocks.view(torch.uint8).numpy(), scale)
+    weight = lowbits.dequantize("nvfp4", codes.numpy(), scale, blocks.view(torch.uint8).numpy())
     assert np.isfinite(weight).all()
     # Experts differ by up to a quarter.
     assert 0.7 < weight.std() * 256**0.5 < 1.3

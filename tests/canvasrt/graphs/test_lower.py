@@ -14,17 +14,21 @@ from onnx import TensorProto, helper
 
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize.packed import dequantize
-from canvasrt.graphs import lowbits
+from canvasrt.formats import FORMATS
 from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph
 from canvasrt.graphs.nbits import UNPACK, use_nbits
-from canvasrt.graphs.rounding import ROUND_FP8, ROUND_NVFP4, rounding
+from canvasrt.graphs.rounding import operator, rounding
 from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from tests.helpers import quantized as shared
+from tests.helpers import rounding as oracle
 
 plain_graphs, quantized = shared.plain_graphs, shared.quantized
 
-ORACLE = {ROUND_FP8: lowbits.round_fp8, ROUND_NVFP4: lowbits.round_nvfp4}
+ORACLE = {
+    operator(FORMATS["fp8"]): oracle.round_fp8,
+    operator(FORMATS["nvfp4"]): oracle.round_nvfp4,
+}
 
 
 def session(model: Path | onnx.ModelProto) -> ort.InferenceSession:
@@ -57,10 +61,10 @@ def feeds(graphs: Bundle, rows: int = 2, length: int = 7, past: int = 5) -> dict
 @pytest.mark.parametrize("kind", ORACLE)
 @pytest.mark.parametrize("scale", [1.0, 0.013, 1e-4])
 def test_onnx_runtime_rounds_to_the_last_bit(kind: str, scale: float) -> None:
-    """test_formats compares `lowbits` with a plain implementation of the formats."""
+    """test_quantizers compares the oracle with an implementation written out there."""
     rng = np.random.default_rng(0)
     codes = np.arange(256, dtype=np.uint8)
-    grid = lowbits.from_e4m3(codes[codes & 127 != 127])
+    grid = oracle.from_e4m3(codes[codes & 127 != 127])
     ties = np.arange(-64, 64) / 8
     wide = rng.standard_normal(2**14) * 10 ** rng.uniform(-6, 4, 2**14)
     x = np.concatenate([grid, np.nextafter(grid, np.float32(9)), ties, wide, np.zeros(34)])
@@ -239,13 +243,13 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
         Lowered(tmp_path / f"{name}.onnx", expose=False).run(given) for name in ("rounded", "plain")
     )
     for name in ("new_key_0", "new_value_0", "new_key_1", "new_value_1"):
-        expected = lowbits.round_fp8(plain[name], shared.CACHE_SCALE)
+        expected = oracle.round_fp8(plain[name], shared.CACHE_SCALE)
         assert rounded[name].dtype == np.float32
         assert (expected != plain[name]).any()
         if name.endswith("_0"):  # nothing before the first layer differs
             np.testing.assert_array_equal(rounded[name], expected)
         np.testing.assert_array_equal(
-            lowbits.round_fp8(rounded[name], shared.CACHE_SCALE), rounded[name]
+            oracle.round_fp8(rounded[name], shared.CACHE_SCALE), rounded[name]
         )
 
 

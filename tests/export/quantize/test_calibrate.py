@@ -18,10 +18,11 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from canvasrt.bundle import Bundle, Manifest
 from canvasrt.checkpoints.locate import fingerprint, resolve
+from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.graphs import export
-from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate, local_names
+from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import Prompts, default_prompts
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, quantizable

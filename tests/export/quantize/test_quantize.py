@@ -73,12 +73,13 @@ def test_weights_and_scales(nvfp4: Bundle, plain_graphs: Bundle) -> None:
         layer, _, rest = name.removeprefix("layers.").partition(".")
         local = f"layers.{layer}.{rest}" + ("" if "experts" in rest else ".weight")
         scale = after[f"{local}.scale"].numpy()
-        wide = lowbits.dequantize_nvfp4(
+        wide = lowbits.dequantize(
+            "nvfp4",
             external.mapped(after[f"{local}.values"]).reshape(
                 *after[f"{local}.block_scales"].shape.numpy()[:-1], -1
             ),
-            after[f"{local}.block_scales"].numpy().view(np.uint8),
             scale,
+            after[f"{local}.block_scales"].numpy().view(np.uint8),
         )
         if f"{local}.factor" in after:
             wide = wide * after[f"{local}.factor"].numpy().astype(np.float32)[:, 0, :, None]
