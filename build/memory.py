@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
-from canvasrt.checkpoints.weight_names import matrices
+from canvasrt.checkpoints.weight_names import TABLE, matrices
 from canvasrt.defaults import (
     FOLDED_HEADS,
     LAYERS_PER_SEGMENT,
@@ -136,6 +136,8 @@ def segment_bytes(
             each = _PLAIN_BYTES[base]
         else:
             each = _quantized_bytes(format, widths[name], on_cpu)
+        if format is not None and name == TABLE and format.projects:
+            each += _PLAIN_BYTES[base]  # its rows, for lookups
         sizes[segment] = sizes.get(segment, 0) + count * each
     return {segment: round(size) for segment, size in sizes.items()}
 

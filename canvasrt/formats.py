@@ -62,6 +62,8 @@ class NumberFormat:
         input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with one
             calibrated scale.
         of_table: whether it is for the embedding table, not for the weights of products.
+        projects: whether the two products with the embedding table can be in it, next to the table in 16 bits, whose rows
+            are looked up.
         engine_copies: copies of the weight in an engine: TensorRT keeps one layout per way of multiplying it.
         builder_factor: bytes that a TensorRT builder needs per byte of such weights, the mapped file included.
         feeds_all_tokens: whether a single canvas feeds all its tokens to every expert's first product. Reading the
@@ -81,6 +83,7 @@ class NumberFormat:
     block_scales: Codes | None = None
     input_quantizer: str | None = None
     of_table: bool = False
+    projects: bool = False
     engine_copies: int = 1
     builder_factor: float = 2.6
     feeds_all_tokens: bool = False
@@ -89,6 +92,10 @@ class NumberFormat:
     caches: bool = False
     modelopt: str | None = None
     compressed: Compressed | None = None
+
+    def quantizes(self, table: bool) -> bool:
+        """Return whether it can be given to the embedding table, or to another weight."""
+        return self.of_table or self.projects if table else not self.of_table
 
     @property
     def bits(self) -> int:
@@ -158,6 +165,7 @@ _TABLE = (
         codes=E4M3,
         capability=(8, 9),
         weight_error=0.05,
+        projects=True,
         caches=True,
         modelopt="FP8",
         compressed=Compressed(

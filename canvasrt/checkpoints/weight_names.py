@@ -12,6 +12,8 @@ from canvasrt.checkpoints.config import ModelConfig
 DECODER = "model.decoder"
 # The embeddings, which are also the final projection.
 TABLE = "table"
+# The table as the two products with it see it, if only they are quantized.
+PROJECTION = "projection"
 GATE_UP, DOWN, ROUTER = "experts.gate_up", "experts.down", "router.proj"
 # A layer's norms, by the checkpoint's name.
 LAYER_NORMS = {

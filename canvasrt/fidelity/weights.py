@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.bundle import Bundle
-from canvasrt.checkpoints.weight_names import DECODER, DOWN, GATE_UP, TABLE
+from canvasrt.checkpoints.weight_names import DECODER, DOWN, GATE_UP, PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.capture import Pass
 from canvasrt.fidelity.stats import RelativeError
-from canvasrt.formats import INT4
+from canvasrt.formats import FORMATS, INT4
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
 from canvasrt.graphs.table import SCALE, VALUES
@@ -110,11 +110,10 @@ def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
     if format is None:
         return []
     graph, error, first = _Weights(bundle.file(head["file"])), RelativeError(), 0
-    codes, scale = graph.array(VALUES), np.array(graph.array(SCALE), np.float32)
+    read = graph.projection if FORMATS[format].projects else graph.table
     for part in checkpoint.chunks(*head_sources(bundle.manifest.model)[TABLE]):
         rows = slice(first, first + len(part))
-        values = np.array(codes[rows]).view(np.uint8)
-        error.add(lowbits.dequantize(format, values, scale[rows], None), part.float().numpy())
+        error.add(read(rows), part.float().numpy())
         first += len(part)
     return [WeightError(TABLE, None, format, error.value)]
 
@@ -153,6 +152,16 @@ class _Weights:
             return
         whole = self._matrix(name)
         yield from (np.array(each, np.float32) for each in (whole if whole.ndim == 3 else [whole]))
+
+    def table(self, rows: slice) -> np.ndarray:
+        """Return rows of an INT8 table in float32."""
+        scale = np.array(self.array(SCALE)[rows], np.float32)
+        codes = np.array(self.array(VALUES)[rows]).view(np.uint8)
+        return lowbits.dequantize("int8", codes, scale, None)
+
+    def projection(self, rows: slice) -> np.ndarray:
+        """Return rows of the table that the products see, in float32."""
+        return np.array(self.array(PROJECTION)[rows], np.float32)
 
     def _count(self, name: str) -> int:
         """Return how many experts a split stack has; 0 for anything else."""

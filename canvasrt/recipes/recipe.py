@@ -149,10 +149,8 @@ class Recipe:
             if name not in widths:
                 raise self._wrong(f"{name} cannot be quantized", _unquantizable(config)[name])
             format = FORMATS[choice.format]
-            if format.of_table != (name == TABLE):
-                fitting = [
-                    each.name for each in FORMATS.values() if each.of_table != format.of_table
-                ]
+            if not format.quantizes(name == TABLE):
+                fitting = [each.name for each in FORMATS.values() if each.quantizes(name == TABLE)]
                 raise self._wrong(
                     f"{name} cannot be quantized to {format.name}",
                     f"give it the format {' or '.join(fitting)}, or exclude it",
@@ -162,6 +160,11 @@ class Recipe:
                 raise self._wrong(
                     f"{name} has rows of {widths[name]}, but {format.name} has {format.blocks_text}",
                     f"give it the format {' or '.join(fitting)} in a later rule, or exclude it",
+                )
+            if name == TABLE and (choice.weights, choice.method) != ("per_tensor", "max"):
+                raise self._wrong(
+                    f"{name} has scales: {choice.weights} and method: {choice.method}",
+                    "one of its two products sums over the tokens, so leave out both: it has one scale",
                 )
             chosen[name] = choice
         if not chosen:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.formats import FORMATS, Codes
@@ -30,7 +31,7 @@ from canvasrt.graphs.external import Stored
 E4M3, FLOAT, BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # Suffixes of a weight's parts.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
-FACTOR, INPUT_SCALE = "factor", "input_scale"
+FACTOR, INPUT_SCALE, SOFT_SCALE = "factor", "input_scale", "soft_scale"
 KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
 # The first IR version with 4-bit numbers.
 _IR_VERSION = 11
@@ -46,11 +47,15 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     several weights of one format is quantized once, by the first one's `input_scale`. Raises
     `CanvasError` for a name that is not the weight of a single matrix product, and for another
     shape.
+
+    A table that keeps its rows in 16 bits stays, and its products multiply by `projection` instead.
     """
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
         if FORMATS[form.format].of_table:
             _Table(model.graph, name, form).rewrite()
+        elif name == TABLE:
+            _Projection(model.graph, name, form).rewrite()
         else:
             _Product(model.graph, name, form).rewrite(inputs)
     model.opset_imports.setdefault(_TENSORRT, 1)
@@ -82,12 +87,15 @@ def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
     format = FORMATS[packed.format]
     block_scales = _dtype(format.block_scales) if format.block_scales else FLOAT
+    name = PROJECTION if name == TABLE and format.projects else name
+    soft_scale = np.array(format.scale(1.0), np.float32)
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
         (VALUES, _dtype(format.codes), packed.shape, packed.values),
         (BLOCK_SCALES, block_scales, (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
         (FACTOR, FLOAT, (), packed.factor),
+        (SOFT_SCALE, FLOAT, (), soft_scale),
     ]
     for suffix, dtype, shape, data in parts:
         found = model.graph.initializers.get(f"{name}.{suffix}")
@@ -132,8 +140,12 @@ def quantize_file(
             place = places.get(name)
             if place is not None and name not in forms:
                 continue
+            stays = name in forms and name in model.graph.initializers
+            if stays and place is None:
+                external.append(model, external.from_graph(model.graph.initializers[name]), file)
             with contextlib.ExitStack() as stack:
-                own = stack.enter_context((out.parent / place).open("wb")) if place else file
+                apart = None if stays else place
+                own = stack.enter_context((out.parent / apart).open("wb")) if apart else file
                 for item in _items(model, name, forms, pack, scales):
                     external.append(model, item, own, advance)
     ir.save(model, out)
@@ -229,6 +241,43 @@ class _Table(_Quantized):
             old.replace_all_uses_with(result)
             self.graph.remove(node, safe=True)
         del self.graph.initializers[self.name]
+
+
+class _Projection(_Quantized):
+    """The table as its two products see it: one of hidden states with its transpose, one of probabilities with it."""
+
+    def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
+        super().__init__(graph, name, form)
+        self.name = PROJECTION
+
+    def rewrite(self) -> None:
+        """Quantize the products, with one copy of the codes. The table stays for its rows."""
+        scale = self._initializer(SCALE, FLOAT, ())
+        wide = self._wide(self.graph[0], self._values(), scale, "wide")
+        for node, place in list(self.weight.uses()):
+            if node.op_type == "Gather":
+                continue
+            node.replace_input_with(place, wide)
+            if node.op_type == "Transpose":
+                (product,) = node.outputs[0].consumers()
+                self._round(product, INPUT_SCALE)
+            else:
+                # Unnormalised probabilities reach 1, so their scale is known.
+                self._round(node, SOFT_SCALE)
+
+    def _round(self, product: ir.Node, suffix: str) -> None:
+        x = product.inputs[0]
+        assert x is not None
+        scale = self._initializer(suffix, FLOAT, ())
+        dtype = int(_dtype(self.format.codes))
+        bits = self._insert(
+            product, "QuantizeLinear", [x, scale], f"{suffix}d_bits", output_dtype=dtype
+        )
+        product.replace_input_with(0, self._wide(product, bits, scale, f"{suffix}d"))
+
+    def _wide(self, before: ir.Node, codes: ir.Value, scale: ir.Value, name: str) -> ir.Value:
+        wide = int(self.dtype)
+        return self._insert(before, "DequantizeLinear", [codes, scale], name, output_dtype=wide)
 
 
 class _Product(_Quantized):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, ROUTER
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, ROUTER, TABLE
 from canvasrt.errors import CanvasError
 
 # The added outputs: float32 `[observed values]`, and int64 `[layers, experts]`, the tokens given to
@@ -121,6 +121,8 @@ class _Observer:
     def _product(self, name: str) -> ir.Node:
         """Return the product with a weight: the MatMul over its transpose, or a Gemm."""
         users = [node for node, _ in self._graph.initializers[name].uses()]
+        if name == TABLE:  # also looked up, and multiplied by probabilities, which never exceed 1
+            users = [node for node in users if node.op_type == "Transpose"]
         if [node.op_type for node in users] == ["Transpose"]:
             users = [node for node, _ in users[0].outputs[0].uses()]
         if len(users) != 1 or users[0].op_type not in ("MatMul", "Gemm"):

@@ -118,7 +118,7 @@ def _write(
         if local or (cache and "layers" in entry):
             changed[entry["file"]] = (entry, {name: choices[name] for name in local})
     data = {str(Path(name).with_suffix(".bin")) for name in changed}
-    if TABLE in choices:
+    if TABLE in choices and FORMATS[choices[TABLE].format].of_table:
         data.add(graphs.manifest.embedding["file"])
     for name in graphs.manifest.files:
         if name not in changed and name not in data and name != CALIBRATION_FILE:
@@ -129,7 +129,7 @@ def _write(
         segment = _Segment(graphs.file(name), entry, own, calibration)
         segment.write(out / name, cache, partial(_told, report, done, total))
         done += graphs.manifest.files[str(Path(name).with_suffix(".bin"))]["bytes"]
-        if TABLE in own:
+        if TABLE in own and graphs.manifest.embedding["file"] in data:
             done += graphs.manifest.files[graphs.manifest.embedding["file"]]["bytes"]
     report("quantizing", total, total)
 
@@ -178,15 +178,20 @@ class _Segment:
         if FORMATS[choice.format].rounds_inputs:
             # If calibration saw only zeros, any scale works; use 1.
             amax = self._calibration.amax[name] or FORMATS[choice.format].largest
-        packed = quantizers.quantize(
-            _matrices(tensor),
-            choice.format,
-            amax,
-            choice.method,
-            choice.weights,
-            experts=len(tensor.shape) == 3,
-            name=name,
-        )
+        if name == TABLE and amax is not None:
+            packed = quantizers.quantize_in_parts(
+                partial(_matrices, tensor), choice.format, amax, name
+            )
+        else:
+            packed = quantizers.quantize(
+                _matrices(tensor),
+                choice.format,
+                amax,
+                choice.method,
+                choice.weights,
+                experts=len(tensor.shape) == 3,
+                name=name,
+            )
         self._read += tensor.nbytes
         self._report(self._read)
         return packed

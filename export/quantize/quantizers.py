@@ -74,11 +74,7 @@ def quantize(
     """
     if not FORMATS[format].rounds_inputs:
         return _quantize_weights(parts, format, method, experts, name)
-    if input_amax is None or not (math.isfinite(input_amax) and input_amax > 0):
-        raise CanvasError(
-            f"{name}: its input's largest magnitude is {input_amax}", "calibrate with more prompts"
-        )
-    input_scale = np.float32(input_amax / FORMATS[format].largest)
+    input_scale = _input_scale(format, input_amax, name)
     channels = not FORMATS[format].blocks and weights == "per_channel"
     each = parts if experts else [np.concatenate(list(parts))]
     quantized = [_quantize_one(part, format, method, channels, experts, name) for part in each]
@@ -93,6 +89,33 @@ def quantize(
     scale = np.exp2(np.floor(np.log2(scales.max()))).astype(np.float32)
     factor = (scales / scale).reshape(len(quantized), 1, -1)
     return Packed(format, values, np.array(scale), np.array(input_scale), blocks, factor)
+
+
+def quantize_in_parts(
+    parts: Callable[[], Iterable[np.ndarray]], format: str, input_amax: float, name: str
+) -> Packed:
+    """Quantize a matrix too large for memory, with one scale that reaches its largest number.
+
+    parts: returns the rows in order, float32 `[…, in]`, and is called twice. The rest is as in `quantize`.
+    """
+    amax = max(float(np.abs(part).max()) for part in parts())
+    scale = np.float32(max(amax, 2.0**-60) / FORMATS[format].largest)
+    _, encode = _QUANTIZERS[format]["max"]
+    import torch
+
+    every = torch.tensor(scale)
+    codes = [encode(_checked(part, format, name), every)[0] for part in parts()]
+    values = np.concatenate([each.view(torch.uint8).numpy() for each in codes])
+    return Packed(format, values, np.array(scale), np.array(_input_scale(format, input_amax, name)))
+
+
+def _input_scale(format: str, amax: float | None, name: str) -> np.float32:
+    """Return the scale of a product's input. Raises CanvasError if it was never seen, or is not finite."""
+    if amax is None or not (math.isfinite(amax) and amax > 0):
+        raise CanvasError(
+            f"{name}: its input's largest magnitude is {amax}", "calibrate with more prompts"
+        )
+    return np.float32(amax / FORMATS[format].largest)
 
 
 def _quantize_one(

@@ -110,6 +110,16 @@ def test_every_weight_is_multiplied_once_in_its_recipe_s_format(built: Bundle) -
             assert found == {shape: [wanted] for shape in matrices}, (profile, layer)
 
 
+def test_the_head_multiplies_by_the_table_twice(built: Bundle) -> None:
+    """FP8 and NVFP4 recipes do it in FP8."""
+    wanted = "bf16" if built.manifest.options["precision"] == "bf16" else "fp8"
+    for profile, kernels in programs(built, "head").items():
+        read = [(kernel, cost.weight(kernel)) for kernel in kernels if cost.is_product(kernel)]
+        table = {D, WIDTHS["vocab_size"]}
+        found = [k for k, matrix in read if matrix is not None and set(matrix.dims) - {1} == table]
+        assert [cost.product_format(each) for each in found] == [wanted, wanted], profile
+
+
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
     """No output has as many elements as a quantized matrix."""
     sizes = {prod(shape) for shapes in QUANTIZED.values() for shape in shapes}

@@ -33,6 +33,10 @@ def config() -> ModelConfig:
     return ModelConfig.from_checkpoint(resolve("demo"))[0]
 
 
+# The recipes that quantize the embedding table or its products.
+TABLES = {"fp8": "fp8", "int4": "int8", "nvfp4": "fp8", "nvfp4-mixed": "fp8"}
+
+
 def test_the_recipes_that_ship() -> None:
     assert list(SHIPPED) == ["fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"]
     for name in list(SHIPPED):
@@ -47,8 +51,8 @@ def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConf
     with pytest.raises(CanvasError):  # norms and vision have no quantized form
         free.formats(config)
     for weight in [f"layers.{i}.router.proj" for i in range(4)] + ["table", "vision", "norm"]:
-        if weight == "table" and name == "int4":
-            assert chosen[weight].format == "int8"
+        if weight == "table" and name in TABLES:
+            assert chosen[weight].format == TABLES[name]
             continue
         assert weight not in chosen
         assert any(fnmatchcase(weight, each.pattern) for each in recipe.excluded), weight
@@ -143,7 +147,18 @@ def test_documents_that_are_refused(change: dict[str, Any], said: str) -> None:
             {"excluded": [{"weights": "layers.*.experts.*", "why": "x"}]},
             "quantizes nothing",
         ),
-        ({"quantize": [{"weights": "table", "format": "fp8"}]}, "table cannot be quantized to fp8"),
+        (
+            {"quantize": [{"weights": "table", "format": "nvfp4"}]},
+            "table cannot be quantized to nvfp4",
+        ),
+        (
+            {"quantize": [{"weights": "table", "format": "fp8", "scales": "per_channel"}]},
+            "table has scales: per_channel and method: max",
+        ),
+        (
+            {"quantize": [{"weights": "table", "format": "fp8", "method": "mse"}]},
+            "table has scales: per_tensor and method: mse",
+        ),
         (
             {"quantize": [{"weights": "layers.0.mlp.down", "format": "int8"}]},
             "down cannot be quantized to int8",

@@ -288,6 +288,28 @@ def test_tensorrt_reads_an_int8_table_in_both_products_and_in_the_lookup(
     assert not any(each in line.split("Outputs:")[1] for line in listed for each in whole)
 
 
+@pytest.mark.parametrize("capability", ["SM89", "SM120", "SM121"])
+def test_tensorrt_multiplies_in_fp8_by_one_copy_of_the_table(
+    plain_graphs: Bundle, tmp_path: Path, capability: str
+) -> None:
+    source, shape = plain_graphs.file("head.onnx"), (96, 64)
+    table = np.random.default_rng(0).standard_normal(shape).astype("f")
+    (tmp_path / "embedding.bin").hardlink_to(source.with_name("embedding.bin"))
+    forms.quantize_file(
+        source,
+        tmp_path / "head.onnx",
+        {"table": form_of(shape, "fp8")},
+        lambda _: quantize([table], "fp8", 6.0),
+    )
+    engine = Engine(tmp_path / "head.onnx", capability)
+    products = [cost.product_format(each) for each in engine.kernels if cost.is_product(each)]
+    assert sorted(products) == ["bf16", "bf16", "fp8", "fp8"]
+    stored = sum(
+        file.stat().st_size for file in (tmp_path / "head.bin", tmp_path / "embedding.bin")
+    )
+    assert engine.weights <= 1.2 * stored
+
+
 @pytest.mark.parametrize("capability", ["SM80", "SM86", "SM89", "SM120"])
 def test_tensorrt_reads_int4_in_every_product(quantized, capability: str) -> None:
     made = quantized("int4")
