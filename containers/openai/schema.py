@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
+from canvasrt.containers.tensors import MAX_BIASED
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
@@ -28,12 +29,8 @@ MAX_STOP_LENGTH = 1000  # characters
 MAX_STOPS = 4  # as in OpenAI's API
 # OpenAI has parameters of its own for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
-_SAMPLER = f"this model's sampler has {', '.join(each.name for each in OWN)}"
 # Why a parameter is refused, when its name does not say it.
 _REASONS = {
-    "top_p": _SAMPLER,
-    "top_k": _SAMPLER,
-    "min_p": _SAMPLER,
     "store": "nothing is stored here",
     "best_of": "all n answers are returned",
 }
@@ -108,7 +105,7 @@ def _type(parameter: Parameter) -> Any:
     """Return a field's type. The model checks the limits of real numbers."""
     if parameter.kind is not int:
         return parameter.kind
-    return Annotated[int, Field(ge=parameter.least, le=parameter.most)]
+    return Annotated[int, Field(ge=parameter.least, le=int(parameter.limit))]
 
 
 if TYPE_CHECKING:
@@ -129,19 +126,16 @@ class Sampling(_Own):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Whole | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASED)] | None = None
 
     user: Note = None
     safety_identifier: Note = None
     prompt_cache_key: Note = None
     metadata: dict[str, str] | None = None
 
-    top_p: _only(1) = None  # type: ignore[valid-type]
-    top_k: _only(-1, 0) = None  # type: ignore[valid-type]
-    min_p: _only(0) = None  # type: ignore[valid-type]
     presence_penalty: _only(0) = None  # type: ignore[valid-type]
     frequency_penalty: _only(0) = None  # type: ignore[valid-type]
     repetition_penalty: _only(1) = None  # type: ignore[valid-type]
-    logit_bias: _only({}) = None  # type: ignore[valid-type]
     service_tier: _only("auto", "default") = None  # type: ignore[valid-type]
     response_format: dict[str, Any] | None = None
 
