@@ -14,6 +14,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.types import ASGIApp
 
 import canvasrt
@@ -57,6 +59,7 @@ from canvasrt.containers.openai.upstream import Upstream
 
 API_VERSION = "1.0"
 _SHORT = 1 << 16  # bytes of a body that is read at once
+_LONG, _LEVEL = 4096, 4  # bytes of a body that is worth compressing, and how much
 _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
 
@@ -102,6 +105,11 @@ class Front:
         """The names that the model is served under."""
         return self.options.names
 
+    @property
+    def lenient(self) -> bool:
+        """Whether parameters that are not supported are left out, with a warning."""
+        return self.options.lenient
+
     def admit(self, request: Request) -> Completions:
         """Return what answers a caller, who is counted until the reply has ended.
 
@@ -117,7 +125,8 @@ class Front:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
-        return await self._parsed(partial(read_body, kind), await request.body())
+        read = partial(read_body, kind, lenient=self.lenient)
+        return await self._parsed(read, await request.body())
 
     async def _parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any:
         if len(raw) <= _SHORT:
@@ -198,6 +207,20 @@ def make_app(settings: FrontSettings, state: State, places: Places | None = None
     _add_inference(app, front)
     add_ollama(app, front)
     add_page(app)
+    app.add_middleware(
+        GZipMiddleware,
+        minimum_size=_LONG,
+        compresslevel=_LEVEL,
+        exclude_content_types=(*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-ndjson"),
+    )
+    if front.options.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=front.options.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     origin = Origin(settings.options)
     limit = settings.options.max_body
     return Middleware(app, state, front.metrics, limit, places, origin)

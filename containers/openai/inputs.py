@@ -60,7 +60,7 @@ def inputs_of(
 
 
 def _chat(request: ChatRequest) -> dict[str, Any]:
-    chat = read_messages(request.messages)
+    chat = read_messages(request.messages, request.ignored)
     inputs = {"messages": json.dumps(chat.messages), **template_inputs(request)}
     if chat.images:
         most = request.image_tokens or _IMAGE_TOKENS

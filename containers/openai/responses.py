@@ -10,9 +10,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort
-from canvasrt.containers.openai.schema import ChatRequest, Note, Sampling, Whole
-from canvasrt.containers.openai.schema import _explained as explained
-from canvasrt.containers.openai.schema import _only as only
+from canvasrt.containers.openai.schema import (
+    ChatRequest,
+    Note,
+    Sampling,
+    Whole,
+    explained,
+    only,
+)
 
 # Names of a chat's parameters → those of a response's.
 _NAMES = {
@@ -95,9 +100,11 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         body[name] = getattr(request, name)
     body["response_format"] = _format(request.text)
     try:
-        return ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
+        chat = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
     except ValidationError as error:
         raise renamed(explained(error)) from None
+    chat._ignored = request.ignored
+    return chat
 
 
 def renamed(error: ApiError) -> ApiError:

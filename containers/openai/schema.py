@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     create_model,
@@ -27,6 +28,9 @@ from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 MAX_ANSWERS = 128  # prompts times n
 MAX_STOP_LENGTH = 1000  # characters
 MAX_STOPS = 4  # as in OpenAI's API
+MAX_WARNINGS = 16  # about one request
+LEFT_OUT = ("extra_forbidden", "unsupported_parameter")
+_ROUNDS = 4  # some errors only show once others are gone
 # OpenAI has parameters of its own for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
 # Why a parameter is refused, when its name does not say it.
@@ -41,7 +45,7 @@ def _fail(code: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
-def _only(*allowed: Any) -> Any:
+def only(*allowed: Any) -> Any:
     """Return the type of a parameter that may only have the value it has by default."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
@@ -98,7 +102,7 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     drafts: bool = False  # our own addition: also send the canvas of every step
-    include_obfuscation: _only(False) = None  # type: ignore[valid-type]
+    include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 
 def _type(parameter: Parameter) -> Any:
@@ -119,6 +123,9 @@ else:
 class Sampling(_Own):
     """The parameters that chats and completions share."""
 
+    # What was left out of a body that was read leniently; None for one that was not.
+    _ignored: list[str] | None = PrivateAttr(default=None)
+
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -133,11 +140,16 @@ class Sampling(_Own):
     prompt_cache_key: Note = None
     metadata: dict[str, str] | None = None
 
-    presence_penalty: _only(0) = None  # type: ignore[valid-type]
-    frequency_penalty: _only(0) = None  # type: ignore[valid-type]
-    repetition_penalty: _only(1) = None  # type: ignore[valid-type]
-    service_tier: _only("auto", "default") = None  # type: ignore[valid-type]
+    presence_penalty: only(0) = None  # type: ignore[valid-type]
+    frequency_penalty: only(0) = None  # type: ignore[valid-type]
+    repetition_penalty: only(1) = None  # type: ignore[valid-type]
+    service_tier: only("auto", "default") = None  # type: ignore[valid-type]
     response_format: dict[str, Any] | None = None
+
+    @property
+    def ignored(self) -> list[str] | None:
+        """What was left out, where that is allowed; None where it is not."""
+        return self._ignored
 
     @property
     def wants_drafts(self) -> bool:
@@ -168,14 +180,14 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     image_tokens: Literal[BUDGETS] | None = None  # type: ignore[valid-type]
 
-    functions: _only([]) = None  # type: ignore[valid-type]
-    function_call: _only("none", "auto") = None  # type: ignore[valid-type]
-    modalities: _only(["text"]) = None  # type: ignore[valid-type]
-    audio: _only() = None  # type: ignore[valid-type]
-    prediction: _only() = None  # type: ignore[valid-type]
-    verbosity: _only("medium") = None  # type: ignore[valid-type]
-    web_search_options: _only() = None  # type: ignore[valid-type]
-    store: _only(False) = None  # type: ignore[valid-type]
+    functions: only([]) = None  # type: ignore[valid-type]
+    function_call: only("none", "auto") = None  # type: ignore[valid-type]
+    modalities: only(["text"]) = None  # type: ignore[valid-type]
+    audio: only() = None  # type: ignore[valid-type]
+    prediction: only() = None  # type: ignore[valid-type]
+    verbosity: only("medium") = None  # type: ignore[valid-type]
+    web_search_options: only() = None  # type: ignore[valid-type]
+    store: only(False) = None  # type: ignore[valid-type]
 
     @property
     def token_budget(self) -> tuple[str, int | None]:
@@ -190,18 +202,21 @@ class CompletionRequest(Sampling):
     prompt: Annotated[list[Any], BeforeValidator(_prompts)]
 
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: _only(False) = None  # type: ignore[valid-type]
-    suffix: _only("") = None  # type: ignore[valid-type]
-    best_of: _only(1) = None  # type: ignore[valid-type]
+    echo: only(False) = None  # type: ignore[valid-type]
+    suffix: only("") = None  # type: ignore[valid-type]
+    best_of: only(1) = None  # type: ignore[valid-type]
 
 
 Body = TypeVar("Body", bound=Sampling)
 Kind = TypeVar("Kind", bound=Strict)
 
 
-def read_body(kind: type[Body], body: bytes) -> Body:
-    """Return a request's body. ApiError names the parameter that is wrong."""
-    request = parse_body(kind, body)
+def read_body(kind: type[Body], body: bytes, lenient: bool = False) -> Body:
+    """Return a request's body. ApiError names the parameter that is wrong.
+
+    With `lenient`, parameters that are unknown or not supported are left out.
+    """
+    request = parse_leniently(kind, body) if lenient else parse_body(kind, body)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream set to true.", "stream_options")
     _check_budgets(request)
@@ -215,7 +230,46 @@ def parse_body(kind: type[Kind], body: bytes) -> Kind:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _explained(error) from None
+        raise explained(error) from None
+
+
+def parse_leniently(kind: type[Body], body: bytes) -> Body:
+    """Return a body without the parameters that are not supported, which it notes. ApiError names
+    one that is wrong."""
+    ignored: list[str] = []
+    for _ in range(_ROUNDS):
+        try:
+            request = kind.model_validate_json(body)
+        except ValidationError as error:
+            if (reply := explained(error)).code == "invalid_json":
+                raise reply from None
+            data = json.loads(body)
+            for each in error.errors(include_url=False, include_context=False):
+                if each["type"] not in LEFT_OUT or not _remove(data, each["loc"]):
+                    raise _explain(each) from None
+                note(ignored, _explain(each).message)
+            body = json.dumps(data).encode()
+            continue
+        request._ignored = ignored
+        return request
+    raise bad_request("The body of the request has too many unsupported parameters.")
+
+
+def note(ignored: list[str], message: str) -> None:
+    """Add a warning, unless it is there or there are many."""
+    if len(ignored) < MAX_WARNINGS and message not in ignored:
+        ignored.append(message)
+
+
+def _remove(data: Any, loc: tuple[int | str, ...]) -> bool:
+    """Remove a member from a JSON value. Return whether it was there."""
+    *path, name = loc
+    for part in path:
+        try:
+            data = data[part]
+        except (LookupError, TypeError):
+            return False
+    return isinstance(data, dict) and data.pop(name, data) is not data
 
 
 def _check_budgets(request: Sampling) -> None:
@@ -228,10 +282,14 @@ def _check_budgets(request: Sampling) -> None:
         )
 
 
-def _explained(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    kind, message = first["type"], first["msg"]
-    param = _path(first["loc"]) or None
+def explained(error: ValidationError) -> ApiError:
+    """Return the reply to a body that is wrong."""
+    return _explain(error.errors(include_url=False, include_context=False)[0])
+
+
+def _explain(found: Any) -> ApiError:
+    kind, message = found["type"], found["msg"]
+    param = _path(found["loc"]) or None
     if kind == "json_invalid":
         why = message.removeprefix("Invalid JSON: ")
         return bad_request(f"The body of the request is not JSON: {why}.", None, "invalid_json")
