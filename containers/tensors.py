@@ -76,6 +76,12 @@ GRAMMAR = Tensor(
 QUESTIONS = Tensor(
     "questions", "BYTES", (1,), "closed questions as JSON; `text` is then their answers as JSON"
 )
+TOKENIZE = Tensor(
+    "tokenize",
+    "BYTES",
+    (1,),
+    "only encode or decode the prompt: options as JSON; `text` is then its text, as JSON",
+)
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
 RESULT = (
@@ -115,6 +121,7 @@ def inputs_of(model: str) -> tuple[Tensor, ...]:
         INFILL,
         GRAMMAR,
         QUESTIONS,
+        TOKENIZE,
         *drafts,
     )
 
