@@ -29,6 +29,7 @@ from canvasrt.containers.openai.decisions import (
     SystemOneRequest,
 )
 from canvasrt.containers.openai.disconnect import Disconnected
+from canvasrt.containers.openai.docs import add_docs
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.inputs import Limits
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
@@ -196,6 +197,7 @@ def make_app(settings: FrontSettings, state: State, places: Places | None = None
     _add_inference(app, front)
     add_ollama(app, front)
     add_page(app)
+    add_docs(app, bool(settings.options.keys))
     app.add_middleware(
         GZipMiddleware,
         minimum_size=_LONG,

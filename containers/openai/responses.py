@@ -50,10 +50,15 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+_Items = BeforeValidator(
+    _items, json_schema_input_type=str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+)
+
+
 class ResponsesRequest(Sampling):
     """The body of a response."""
 
-    input: Annotated[list[dict[str, Any]], Field(min_length=1), BeforeValidator(_items)]
+    input: Annotated[list[dict[str, Any]], Field(min_length=1), _Items]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
     tools: list[dict[str, Any]] | None = None

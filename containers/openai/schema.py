@@ -15,6 +15,7 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
 )
 from pydantic_core import PydanticCustomError
@@ -61,7 +62,8 @@ def only(*allowed: Any) -> Any:
         way_out = f"Leave it out{f', or send {neutral}' if neutral else ''}."
         raise _fail("unsupported_parameter", f"{problem}. {way_out}")
 
-    return Annotated[Any, AfterValidator(check)]
+    schema = {"enum": [None, *allowed], "description": "Only for clients that always send it."}
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
 
 
 def _one_or_more(value: Any) -> Any:
@@ -82,10 +84,13 @@ def _prompts(value: Any) -> Any:
     raise _fail("invalid_type", "prompt must be a string, a list of strings, or token ids")
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Strings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-    BeforeValidator(_one_or_more),
+    list[_Stop],
+    BeforeValidator(_one_or_more, json_schema_input_type=_Stops),
 ]
+_Prompts = str | list[str] | list[int] | list[list[int]]
 Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 # Describes the caller; cannot change an answer.
 Note = str | None
@@ -107,9 +112,16 @@ class StreamOptions(Strict):
 
 def _type(parameter: Parameter) -> Any:
     """Return a field's type. The model checks the limits of real numbers."""
-    if parameter.kind is not int:
-        return parameter.kind
-    return Annotated[int, Field(ge=parameter.least, le=int(parameter.limit))]
+    about = f"{parameter.about[0].upper()}{parameter.about[1:]}."
+    if parameter.kind is int:
+        least, most = parameter.least, int(parameter.limit)
+        return Annotated[int, Field(ge=least, le=most, description=about)]
+    if parameter.kind is bool:
+        return Annotated[bool, Field(description=about)]
+    limits: dict[str, Any] = {"exclusiveMinimum" if parameter.above_least else "minimum": 0}
+    if parameter.most is not None:
+        limits["maximum"] = parameter.most
+    return Annotated[float, Field(description=about, json_schema_extra=limits)]
 
 
 if TYPE_CHECKING:
@@ -199,7 +211,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """The body of a completion, which continues the prompt without a chat template."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_Prompts)]
 
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: only(False) = None  # type: ignore[valid-type]
