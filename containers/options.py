@@ -135,6 +135,9 @@ class FrontOptions:
     hosts: tuple[str, ...] = field(default=(), metadata=option(read_names, "--allowed-hosts"))
     tls: dict[str, str] | None = None  # certificate, key and, for mutual TLS, ca
     about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata
+    # Origins of web pages that may call the API; * for any.
+    origins: tuple[str, ...] = field(default=(), metadata=option(read_names, "--allowed-origins"))
+    lenient: bool = False  # leave out parameters that are not supported, with a warning
     allow_remote_images: bool = False  # fetch images from public addresses
     max_n: int = 128  # answers to one request
     max_key_requests: int | None = None  # of one API key at once

@@ -17,6 +17,7 @@ from canvasrt.runtime.sampling import PARAMETERS
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
+MAX_BIASED = 1024  # tokens
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # strings, and characters of one
 # With this request parameter, the stream model reports an error as an event of that name, whose
 # text is JSON with the code and the message. Triton's streams carry no codes, and its option to add
@@ -48,6 +49,9 @@ PROMPTS = (
     Tensor("prompt_ids", "INT32", (-1,), "token ids, used as they are, without a template"),
 )
 OPTIONS = tuple(Tensor(each.name, each.datatype, (1,), each.about) for each in PARAMETERS)
+LOGIT_BIAS = Tensor(
+    "logit_bias", "BYTES", (1,), "what is added to the logits of tokens: JSON, numbers by token id"
+)
 STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer, which is cut before them")
 TEMPLATE = Tensor(
     "template", "BYTES", (1,), "variables of the chat template, such as `tools`: a JSON object"
@@ -71,6 +75,12 @@ GRAMMAR = Tensor(
 )
 QUESTIONS = Tensor(
     "questions", "BYTES", (1,), "closed questions as JSON; `text` is then their answers as JSON"
+)
+TOKENIZE = Tensor(
+    "tokenize",
+    "BYTES",
+    (1,),
+    "only encode or decode the prompt: options as JSON; `text` is then its text, as JSON",
 )
 DRAFTS = Tensor("drafts", "BOOL", (1,), "also send the canvas after every denoising step")
 
@@ -105,11 +115,13 @@ def inputs_of(model: str) -> tuple[Tensor, ...]:
         IMAGES,
         IMAGE_TOKENS,
         *OPTIONS,
+        LOGIT_BIAS,
         STOP,
         CONTROL,
         INFILL,
         GRAMMAR,
         QUESTIONS,
+        TOKENIZE,
         *drafts,
     )
 
@@ -267,6 +279,26 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
             f"stop contains a string of {longest} characters", f"send at most {MAX_STOP_LENGTH}"
         )
     return tuple(stops)
+
+
+def read_bias(text: str) -> tuple[tuple[int, float], ...]:
+    """Return the tokens of a `logit_bias` tensor, and their numbers. CanvasError if it has none."""
+    example = 'send numbers by token id, such as {"17": -100}'
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise CanvasError(f"logit_bias is not JSON: {error}", example) from None
+    if not isinstance(found, dict):
+        raise CanvasError("logit_bias is not an object", example)
+    if len(found) > MAX_BIASED:
+        raise CanvasError(f"logit_bias has {len(found)} tokens", f"send at most {MAX_BIASED}")
+    for token, value in found.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise CanvasError(f"logit_bias names {token!r}, which is not a token id", example)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CanvasError(f"logit_bias of token {token} is {value!r}", example)
+    # The order must not decide the last bits.
+    return tuple(sorted((int(token), float(value)) for token, value in found.items()))
 
 
 def _check_stop_count(count: int) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from canvasrt.runtime.host_head import TokenScore
+from canvasrt.runtime.host_sampler import redrawn, told_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Wants
 from canvasrt.runtime.pictures import groups_of, uncut
 from canvasrt.runtime.prefix import Chunk, chunks_of
 from canvasrt.runtime.request import (
@@ -68,6 +70,9 @@ class ActiveRequest:
         self._hidden: Hidden = None
         self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
         self._settled = SettledPrefix(request.params)
+        self._wants: Wants = "both" if self._params.logprobs or self._params.on_host else "tokens"
+        if self._params.logit_bias:
+            self._wants = "hidden"
 
     def skip(self, count: int) -> None:
         """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
@@ -119,19 +124,20 @@ class ActiveRequest:
             self._history.clear()
             self._settled = SettledPrefix(self._params)
         self._step += 1
-        uniforms, noise = self._noise(self._step)
+        self._drawn = self._noise(self._step)
         return DenoiseInput(
             self.row,
             self._hidden,
             self._params.temperature_at(self._step),
             self._params.entropy_bound,
-            uniforms,
-            noise,
-            "both" if self._params.logprobs else "tokens",
+            *self._drawn,
+            self._wants,
         )
 
     def take(self, output: DenoiseOutput) -> list[Event]:
         """Apply the result of that step. Return its draft, and what it finished."""
+        if self._params.on_host:
+            output = self._sampled(output)
         block, step = len(self._steps), self._step
         before = len(self._settled.tokens)
         new = self._settled.take(output)
@@ -156,6 +162,20 @@ class ActiveRequest:
             scores = self._scored(output, before, new)
             events.append(Settled(self.id, block, step, new, scores))
         return events
+
+    def _sampled(self, output: DenoiseOutput) -> DenoiseOutput:
+        """Do the host's part of the sampler."""
+        head, (uniforms, noise) = self._model.host_head, self._drawn
+        assert output.hidden is not None
+        if self._wants == "hidden":
+            step = told_step(head, output.hidden, {}, self._params, self._step, uniforms, noise)
+            return DenoiseOutput(**vars(step), hidden=output.hidden)
+        temperature = self._params.temperature_at(self._step)
+        output, places, states = redrawn(head, output, self._params, temperature, uniforms)
+        if not places.size:
+            return output
+        revised = self._model.revise(self.row, output.next_hidden, places, states)
+        return replace(output, next_hidden=revised)
 
     def result(self, reason: FinishReason) -> Result:
         """Return the result so far."""
@@ -198,8 +218,9 @@ class ActiveRequest:
 
     def _scored(self, output: DenoiseOutput, begin: int, tokens: Sequence[int]) -> list[TokenScore]:
         """Return the scores, if they are wanted, of tokens that this step makes final."""
-        if output.hidden is None or not tokens:
+        if not (self._params.logprobs and tokens):
             return []
+        assert output.hidden is not None
         hidden = output.hidden[begin : begin + len(tokens)]
         top = self._params.top_logprobs
         scores = self._model.host_head.scores(hidden, tokens, top, self._step)

@@ -83,6 +83,9 @@ class Generator:
         request.validate(self.model.config, self.model.max_context)
         if isinstance(request, Request) and request.pictures:
             self.model.check_sight(request.pictures)
+        if isinstance(request, Request) and request.params.on_host:
+            names = " and ".join(request.params.on_host)
+            self.model.host_head.check_signal(f"leave out {names}")
         id = self._next_id
         self._next_id += 1
         self._arrived.append(_activate(id, request, self.model))

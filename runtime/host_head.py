@@ -113,14 +113,18 @@ class HostHead:
             out += probabilities[:, begin : begin + _ROWS] @ piece
         return out * self._scale
 
-    def next_hidden(self, canvas: np.ndarray, soft: np.ndarray) -> np.ndarray:
-        """Return the next step's hidden states `[n, hidden_size]` of `canvas` int64 `[n]`, with the
-        signal of the expected embeddings `soft` `[n, hidden_size]`."""
+    def check_signal(self, way_out: str) -> None:
+        """Raise CanvasError if the host lacks weights of self-conditioning."""
         if not all(name in self._weights for name in _SIGNAL):
             raise CanvasError(
                 "the checkpoint stores self-conditioning quantized, so the host cannot compute it",
-                "ask for one step",
+                way_out,
             )
+
+    def next_hidden(self, canvas: np.ndarray, soft: np.ndarray) -> np.ndarray:
+        """Return the next step's hidden states `[n, hidden_size]` of `canvas` int64 `[n]`, with the
+        signal of the expected embeddings `soft` `[n, hidden_size]`."""
+        self.check_signal("ask for one step")
         norm, gate_up, down = (self._weights[name] for name in _SIGNAL)
         gate, up = np.split(_rms_norm(soft, self._eps) * norm @ gate_up.T, 2, axis=-1)
         signal = (_gelu(gate) * up) @ down.T

@@ -141,6 +141,18 @@ class Model(ABC):
         whether its tokens must be encoded again."""
         return hidden, False
 
+    def revise(
+        self, row: Row, hidden: Hidden, places: np.ndarray, states: np.ndarray
+    ) -> np.ndarray:
+        """Return a step's `next_hidden` with other `states` `[n, hidden_size]` at `places` `[n]`."""
+        revised = np.array(self._fetch(row, hidden))
+        revised[places] = states
+        return revised
+
+    def _fetch(self, row: Row, hidden: Hidden) -> np.ndarray:
+        """Return hidden states in host memory."""
+        return np.asarray(hidden)
+
     def check_device(self) -> None:  # noqa: B027 - only a device can be lost
         """Wait for the device. Raises EngineError if it cannot be used any more."""
 

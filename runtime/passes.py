@@ -10,6 +10,8 @@ import numpy as np
 # A row is what `Model.new_row` returned. Hidden states are an array, or a model's `next_hidden`.
 Row = Any
 Hidden = Any
+# `hidden` runs the layers without the head; `both` runs the head and returns its input too.
+Wants = Literal["tokens", "hidden", "both"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ class DenoiseInput:
     entropy_bound: float
     uniforms: np.ndarray  # float32 [canvas]
     noise: np.ndarray  # int64 [canvas]
-    # `hidden` runs the layers without the head; `both` runs the head and returns its input too.
-    wants: Literal["tokens", "hidden", "both"] = "tokens"
+    wants: Wants = "tokens"
 
 
 def _none() -> np.ndarray:

@@ -7,6 +7,7 @@ Free of numpy at import: the command line reads it for its help.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
 
 # Logits divided by much less overflow, and their entropy is not a number.
 COLDEST = 1e-6
+MAX_BIAS = 100  # as in OpenAI's API; far beyond any difference of soft-capped logits
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One sampling parameter as callers know it. A whole number has a `most`; a real one only needs
-    to be finite."""
+    """One sampling parameter as callers know it. Without a `most`, a whole number fits 32 bits and a
+    real one is finite."""
 
     name: str
     datatype: str  # as Triton names it: BOOL, FP32, INT32 or UINT64
     about: str
     least: int = 0
-    most: int = MAX_INT32
+    most: int | None = None
     above_least: bool = False  # `least` itself is out of range
     flag: str = ""  # on the command line, unless it is the name
 
@@ -41,6 +43,13 @@ class Parameter:
         """The Python type: bool, float or int."""
         kinds: dict[str, type] = {"BOOL": bool, "FP32": float}
         return kinds.get(self.datatype, int)
+
+    @property
+    def limit(self) -> float:
+        """The largest value."""
+        if self.most is not None:
+            return self.most
+        return MAX_INT32 if self.kind is int else sys.float_info.max
 
     @property
     def option(self) -> str:
@@ -58,19 +67,23 @@ class Parameter:
         if self.kind is bool:
             valid, wanted = isinstance(value, bool), "true or false"
         elif self.kind is int:
-            valid = isinstance(value, Integral) and self.least <= int(value) <= self.most
-            wanted = f"a whole number from {self.least} to {self.most}"
+            valid = isinstance(value, Integral) and self.least <= int(value) <= self.limit
+            wanted = f"a whole number from {self.least} to {self.limit}"
         else:
             valid = isinstance(value, Real) and self._is_in_range(float(value))
-            wanted = (
-                f"a finite number {'above' if self.above_least else 'of at least'} {self.least}"
-            )
+            wanted = f"a finite number {self._range}"
         if not valid or (self.kind is not bool and isinstance(value, bool)):
             raise CanvasError(f"{label} is {value!r}", f"give {wanted} for {label}")
 
     def _is_in_range(self, value: float) -> bool:
         low = value > self.least if self.above_least else value >= self.least
-        return low and math.isfinite(value)
+        return low and value <= self.limit and math.isfinite(value)
+
+    @property
+    def _range(self) -> str:
+        if self.most is not None:
+            return f"from {self.least} to {self.most}"
+        return f"{'above' if self.above_least else 'of at least'} {self.least}"
 
 
 def _parameter(default: Any, datatype: str, about: str, **limits: Any) -> Any:
@@ -97,6 +110,15 @@ class SamplingParams:
     )
     temperature: float = _parameter(
         1.0, "FP32", "factor of t_min and t_max; 1 when absent, 0 takes the likeliest tokens"
+    )
+    top_p: float = _parameter(
+        1.0, "FP32", "draws only the likeliest tokens whose shares reach this; 1 draws any", most=1
+    )
+    top_k: int = _parameter(
+        0, "INT32", "draws only that many of the likeliest tokens; 0 or -1 draws any", least=-1
+    )
+    min_p: float = _parameter(
+        0.0, "FP32", "draws only tokens with this share of the likeliest one's; 0 draws any", most=1
     )
     t_min: float = _parameter(0.4, "FP32", "temperature of the last step")
     t_max: float = _parameter(0.8, "FP32", "temperature of the first step", above_least=True)
@@ -126,11 +148,19 @@ class SamplingParams:
         0, "INT32", "likeliest tokens to list with each log-probability; 0 when absent", most=20
     )
     eos_token_ids: tuple[int, ...] = ()
+    # Tokens, and what is added to their logits.
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         check(vars(self))
         for token in self.eos_token_ids:
             _EOS.check(token)
+        for token, bias in self.logit_bias:
+            if not (math.isfinite(bias) and abs(bias) <= MAX_BIAS):
+                raise CanvasError(
+                    f"logit_bias of token {token} is {bias}",
+                    f"give a number from -{MAX_BIAS} to {MAX_BIAS}",
+                )
         last = (self.t_max - self.t_min) / self.max_denoising_steps + self.t_min
         if last < COLDEST:
             raise CanvasError(
@@ -192,8 +222,31 @@ class SamplingParams:
             return scheduled
         return max(np.float32(self.temperature) * scheduled, np.float32(COLDEST))
 
+    @property
+    def restricts(self) -> bool:
+        """Whether only some tokens may be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The names of the parameters that the host applies, and not the engines."""
+        given = {
+            "top_p": self.top_p < 1,
+            "top_k": self.top_k > 0,
+            "min_p": self.min_p > 0,
+            "logit_bias": bool(self.logit_bias),
+        }
+        return tuple(name for name, used in given.items() if used)
+
     def check_fits(self, config: ModelConfig) -> None:
-        """Raise CanvasError when the model has fewer positions than `max_new_tokens`."""
+        """Raise CanvasError when the model has fewer positions than `max_new_tokens`, or lacks a
+        token of `logit_bias`."""
+        foreign = [each for each, _ in self.logit_bias if not 0 <= each < config.vocab_size]
+        if foreign:
+            raise CanvasError(
+                f"logit_bias names token {foreign[0]}",
+                f"this model's token ids run from 0 to {config.vocab_size - 1}",
+            )
         most = config.max_position_embeddings
         if self.max_new_tokens > most:
             raise CanvasError(

@@ -125,6 +125,24 @@ class Tokenizer:
         Some templates begin the answer too, with a thought after a tool's result. `variables` are
         the template's; CanvasError for one that it does not have, unless it is false or empty.
         """
+        self._check(messages, variables)
+        text = self.render_chat(messages, **{k: v for k, v in variables.items() if v is not None})
+        start = text.rfind(THOUGHT)
+        opening = text[start:] if start > text.rfind(THOUGHT_END) else ""
+        if TURN_END in opening:  # some message's own text
+            opening = ""
+        if opening and prefix:
+            text, opening = text + THOUGHT_END, opening + THOUGHT_END
+        return self.encode(text + prefix, add_special_tokens=False), opening + prefix
+
+    def closed_chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a chat without the beginning of an answer."""
+        self._check(messages, variables)
+        given = {k: v for k, v in variables.items() if v is not None}
+        text = self.render_chat(messages, add_generation_prompt=False, **given)
+        return self.encode(text, add_special_tokens=False)
+
+    def _check(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
         for name, value in variables.items():
             if name in _RESERVED or name in self._special:
                 raise CanvasError(
@@ -141,14 +159,6 @@ class Tokenizer:
                 "messages hold tool calls, which the model's chat template does not support",
                 "send only text, or serve a checkpoint whose template supports tools",
             )
-        text = self.render_chat(messages, **{k: v for k, v in variables.items() if v is not None})
-        start = text.rfind(THOUGHT)
-        opening = text[start:] if start > text.rfind(THOUGHT_END) else ""
-        if TURN_END in opening:  # some message's own text
-            opening = ""
-        if opening and prefix:
-            text, opening = text + THOUGHT_END, opening + THOUGHT_END
-        return self.encode(text + prefix, add_special_tokens=False), opening + prefix
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of plain text, with the tokenizer's own special tokens (usually
@@ -157,6 +167,10 @@ class Tokenizer:
         (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
+
+    def spell(self, ids: Sequence[int]) -> list[str]:
+        """Return each token as the vocabulary has it; an unknown one is empty."""
+        return [self._core.id_to_token(id) or "" for id in ids]
 
     @cached_property
     def longest_token(self) -> int:

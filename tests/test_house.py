@@ -32,8 +32,8 @@ FLOORS = (
 RUNTIME = (
     "profiles passes capacity noise tables tokenizer pictures",
     "engine sampling host_head",
-    "model request backends inputs",
-    "kv_cache gpu settled prefix",
+    "model request backends inputs candidates",
+    "kv_cache gpu settled prefix host_sampler",
     "active answers",
     "cpu schedule",
     "generator",

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, Threads
+from canvasrt.cli.options import AsJson, Lenient, Origins, Threads
 from canvasrt.cli.serve_output import build, show_decisions, show_ready, unbuilt
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.defaults import PREFIX_CACHE
@@ -298,6 +298,8 @@ def serve(
     bundle: Bundle = None,
     host: Host = None,
     hosts: Hosts = None,
+    origins: Origins = None,
+    lenient: Lenient = None,
     triton_host: TritonHost = None,
     triton_behind_proxy: TritonBehindProxy = None,
     port: Port = None,

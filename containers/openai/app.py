@@ -6,14 +6,16 @@ import asyncio
 import hashlib
 import importlib.metadata
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.types import ASGIApp
 
 import canvasrt
@@ -27,6 +29,7 @@ from canvasrt.containers.openai.decisions import (
     SystemOneRequest,
 )
 from canvasrt.containers.openai.disconnect import Disconnected
+from canvasrt.containers.openai.docs import add_docs
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.inputs import Limits
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
@@ -53,10 +56,15 @@ from canvasrt.containers.openai.schema import (
     read_body,
 )
 from canvasrt.containers.openai.state import FrontSettings, State
+from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
 
+Own = TypeVar(
+    "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest
+)
 API_VERSION = "1.0"
 _SHORT = 1 << 16  # bytes of a body that is read at once
+_LONG, _LEVEL = 4096, 4  # bytes of a body that is worth compressing, and how much
 _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
 
@@ -72,9 +80,10 @@ class Front:
         self.keys = Keys(settings.options.keys)
         self.callers = Callers(settings.options.max_key_requests)
         self.created = int(time.time())
+        self.decisions: Decisions
+        self.tokens: Tokens
         self._upstream: Upstream | None = None
         self._completions: Completions | None = None
-        self._decisions: Decisions | None = None
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -85,7 +94,8 @@ class Front:
         fetcher = Fetcher() if self.options.allow_remote_images else None
         limits = Limits(self.options.max_n, self.options.about.get("max_context"))
         self._completions = Completions(self._upstream, self.metrics, fingerprint, limits, fetcher)
-        self._decisions = Decisions(self._upstream, self.metrics)
+        self.decisions = Decisions(self._upstream, self.metrics)
+        self.tokens = Tokens(self._upstream, limits.max_context)
         yield
         await self._upstream.close()
 
@@ -102,6 +112,11 @@ class Front:
         """The names that the model is served under."""
         return self.options.names
 
+    @property
+    def lenient(self) -> bool:
+        """Whether parameters that are not supported are left out, with a warning."""
+        return self.options.lenient
+
     def admit(self, request: Request) -> Completions:
         """Return what answers a caller, who is counted until the reply has ended.
 
@@ -117,7 +132,8 @@ class Front:
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
-        return await self._parsed(partial(read_body, kind), await request.body())
+        read = partial(read_body, kind, lenient=self.lenient)
+        return await self._parsed(read, await request.body())
 
     async def _parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any:
         if len(raw) <= _SHORT:
@@ -135,35 +151,18 @@ class Front:
         assert isinstance(body, (ChatRequest, CompletionRequest))
         return await completions.reply(request, body)
 
-    async def decide(self, request: Request) -> Response:
-        """Answer one request of OpenAI's Decisions API."""
+    async def answer(
+        self,
+        request: Request,
+        kind: type[Own],
+        reply: Callable[[Request, Own], Awaitable[Response]],
+    ) -> Response:
+        """Answer one request of an endpoint that does not generate text."""
         self.admit(request)
-        body: DecisionRequest = await self._parsed(
-            partial(parse_body, DecisionRequest), await request.body()
-        )
-        self.check_model(body.model)
-        assert self._decisions is not None
-        return await self._decisions.decide(request, body)
-
-    async def systemone(self, request: Request) -> Response:
-        """Answer one request in System One's shape."""
-        self.admit(request)
-        body: SystemOneRequest = await self._parsed(
-            partial(parse_body, SystemOneRequest), await request.body()
-        )
-        self.check_model(body.model)
-        assert self._decisions is not None
-        return await self._decisions.systemone(request, body)
-
-    async def infill(self, request: Request) -> Response:
-        """Fill the gaps of one text."""
-        self.admit(request)
-        body: InfillRequest = await self._parsed(
-            partial(parse_body, InfillRequest), await request.body()
-        )
-        self.check_model(body.model)
-        assert self._decisions is not None
-        return await self._decisions.infill(request, body)
+        body: Own = await self._parsed(partial(parse_body, kind), await request.body())
+        if body.model is not None:
+            self.check_model(body.model)
+        return await reply(request, body)
 
     def check_model(self, name: str) -> None:
         """Raise ApiError 404 for a model that is not served here."""
@@ -198,6 +197,21 @@ def make_app(settings: FrontSettings, state: State, places: Places | None = None
     _add_inference(app, front)
     add_ollama(app, front)
     add_page(app)
+    add_docs(app, bool(settings.options.keys))
+    app.add_middleware(
+        GZipMiddleware,
+        minimum_size=_LONG,
+        compresslevel=_LEVEL,
+        exclude_content_types=(*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-ndjson"),
+    )
+    if front.options.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=front.options.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     origin = Origin(settings.options)
     limit = settings.options.max_body
     return Middleware(app, state, front.metrics, limit, places, origin)
@@ -227,15 +241,23 @@ def _add_inference(app: FastAPI, front: Front) -> None:
 
     @app.post("/v1/decisions")
     async def decisions(request: Request) -> Response:
-        return await front.decide(request)
+        return await front.answer(request, DecisionRequest, front.decisions.decide)
 
     @app.post("/v1/infill")
     async def infill(request: Request) -> Response:
-        return await front.infill(request)
+        return await front.answer(request, InfillRequest, front.decisions.infill)
 
     @app.post("/v1/systemone")
     async def systemone(request: Request) -> Response:
-        return await front.systemone(request)
+        return await front.answer(request, SystemOneRequest, front.decisions.systemone)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await front.answer(request, TokenizeRequest, front.tokens.tokenize)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await front.answer(request, DetokenizeRequest, front.tokens.detokenize)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

@@ -68,7 +68,7 @@ class Completions:
         caller: str = request.scope.get(CALLER, "")
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
-        shape = Shape(chat, body.model, self._fingerprint, seed, body.wants_usage)
+        shape = Shape(chat, body.model, self._fingerprint, seed, body.ignored, body.wants_usage)
         if isinstance(body, ChatRequest):
             shape.reader = reader_of(body)
         return Run(self, body, inputs, shape, request.url.path, caller)

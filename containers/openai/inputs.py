@@ -60,7 +60,7 @@ def inputs_of(
 
 
 def _chat(request: ChatRequest) -> dict[str, Any]:
-    chat = read_messages(request.messages)
+    chat = read_messages(request.messages, request.ignored)
     inputs = {"messages": json.dumps(chat.messages), **template_inputs(request)}
     if chat.images:
         most = request.image_tokens or _IMAGE_TOKENS
@@ -100,6 +100,7 @@ def _options(request: Sampling) -> dict[str, Any]:
         given |= {"logprobs": True, "top_logprobs": request.logprobs}
     given["grammar"] = grammar_of(request.response_format)
     given["stop"] = request.stop
+    given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None
     given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.schema import note
 
 # OpenAI's roles → those of the chat template.
 _ROLES = {
@@ -32,20 +34,35 @@ class Chat(NamedTuple):
     images: list[tuple[bytes, str]]
 
 
-def read_messages(messages: Sequence[dict[str, Any]]) -> Chat:
+@dataclass
+class _Found:
+    """The images so far; and the fields that were left out, where that is allowed."""
+
+    images: list[tuple[bytes, str]]
+    ignored: list[str] | None
+
+    def leave_out(self, where: str) -> None:
+        """Leave a field out. ApiError where that is not allowed."""
+        error = bad_request(f"{where} is not supported.", where, "unsupported_parameter")
+        if self.ignored is None:
+            raise error
+        note(self.ignored, error.message)
+
+
+def read_messages(messages: Sequence[dict[str, Any]], ignored: list[str] | None = None) -> Chat:
     """Return the chat. ApiError names what is wrong or not supported.
+
+    Fields that are not supported are left out, and noted in `ignored`, if there is such a list.
 
     Earlier thoughts go along: the template keeps those that led to the tool calls it answers now,
     and drops the others.
     """
-    images: list[tuple[bytes, str]] = []
-    read = [_message(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
-    return Chat(read, images)
+    found = _Found([], ignored)
+    read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]
+    return Chat(read, found.images)
 
 
-def _message(
-    message: dict[str, Any], where: str, images: list[tuple[bytes, str]]
-) -> dict[str, Any]:
+def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         roles = ", ".join(_ROLES)
@@ -58,13 +75,13 @@ def _message(
     for name, value in message.items():
         # Clients send earlier answers back with their empty fields.
         if name not in allowed and value not in (None, [], ""):
-            raise _unsupported(f"{where}.{name}")
+            found.leave_out(f"{where}.{name}")
     read: dict[str, Any] = {"role": _ROLES[role]}
     calls = message.get("tool_calls") if role == "assistant" else None
     if calls:
         read["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if not calls or message.get("content"):
-        parts = _content(message.get("content"), f"{where}.content", images)
+        parts = _content(message.get("content"), f"{where}.content", found)
         if role != "user" and not isinstance(parts, str):
             raise bad_request(
                 f"{where} has an image; only a user's message may have one.",
@@ -115,29 +132,27 @@ def _result(message: dict[str, Any], where: str) -> dict[str, Any]:
     return {"tool_call_id": message["tool_call_id"]} | ({"name": name} if name else {})
 
 
-def _content(
-    content: Any, where: str, images: list[tuple[bytes, str]]
-) -> str | list[dict[str, Any]]:
+def _content(content: Any, where: str, found: _Found) -> str | list[dict[str, Any]]:
     """Return the text of a message, with its parts joined; with images, the template's parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise _wrong(where, "it must be a string or a list of parts")
-    before = len(images)
-    parts = [_part(part, f"{where}[{i}]", images) for i, part in enumerate(content)]
-    if len(images) > before:
+    before = len(found.images)
+    parts = [_part(part, f"{where}[{i}]", found) for i, part in enumerate(content)]
+    if len(found.images) > before:
         return parts
     return "".join(part["text"] for part in parts)
 
 
-def _part(part: Any, where: str, images: list[tuple[bytes, str]]) -> dict[str, Any]:
+def _part(part: Any, where: str, found: _Found) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        _only(part, where, "type", "text")
+        _only(part, where, found, "type", "text")
         return {"type": "text", "text": part["text"]}
     if kind == "image_url" and isinstance(part.get("image_url"), dict):
-        _only(part, where, "type", "image_url")
-        images.append(_image(part["image_url"], f"{where}.image_url"))
+        _only(part, where, found, "type", "image_url")
+        found.images.append(_image(part["image_url"], f"{where}.image_url", found))
         return {"type": "image"}
     if kind in ("input_audio", "file", "video_url"):
         raise bad_request(
@@ -148,8 +163,8 @@ def _part(part: Any, where: str, images: list[tuple[bytes, str]]) -> dict[str, A
     raise bad_request(f"Invalid {where}: it must be a text or image part.", where, "invalid_value")
 
 
-def _image(image: dict[str, Any], where: str) -> tuple[bytes, str]:
-    _only(image, where, "url", "detail")
+def _image(image: dict[str, Any], where: str, found: _Found) -> tuple[bytes, str]:
+    _only(image, where, found, "url", "detail")
     url, detail = image.get("url"), image.get("detail") or "auto"
     if detail not in DETAILS:
         raise bad_request(
@@ -182,15 +197,11 @@ def is_remote(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
 
 
-def _only(part: dict[str, Any], where: str, *names: str) -> None:
-    extra = [name for name in part if name not in names]
-    if extra:
-        raise _unsupported(f"{where}.{extra[0]}")
+def _only(part: dict[str, Any], where: str, found: _Found, *names: str) -> None:
+    for name in part:
+        if name not in names:
+            found.leave_out(f"{where}.{name}")
 
 
 def _wrong(where: str, why: str) -> ApiError:
     return bad_request(f"Invalid {where}: {why}.", where, "invalid_type")
-
-
-def _unsupported(where: str) -> ApiError:
-    return bad_request(f"{where} is not supported.", where, "unsupported_parameter")

@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import logging
+import re
 import time
 import uuid
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ ID = "canvasrt.request_id"  # in a request's scope
 DISCONNECTED = 499  # nginx's status for callers that disconnect
 CALLER = "canvasrt.caller"  # in a request's scope: a name for the caller's key
 AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
+_ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _HEALTH = ("/v1/health/live", "/v1/health/ready")
 _QUIET = (*_HEALTH, "/v1/metrics")
 
@@ -90,7 +92,7 @@ class _Exchange:
     """One request and its response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, max_body: int) -> None:
-        self.id = f"req_{uuid.uuid4().hex}"
+        self.id = _given_id(scope) or f"req_{uuid.uuid4().hex}"
         self.status = DISCONNECTED
         scope[ID] = self.id
         self._scope = scope
@@ -150,6 +152,12 @@ class _Exchange:
             code="request_too_large",
             headers={"Connection": "close"},
         )
+
+
+def _given_id(scope: Scope) -> str:
+    """Return the caller's own id for a request, if it is one that fits a log line."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _ID.fullmatch(given) else ""
 
 
 def too_many_connections() -> ApiError:

@@ -19,13 +19,19 @@ from canvasrt.containers.openai.answer import AnswerReader, Piece
 from canvasrt.containers.openai.completions import Completions, Run, streamed
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
-from canvasrt.containers.openai.schema import _explained as explained
+from canvasrt.containers.openai.schema import (
+    LEFT_OUT,
+    ChatRequest,
+    CompletionRequest,
+    explained,
+    note,
+)
 from canvasrt.errors import CanvasError
 
 # Ollama's options → the fields of a chat. Those without a meaning here cannot change an answer.
 _OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _IGNORED = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap")
+Read = Callable[[dict[str, Any], "list[str] | None"], ChatRequest | CompletionRequest]
 _FIELDS = ("model", "stream", "options", "keep_alive", "think")
 
 
@@ -34,6 +40,9 @@ class Front(Protocol):
 
     @property
     def models(self) -> tuple[str, ...]: ...
+
+    @property
+    def lenient(self) -> bool: ...
 
     def admit(self, request: Request) -> Completions: ...
 
@@ -75,27 +84,50 @@ async def _guarded(reply: Callable[[], Any]) -> Response:
 async def _reply(
     front: Front,
     request: Request,
-    read: Callable[[dict[str, Any]], ChatRequest | CompletionRequest],
+    read: Read,
 ) -> Response:
     completions = front.admit(request)
     body = _body(await request.body())
     name = str(body.get("model", "")).removesuffix(":latest")
     if name not in front.models:
         raise ApiError(404, f"model {body.get('model')!r} not found", param="model")
-    try:
-        asked = read({**body, "model": name})
-    except ValidationError as error:
-        raise explained(error) from None
-    answer = _Answer(body, await completions.start(request, asked), request.url.path)
+    ignored: list[str] | None = [] if front.lenient else None
+    asked = _asked(read, {**body, "model": name}, ignored)
+    answer = _Answer(body, await completions.start(request, asked), request.url.path, ignored)
     if body.get("stream", True):
         return await streamed(request, answer.lines(), _Lines)
     return JSONResponse(await unless_disconnected(request.receive, answer.whole()))
 
 
+def _asked(
+    read: Read, body: dict[str, Any], ignored: list[str] | None
+) -> ChatRequest | CompletionRequest:
+    """Return the request in a body; with `ignored`, without the options that are not supported."""
+    try:
+        asked = read(body, ignored)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        names = {str(each["loc"][-1]) for each in found}
+        if ignored is None or any(each["type"] not in LEFT_OUT for each in found):
+            raise explained(error) from None
+        kept = {k: v for k, v in body["options"].items() if _OPTIONS.get(k, k) not in names}
+        for name in sorted(set(body["options"]) - set(kept)):
+            note(ignored, f"options.{name} is not supported.")
+        try:
+            asked = read({**body, "options": kept}, ignored)
+        except ValidationError as again:
+            raise explained(again) from None
+    asked._ignored = ignored
+    return asked
+
+
 class _Answer:
     """One answer in Ollama's shape, which differs between chats and completions."""
 
-    def __init__(self, body: dict[str, Any], run: Run, path: str) -> None:
+    def __init__(
+        self, body: dict[str, Any], run: Run, path: str, ignored: list[str] | None
+    ) -> None:
+        self._ignored = ignored
         self._model = body["model"]
         self._run = run
         self._chat = path.endswith("/chat")
@@ -162,7 +194,9 @@ class _Answer:
         return {**line, "response": said, **more}
 
     def _end(self, final: StreamEvent) -> dict[str, Any]:
+        more = {"canvasrt": {"warnings": self._ignored}} if self._ignored else {}
         return {
+            **more,
             "done": True,
             "done_reason": final.finish_reason,
             "total_duration": time.perf_counter_ns() - self._begin,
@@ -171,8 +205,8 @@ class _Answer:
         }
 
 
-def _chat(body: dict[str, Any]) -> ChatRequest:
-    _known(body, "messages", "tools")
+def _chat(body: dict[str, Any], ignored: list[str] | None) -> ChatRequest:
+    _known(body, ignored, "messages", "tools")
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise bad_request("messages must be a list of messages", "messages")
@@ -182,8 +216,8 @@ def _chat(body: dict[str, Any]) -> ChatRequest:
     return ChatRequest.model_validate(fields)
 
 
-def _generate(body: dict[str, Any]) -> ChatRequest | CompletionRequest:
-    _known(body, "prompt", "system", "images", "raw")
+def _generate(body: dict[str, Any], ignored: list[str] | None) -> ChatRequest | CompletionRequest:
+    _known(body, ignored, "prompt", "system", "images", "raw")
     prompt = body.get("prompt") or ""
     if body.get("raw"):
         return CompletionRequest.model_validate(_shared(body) | {"prompt": prompt})
@@ -244,11 +278,15 @@ def _call(call: Any, id: str) -> dict[str, Any]:
     }
 
 
-def _known(body: dict[str, Any], *names: str) -> None:
-    """Raise ApiError for a field that is not supported and would change the answer."""
+def _known(body: dict[str, Any], ignored: list[str] | None, *names: str) -> None:
+    """Raise ApiError for a field that is not supported and would change the answer, or note it in
+    `ignored`."""
     for name, value in body.items():
         if name not in (*_FIELDS, *names) and value not in (None, "", [], {}):
-            raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+            error = bad_request(f"{name} is not supported.", name, "unsupported_parameter")
+            if ignored is None:
+                raise error
+            note(ignored, error.message)
 
 
 def _body(data: bytes) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Shape:
     model: str
     fingerprint: str
     seed: int
+    ignored: list[str] | None = None
     with_usage: bool = False
     # Makes the reader of one answer to a chat.
     reader: Callable[[], AnswerReader] = AnswerReader
@@ -170,8 +171,13 @@ class Shape:
             "model": self.model,
             "system_fingerprint": self.fingerprint,
             # Our own addition: repeats the answer, even if the caller gave no seed.
-            "canvasrt": {"seed": self.seed},
+            "canvasrt": own_fields(self.seed, self.ignored),
         }
+
+
+def own_fields(seed: int, ignored: list[str] | None) -> dict[str, Any]:
+    """Return what replies add to OpenAI's: the seed, and warnings about what was left out."""
+    return {"seed": seed, **({"warnings": ignored} if ignored else {})}
 
 
 def _finish(reason: str, calls: int) -> str:

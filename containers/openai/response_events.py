@@ -10,6 +10,7 @@ from typing import Any
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.answer import Call, Piece
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.replies import own_fields
 from canvasrt.containers.openai.responses import ResponsesRequest
 
 Event = dict[str, Any]
@@ -85,7 +86,7 @@ class ResponseBuilder:
             "truncation": "disabled",
             "usage": _usage(final) if final else None,
             "user": asked.get("user"),
-            "canvasrt": {"seed": self._seed},
+            "canvasrt": own_fields(self._seed, self._request.ignored),
         }
 
     def _piece(self, piece: Piece) -> Iterator[Event]:

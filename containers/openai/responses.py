@@ -10,9 +10,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort
-from canvasrt.containers.openai.schema import ChatRequest, Note, Sampling, Whole
-from canvasrt.containers.openai.schema import _explained as explained
-from canvasrt.containers.openai.schema import _only as only
+from canvasrt.containers.openai.schema import (
+    ChatRequest,
+    Note,
+    Sampling,
+    Whole,
+    explained,
+    only,
+)
 
 # Names of a chat's parameters → those of a response's.
 _NAMES = {
@@ -45,10 +50,15 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+_Items = BeforeValidator(
+    _items, json_schema_input_type=str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+)
+
+
 class ResponsesRequest(Sampling):
     """The body of a response."""
 
-    input: Annotated[list[dict[str, Any]], Field(min_length=1), BeforeValidator(_items)]
+    input: Annotated[list[dict[str, Any]], Field(min_length=1), _Items]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
     tools: list[dict[str, Any]] | None = None
@@ -95,9 +105,11 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         body[name] = getattr(request, name)
     body["response_format"] = _format(request.text)
     try:
-        return ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
+        chat = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
     except ValidationError as error:
         raise renamed(explained(error)) from None
+    chat._ignored = request.ignored
+    return chat
 
 
 def renamed(error: ApiError) -> ApiError:

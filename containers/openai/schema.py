@@ -12,28 +12,30 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
 )
 from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
+from canvasrt.containers.tensors import MAX_BIASED
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
 MAX_STOP_LENGTH = 1000  # characters
 MAX_STOPS = 4  # as in OpenAI's API
+MAX_WARNINGS = 16  # about one request
+LEFT_OUT = ("extra_forbidden", "unsupported_parameter")
+_ROUNDS = 4  # some errors only show once others are gone
 # OpenAI has parameters of its own for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
-_SAMPLER = f"this model's sampler has {', '.join(each.name for each in OWN)}"
 # Why a parameter is refused, when its name does not say it.
 _REASONS = {
-    "top_p": _SAMPLER,
-    "top_k": _SAMPLER,
-    "min_p": _SAMPLER,
     "store": "nothing is stored here",
     "best_of": "all n answers are returned",
 }
@@ -44,7 +46,7 @@ def _fail(code: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
-def _only(*allowed: Any) -> Any:
+def only(*allowed: Any) -> Any:
     """Return the type of a parameter that may only have the value it has by default."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
@@ -60,7 +62,8 @@ def _only(*allowed: Any) -> Any:
         way_out = f"Leave it out{f', or send {neutral}' if neutral else ''}."
         raise _fail("unsupported_parameter", f"{problem}. {way_out}")
 
-    return Annotated[Any, AfterValidator(check)]
+    schema = {"enum": [None, *allowed], "description": "Only for clients that always send it."}
+    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
 
 
 def _one_or_more(value: Any) -> Any:
@@ -81,10 +84,13 @@ def _prompts(value: Any) -> Any:
     raise _fail("invalid_type", "prompt must be a string, a list of strings, or token ids")
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Strings = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-    BeforeValidator(_one_or_more),
+    list[_Stop],
+    BeforeValidator(_one_or_more, json_schema_input_type=_Stops),
 ]
+_Prompts = str | list[str] | list[int] | list[list[int]]
 Whole = Annotated[int, Field(ge=1, le=MAX_INT32)]
 # Describes the caller; cannot change an answer.
 Note = str | None
@@ -101,14 +107,21 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     drafts: bool = False  # our own addition: also send the canvas of every step
-    include_obfuscation: _only(False) = None  # type: ignore[valid-type]
+    include_obfuscation: only(False) = None  # type: ignore[valid-type]
 
 
 def _type(parameter: Parameter) -> Any:
     """Return a field's type. The model checks the limits of real numbers."""
-    if parameter.kind is not int:
-        return parameter.kind
-    return Annotated[int, Field(ge=parameter.least, le=parameter.most)]
+    about = f"{parameter.about[0].upper()}{parameter.about[1:]}."
+    if parameter.kind is int:
+        least, most = parameter.least, int(parameter.limit)
+        return Annotated[int, Field(ge=least, le=most, description=about)]
+    if parameter.kind is bool:
+        return Annotated[bool, Field(description=about)]
+    limits: dict[str, Any] = {"exclusiveMinimum" if parameter.above_least else "minimum": 0}
+    if parameter.most is not None:
+        limits["maximum"] = parameter.most
+    return Annotated[float, Field(description=about, json_schema_extra=limits)]
 
 
 if TYPE_CHECKING:
@@ -122,6 +135,9 @@ else:
 class Sampling(_Own):
     """The parameters that chats and completions share."""
 
+    # What was left out of a body that was read leniently; None for one that was not.
+    _ignored: list[str] | None = PrivateAttr(default=None)
+
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -129,21 +145,23 @@ class Sampling(_Own):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Whole | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASED)] | None = None
 
     user: Note = None
     safety_identifier: Note = None
     prompt_cache_key: Note = None
     metadata: dict[str, str] | None = None
 
-    top_p: _only(1) = None  # type: ignore[valid-type]
-    top_k: _only(-1, 0) = None  # type: ignore[valid-type]
-    min_p: _only(0) = None  # type: ignore[valid-type]
-    presence_penalty: _only(0) = None  # type: ignore[valid-type]
-    frequency_penalty: _only(0) = None  # type: ignore[valid-type]
-    repetition_penalty: _only(1) = None  # type: ignore[valid-type]
-    logit_bias: _only({}) = None  # type: ignore[valid-type]
-    service_tier: _only("auto", "default") = None  # type: ignore[valid-type]
+    presence_penalty: only(0) = None  # type: ignore[valid-type]
+    frequency_penalty: only(0) = None  # type: ignore[valid-type]
+    repetition_penalty: only(1) = None  # type: ignore[valid-type]
+    service_tier: only("auto", "default") = None  # type: ignore[valid-type]
     response_format: dict[str, Any] | None = None
+
+    @property
+    def ignored(self) -> list[str] | None:
+        """What was left out, where that is allowed; None where it is not."""
+        return self._ignored
 
     @property
     def wants_drafts(self) -> bool:
@@ -174,14 +192,14 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     image_tokens: Literal[BUDGETS] | None = None  # type: ignore[valid-type]
 
-    functions: _only([]) = None  # type: ignore[valid-type]
-    function_call: _only("none", "auto") = None  # type: ignore[valid-type]
-    modalities: _only(["text"]) = None  # type: ignore[valid-type]
-    audio: _only() = None  # type: ignore[valid-type]
-    prediction: _only() = None  # type: ignore[valid-type]
-    verbosity: _only("medium") = None  # type: ignore[valid-type]
-    web_search_options: _only() = None  # type: ignore[valid-type]
-    store: _only(False) = None  # type: ignore[valid-type]
+    functions: only([]) = None  # type: ignore[valid-type]
+    function_call: only("none", "auto") = None  # type: ignore[valid-type]
+    modalities: only(["text"]) = None  # type: ignore[valid-type]
+    audio: only() = None  # type: ignore[valid-type]
+    prediction: only() = None  # type: ignore[valid-type]
+    verbosity: only("medium") = None  # type: ignore[valid-type]
+    web_search_options: only() = None  # type: ignore[valid-type]
+    store: only(False) = None  # type: ignore[valid-type]
 
     @property
     def token_budget(self) -> tuple[str, int | None]:
@@ -193,21 +211,24 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """The body of a completion, which continues the prompt without a chat template."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_Prompts)]
 
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: _only(False) = None  # type: ignore[valid-type]
-    suffix: _only("") = None  # type: ignore[valid-type]
-    best_of: _only(1) = None  # type: ignore[valid-type]
+    echo: only(False) = None  # type: ignore[valid-type]
+    suffix: only("") = None  # type: ignore[valid-type]
+    best_of: only(1) = None  # type: ignore[valid-type]
 
 
 Body = TypeVar("Body", bound=Sampling)
 Kind = TypeVar("Kind", bound=Strict)
 
 
-def read_body(kind: type[Body], body: bytes) -> Body:
-    """Return a request's body. ApiError names the parameter that is wrong."""
-    request = parse_body(kind, body)
+def read_body(kind: type[Body], body: bytes, lenient: bool = False) -> Body:
+    """Return a request's body. ApiError names the parameter that is wrong.
+
+    With `lenient`, parameters that are unknown or not supported are left out.
+    """
+    request = parse_leniently(kind, body) if lenient else parse_body(kind, body)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream set to true.", "stream_options")
     _check_budgets(request)
@@ -221,7 +242,46 @@ def parse_body(kind: type[Kind], body: bytes) -> Kind:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _explained(error) from None
+        raise explained(error) from None
+
+
+def parse_leniently(kind: type[Body], body: bytes) -> Body:
+    """Return a body without the parameters that are not supported, which it notes. ApiError names
+    one that is wrong."""
+    ignored: list[str] = []
+    for _ in range(_ROUNDS):
+        try:
+            request = kind.model_validate_json(body)
+        except ValidationError as error:
+            if (reply := explained(error)).code == "invalid_json":
+                raise reply from None
+            data = json.loads(body)
+            for each in error.errors(include_url=False, include_context=False):
+                if each["type"] not in LEFT_OUT or not _remove(data, each["loc"]):
+                    raise _explain(each) from None
+                note(ignored, _explain(each).message)
+            body = json.dumps(data).encode()
+            continue
+        request._ignored = ignored
+        return request
+    raise bad_request("The body of the request has too many unsupported parameters.")
+
+
+def note(ignored: list[str], message: str) -> None:
+    """Add a warning, unless it is there or there are many."""
+    if len(ignored) < MAX_WARNINGS and message not in ignored:
+        ignored.append(message)
+
+
+def _remove(data: Any, loc: tuple[int | str, ...]) -> bool:
+    """Remove a member from a JSON value. Return whether it was there."""
+    *path, name = loc
+    for part in path:
+        try:
+            data = data[part]
+        except (LookupError, TypeError):
+            return False
+    return isinstance(data, dict) and data.pop(name, data) is not data
 
 
 def _check_budgets(request: Sampling) -> None:
@@ -234,10 +294,14 @@ def _check_budgets(request: Sampling) -> None:
         )
 
 
-def _explained(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    kind, message = first["type"], first["msg"]
-    param = _path(first["loc"]) or None
+def explained(error: ValidationError) -> ApiError:
+    """Return the reply to a body that is wrong."""
+    return _explain(error.errors(include_url=False, include_context=False)[0])
+
+
+def _explain(found: Any) -> ApiError:
+    kind, message = found["type"], found["msg"]
+    param = _path(found["loc"]) or None
     if kind == "json_invalid":
         why = message.removeprefix("Invalid JSON: ")
         return bad_request(f"The body of the request is not JSON: {why}.", None, "invalid_json")

@@ -29,15 +29,18 @@ from canvasrt.containers.tensors import (
     IMAGES,
     OWNER,
     STREAM_MODEL,
+    TOKENIZE,
     check_parameters,
     check_shapes,
     outputs_of,
+    read_inputs,
 )
 from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import ServedRequest, read_request
+from canvasrt.containers.triton.tokens import tokenized
 from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Busy, Late, Overloaded, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
@@ -152,6 +155,10 @@ class StreamModel:
     ) -> None:
         if sink.cancelled():
             raise CanvasError("the request was cancelled")
+        if TOKENIZE.name in arrays:
+            vocab_size = self._model.config.vocab_size
+            sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size))
+            return
         owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
         served = read_request(
             arrays, self._model, self._encoder, self._options, owner, max(1, answers)
@@ -209,6 +216,12 @@ class _Sink:
             self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
         if self._ended and not replies:
             self._sender.send(flags=FINAL)
+
+    def answer(self, reply: dict[str, np.ndarray]) -> None:
+        """Send the one reply to a request that no pass is needed for."""
+        self._end()
+        tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
+        self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
 
     def fail(self, error: Exception) -> None:
         if self._ended:

@@ -50,7 +50,7 @@ class _Replies:
         self.ended = isinstance(event, Finished)
         if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
             return []
-        return [_final(event.result, self._shown(event.result))]
+        return [text_reply(event.result, self._shown(event.result))]
 
     def _shown(self, result: Result) -> Mapping[str, Any]:
         raise NotImplementedError
@@ -79,13 +79,13 @@ class InfillReplies(_Replies):
         return filled(result, self._tokenizer)
 
 
-def _final(result: Result, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def text_reply(result: Result, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the one reply to a request whose text is JSON."""
     text = json.dumps(shown, ensure_ascii=False)
     return {
         "event": np.array([b"final"], object),
         "block": np.zeros(1, np.int32),
-        "step": np.array(result.steps[-1:], np.int32),
+        "step": np.array(result.steps[-1:] or [0], np.int32),
         "text": np.array([text.encode()], object),
         "token_ids": np.array(result.token_ids, np.int32),
         "prompt_token_ids": np.array(result.prompt_token_ids, np.int32),

@@ -19,6 +19,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 # Bytes of text that are encoded at once; longer ones wait for each other.
 SHORT = 1 << 16
 _TEXTS = ("prompt", "messages", "template", "prefix", "questions", "grammar", "infill")
+_MOST_COUNTED = 1 << 22  # characters whose tokens are only counted
 _KEPT = 32  # prompts
 _KEPT_TOKENS = 1 << 22
 
@@ -75,6 +76,37 @@ class PromptEncoder:
         for part in parts:
             digest.update(f"{len(part)} ".encode() + part.encode())
         return self._once(digest.digest(), lambda: self._encode(values, chosen))
+
+    def tokens(
+        self, values: Mapping[str, Any], add_special_tokens: bool, add_generation_prompt: bool
+    ) -> list[int]:
+        """Return a prompt's tokens, for a request that wants no more. CanvasError names what is
+        wrong."""
+        chosen = chosen_prompt(values)
+        tokenizer = self._tokenizer
+        if chosen == "prompt_ids":
+            return [int(token) for token in values["prompt_ids"]]
+        if tokenizer is None:
+            raise CanvasError(f"the model has no tokenizer to encode {chosen}", "send prompt_ids")
+        if chosen == "prompt" and values.get("raw"):
+            # It may be longer than the context: perhaps that is the question.
+            if len(values["prompt"]) > _MOST_COUNTED:
+                raise CanvasError(
+                    f"prompt has {len(values['prompt'])} characters",
+                    f"send at most {_MOST_COUNTED}",
+                )
+            with self._long:
+                return tokenizer.encode(values["prompt"], add_special_tokens)
+        self._check_length(chosen, values[chosen])
+        if add_generation_prompt:
+            return [int(token) for token in self.encode(values).ids]
+        if chosen == "prompt":
+            messages: list[Any] = [{"role": "user", "content": values["prompt"]}]
+        else:
+            messages = read_messages(values["messages"])
+        variables = read_template(values.get("template", "{}"))
+        with self._long:
+            return tokenizer.closed_chat(messages, variables)
 
     def _check_length(self, chosen: str, text: str) -> None:
         """Raise CanvasError for a text that cannot fit the context, however its tokens fall."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canvasrt.containers.options import ModelOptions
-from canvasrt.containers.tensors import OPTIONS, check_stops, read_inputs
+from canvasrt.containers.tensors import OPTIONS, check_stops, read_bias, read_inputs
 from canvasrt.containers.triton.decisions import read_decisions
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.prompts import PromptEncoder
@@ -51,6 +51,8 @@ def read_request(
     values = read_inputs(arrays)
     # Options before the prompt: checking them is cheap, encoding a long prompt is not.
     given = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
+    if "logit_bias" in values:
+        given["logit_bias"] = read_bias(values["logit_bias"])
     params = SamplingParams.from_defaults(model.sampler, model.config, **given)
     params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
     if "questions" in values:

@@ -14,9 +14,10 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import State
 from canvasrt.runtime.answers.prompted import Prompted
-from canvasrt.runtime.answers.sampler import accept
 from canvasrt.runtime.answers.search import near, search
+from canvasrt.runtime.candidates import biased
 from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.host_sampler import accept
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
@@ -155,7 +156,8 @@ class ActiveConstrained(Prompted):
         """Run the sampler over what the grammar allows. None if no answer ends within the budget."""
         head, config = self._model.host_head, self._model.config
         length, pad, end = len(hidden), config.pad_token_id, self._request.end
-        logits = head.logits(hidden) / self._params.temperature_at(self._step)
+        logits = biased(head.logits(hidden), self._params)
+        logits /= self._params.temperature_at(self._step)
         logs = log_softmax(logits)
         room = self._room
         found = search(self._state, logs, min(length, room), room, self._near, end, pad)

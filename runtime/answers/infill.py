@@ -15,8 +15,8 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.prompted import Prompted
-from canvasrt.runtime.answers.sampler import told_step
 from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.host_sampler import told_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
@@ -167,8 +167,8 @@ class ActiveInfill(Prompted):
             self._model.host_head,
             output.hidden,
             self._allowed(),
-            params.temperature_at(self._step),
-            params.entropy_bound,
+            params,
+            self._step,
             uniforms,
             noise,
         )

@@ -12,9 +12,9 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.prompted import Prompted
-from canvasrt.runtime.answers.sampler import told_step
 from canvasrt.runtime.answers.template import Fork, Template
 from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.host_sampler import told_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden, hidden_input
@@ -178,8 +178,8 @@ class ActiveRead(Prompted):
             self._model.host_head,
             hidden,
             self._allowed(),
-            params.temperature_at(self._step),
-            params.entropy_bound,
+            params,
+            self._step,
             uniforms,
             noise,
         ).next_hidden

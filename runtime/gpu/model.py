@@ -156,17 +156,22 @@ class DeviceModel(Model):
 
     def park(self, row: DeviceRow, hidden: Hidden) -> tuple[Hidden, bool]:
         if isinstance(hidden, Resident):
-            shape = (self.canvas_length, self.config.hidden_size)
-            kept = np.empty(shape, self.workspace.hidden_dtype)
-            assert row.slot is not None
-            self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
-            self.device.synchronize()
-            hidden = kept
+            hidden = self._fetch(row, hidden)
         crowded = set(row.crowded)
         self.release(row)
         # The same block goes on later, in the same shapes.
         row.crowded |= crowded
         return hidden, True
+
+    def _fetch(self, row: DeviceRow, hidden: Hidden) -> np.ndarray:
+        if not isinstance(hidden, Resident):
+            return np.asarray(hidden)
+        shape = (self.canvas_length, self.config.hidden_size)
+        kept = np.empty(shape, self.workspace.hidden_dtype)
+        assert row.slot is not None
+        self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
+        self.device.synchronize()
+        return kept
 
     def check_device(self) -> None:
         self.device.synchronize()

@@ -18,6 +18,13 @@ from transformers import (
     DiffusionGemmaTextConfig,
     Gemma4VisionConfig,
 )
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
     EntropyBoundSampler,
@@ -57,6 +64,31 @@ def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
         column = int(exceeding[0]) if len(exceeding) else int(torch.nonzero(cells[i, row])[-1])
         tokens[i] = row * (size // rows) + column
     return tokens
+
+
+class BiasProcessor(LogitsProcessor):
+    """Adds to the logits of some tokens."""
+
+    def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
+        self.bias = bias
+
+    def __call__(self, input_ids: object, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token, value in self.bias:
+            scores[..., token] += value
+        return scores
+
+
+def warpers_of(params: SamplingParams) -> LogitsProcessorList:
+    """Return transformers' own warpers for the candidates of a draw, in its order."""
+    warpers: list[LogitsProcessor] = []
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(float(params.top_p)))
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return LogitsProcessorList(warpers)
 
 
 @dataclass
@@ -106,8 +138,14 @@ class Reference:
             pad_token_id=PAD,
         )
         seeds = [each.seed for each in params]
-        with self._patched(seeds, first.early_stop) as trace:
-            output = self.model.generate(torch.tensor(prompts), generation_config=config, **inputs)
+        bias = [BiasProcessor(first.logit_bias)] if first.logit_bias else []
+        with self._patched(seeds, first.early_stop, warpers_of(first)) as trace:
+            output = self.model.generate(
+                torch.tensor(prompts),
+                generation_config=config,
+                logits_processor=LogitsProcessorList(bias),
+                **inputs,
+            )
         new = output.sequences[:, len(prompts[0]) :].tolist()
         tokens = []
         for row, ids in enumerate(new):
@@ -125,7 +163,9 @@ class Reference:
         return ids[: params.max_new_tokens], len(ids) // self.canvas
 
     @contextmanager
-    def _patched(self, seeds: list[int], early_stop: bool) -> Iterator[Trace]:
+    def _patched(
+        self, seeds: list[int], early_stop: bool, warpers: LogitsProcessorList
+    ) -> Iterator[Trace]:
         trace = Trace([[] for _ in seeds], [[] for _ in seeds])
         at = {"block": -1, "step": 0}
         kind = type(self.model)
@@ -142,6 +182,8 @@ class Reference:
         def multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
             at["step"] += 1
             uniforms = torch.from_numpy(noise(seeds, at["block"], at["step"])[0]).reshape(-1)
+            if warpers:
+                probabilities = warpers(None, probabilities.log()).softmax(-1)
             return inverse_cdf(probabilities, uniforms)[:, None]
 
         def uniform_canvas(self: Any, batch_size: int, device: torch.device) -> torch.Tensor:

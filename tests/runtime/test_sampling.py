@@ -101,8 +101,8 @@ def test_what_is_out_of_range_is_named_with_a_hint(change: dict, named: str) -> 
 
 
 def test_unknown_parameters_are_named() -> None:
-    with pytest.raises(CanvasError, match="'top_p'"):
-        SamplingParams.from_defaults(SamplerDefaults(), CONFIG, top_p=0.9)
+    with pytest.raises(CanvasError, match="'top_q'"):
+        SamplingParams.from_defaults(SamplerDefaults(), CONFIG, top_q=0.9)
 
 
 def test_the_limits_are_allowed() -> None:

@@ -221,10 +221,37 @@ def test_temperature_scales_the_checkpoint_s_schedule(openai: OpenAI, grpc: Clie
     assert grpc.infer({**asked, "temperature": 0.5}) == halved
 
 
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({"top_p": 0.4}, {"top_p": 0.4}),
+        ({"top_k": 2, "min_p": 0.1}, {"top_k": 2, "min_p": 0.1}),
+        ({"logit_bias": {"70": 3, "31": -100}}, {"logit_bias": ((31, -100.0), (70, 3.0))}),
+    ],
+    ids=str,
+)
+def test_the_draw_and_the_logits_are_the_caller_s(
+    openai: OpenAI, grpc: Client, local: Local, fields: dict[str, Any], params: dict[str, Any]
+):
+    more = {
+        "entropy_bound": 20.0,
+        "max_denoising_steps": 6,
+    }  # accepts what is unsure, so that the draw shows
+    expected = local("12+34=", max_new_tokens=40, seed=7, **more, **params)
+    answer = chat(openai, extra_body={**fields, **more})
+    tensors = {name: json.dumps(v) if isinstance(v, dict) else v for name, v in fields.items()}
+    same = grpc.infer({"prompt": "12+34=", **SAME, **more, **tensors})
+    assert same.token_ids == expected.token_ids
+    assert answer.choices[0].message.content == same.text
+    free = local("12+34=", max_new_tokens=40, seed=7, **more)
+    assert free.token_ids != expected.token_ids
+
+
 def test_what_means_no_change_is_taken(openai: OpenAI):
     neutral: dict[str, Any] = {
         "temperature": 1.0,
         "top_p": 1,
+        "extra_body": {"top_k": -1, "min_p": 0.0, "max_denoising_steps": 6},
         "n": 1,
         "presence_penalty": 0,
         "frequency_penalty": 0.0,

@@ -29,19 +29,18 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
 # Fields of a chat → (the parameter that is named, the code, what the message says).
 CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
-    (
-        {"top_k": 5},
-        "top_k",
-        UNSUPPORTED,
-        "sampler has max_denoising_steps, entropy_bound, temperature",
-    ),
     ({"temperature": True}, "temperature", "invalid_type", "temperature"),
     ({"temperature": -1}, "temperature", "invalid_value", "temperature is -1"),
-    ({"top_p": True}, "top_p", UNSUPPORTED, "or send 1"),
-    ({"top_p": 0.9}, "top_p", UNSUPPORTED, "top_p is not supported"),
+    ({"top_p": True}, "top_p", "invalid_type", "valid number"),
+    ({"top_p": 1.5}, "top_p", "invalid_value", "from 0 to 1"),
+    ({"min_p": -0.5}, "min_p", "invalid_value", "from 0 to 1"),
+    ({"top_k": -2}, "top_k", "invalid_value", "greater than or equal to -1"),
     ({"presence_penalty": 0.5}, "presence_penalty", UNSUPPORTED, "or send 0"),
     ({"frequency_penalty": -1}, "frequency_penalty", UNSUPPORTED, "or send 0"),
-    ({"logit_bias": {"3": 1}}, "logit_bias", UNSUPPORTED, "send {}"),
+    ({"logit_bias": {"3": "x"}}, "logit_bias.3", "invalid_type", "valid number"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value", "not a token id"),
+    ({"logit_bias": {"3": 101}}, "logit_bias", "invalid_value", "from -100 to 100"),
+    ({"logit_bias": {"112": 1}}, "logit_bias", "invalid_value", "from 0 to 111"),
     ({"logprobs": 2}, "logprobs", "invalid_type", "valid boolean"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value", "set logprobs to true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "equal to 20"),

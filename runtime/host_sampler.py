@@ -1,13 +1,19 @@
-"""The denoising step on the host, for a canvas that was told which tokens may stand where."""
+"""The sampler on the host: whole steps, and draws from fewer candidates than the head's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from canvasrt.runtime.candidates import biased, draw
 from canvasrt.runtime.host_head import HostHead
+from canvasrt.runtime.passes import DenoiseOutput
+from canvasrt.runtime.sampling import SamplingParams
+
+# Entropies of low precision are off by less.
+_MARGIN = 1e-3
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,13 @@ def told_step(
     head: HostHead,
     hidden: np.ndarray,
     allowed: Mapping[int, np.ndarray],
-    temperature: np.float32,
-    entropy_bound: float,
+    params: SamplingParams,
+    step: int,
     uniforms: np.ndarray,
     noise: np.ndarray,
 ) -> Step:
-    """Run one step of the sampler, as the exported head does, over the tokens that are allowed.
+    """Run denoising step `step` of the sampler, as the exported head does, over the tokens that are
+    allowed.
 
     Args:
         hidden: the last layer's output, float32 `[canvas, hidden_size]`.
@@ -40,14 +47,14 @@ def told_step(
         noise: int64 `[canvas]`, the fresh token of each position that is not accepted. A pinned
             position keeps its token.
     """
-    length, size = hidden.shape
+    (length, size), temperature = hidden.shape, params.temperature_at(step)
     argmax, drawn = np.empty(length, np.int64), np.empty(length, np.int64)
     entropy, soft = np.zeros(length, np.float32), np.empty((length, size), np.float32)
     noise = noise.copy()
     free = np.array([i for i in range(length) if i not in allowed], np.int64)
     if free.size:
-        logits = head.logits(hidden[free]) / temperature
-        best, chosen, spread, mass = _draw(logits, uniforms[free])
+        logits = biased(head.logits(hidden[free]), params) / temperature
+        best, chosen, spread, mass = _draw(logits, uniforms[free], params)
         argmax[free], drawn[free], entropy[free] = best, chosen, spread
         soft[free] = head.mean_embedding(mass)
     pins = np.array([i for i, tokens in allowed.items() if len(tokens) == 1], np.int64)
@@ -58,11 +65,11 @@ def told_step(
     for position, tokens in allowed.items():
         if len(tokens) > 1:
             here = slice(position, position + 1)
-            logits = head.logits(hidden[here], tokens) / temperature
-            best, chosen, spread, mass = _draw(logits, uniforms[here])
+            logits = biased(head.logits(hidden[here], tokens), params, tokens) / temperature
+            best, chosen, spread, mass = _draw(logits, uniforms[here], params)
             argmax[here], drawn[here], entropy[here] = tokens[best], tokens[chosen], spread
             soft[here] = head.mean_embedding(mass, tokens)
-    accepted = accept(entropy, entropy_bound)
+    accepted = accept(entropy, params.entropy_bound)
     canvas = np.where(accepted, drawn, noise)
     return Step(canvas, argmax, entropy, accepted, head.next_hidden(canvas, soft))
 
@@ -78,13 +85,44 @@ def accept(entropy: np.ndarray, bound: float) -> np.ndarray:
 
 
 def _draw(
-    logits: np.ndarray, uniforms: np.ndarray
+    logits: np.ndarray, uniforms: np.ndarray, params: SamplingParams
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return argmax, draw by inverse CDF, entropy (each `[n]`) and probabilities `[n, k]`."""
+    """Return argmax, draw, entropy (each `[n]`) and probabilities `[n, k]`."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     mass = np.exp(shifted)
     total = mass.sum(axis=-1, keepdims=True)
     entropy = (np.log(total) - (mass * shifted).sum(axis=-1, keepdims=True) / total)[:, 0]
-    sums = np.cumsum(mass, axis=-1, dtype=np.float64)
-    target = np.minimum(uniforms[:, None] * sums[:, -1:], sums[:, -1:] * (1 - 2**-23))
-    return logits.argmax(axis=-1), (sums <= target).sum(axis=-1), entropy, mass / total
+    return logits.argmax(axis=-1), draw(logits, uniforms, params), entropy, mass / total
+
+
+def redrawn(
+    head: HostHead,
+    output: DenoiseOutput,
+    params: SamplingParams,
+    temperature: np.float32,
+    uniforms: np.ndarray,
+) -> tuple[DenoiseOutput, np.ndarray, np.ndarray]:
+    """Return a step's output with its accepted tokens drawn from the candidates, the places `[n]`
+    whose tokens this changes, and their next hidden states `[n, hidden_size]`.
+
+    Acceptance and self-conditioning are those of the whole distribution. The host only scores
+    places where the candidates may matter: a token of entropy H has a share of at least e⁻ᴴ, so a
+    uniform between 1 − e⁻ᴴ and e⁻ᴴ draws it from any candidates.
+    """
+    assert output.hidden is not None
+    rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
+    open_ones = (uniforms <= rest) | (uniforms >= 1 - rest) | (output.canvas != output.argmax)
+    places = np.flatnonzero(output.accepted & open_ones)
+    if not places.size:  # most steps: scoring reads the whole vocabulary's table
+        return output, places, np.empty((0, 0), np.float32)
+    logits = head.logits(output.hidden[places]) / temperature
+    tokens = draw(logits, uniforms[places], params)
+    changed = tokens != output.canvas[places]
+    if not changed.any():
+        return output, places[:0], np.empty((0, 0), np.float32)
+    places, tokens, logits = places[changed], tokens[changed], logits[changed]
+    mass = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    soft = head.mean_embedding(mass / mass.sum(axis=-1, keepdims=True))
+    canvas = output.canvas.copy()
+    canvas[places] = tokens
+    return replace(output, canvas=canvas), places, head.next_hidden(tokens, soft)

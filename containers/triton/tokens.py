@@ -1,0 +1,55 @@
+"""Prompts that are only encoded or decoded, without an answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from canvasrt.containers.triton.decisions import text_reply
+from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.request import Result, Timings
+
+_OPTIONS = ("add_special_tokens", "add_generation_prompt", "spell")
+
+
+def tokenized(
+    values: Mapping[str, Any], encoder: PromptEncoder, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """Return the one reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
+
+    The text is what the tokens stand for, special tokens included; `spell` adds each one's own.
+    CanvasError names what is wrong.
+    """
+    options = _options(values["tokenize"])
+    ids = encoder.tokens(values, **{name: options[name] for name in _OPTIONS[:2]})
+    foreign = [token for token in ids if not 0 <= token < vocab_size]
+    if foreign:
+        raise CanvasError(
+            f"prompt token {foreign[0]} is not in the vocabulary",
+            f"this model's token ids run from 0 to {vocab_size - 1}",
+        )
+    tokenizer = encoder.tokenizer
+    shown: dict[str, Any] = {"text": tokenizer.decode(ids, False) if tokenizer else ""}
+    if options["spell"]:
+        shown["tokens"] = tokenizer.spell(ids) if tokenizer else []
+    return text_reply(Result([], ids, "stop", 0, [], Timings(None, 0.0)), shown)
+
+
+def _options(text: str) -> dict[str, bool]:
+    example = 'send {}, or {"add_special_tokens": false}'
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise CanvasError(f"tokenize is not JSON: {error}", example) from None
+    if not isinstance(given, dict):
+        raise CanvasError("tokenize is not an object", example)
+    for name, value in given.items():
+        if name not in _OPTIONS:
+            raise CanvasError(f"tokenize.{name} is unknown", f"give {', '.join(_OPTIONS)}")
+        if not isinstance(value, bool):
+            raise CanvasError(f"tokenize.{name} is {value!r}", "give true or false")
+    return {"add_special_tokens": True, "add_generation_prompt": True, "spell": False, **given}

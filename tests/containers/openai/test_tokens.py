@@ -1,0 +1,96 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes, and the same over Triton."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from canvasrt.containers.client.triton import Client
+from canvasrt.containers.serve.frontend import FrontEnd
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.serving import needs_triton
+
+pytestmark = needs_triton
+CHAT = [{"role": "user", "content": "reverse planet"}, {"role": "assistant", "content": "tenalp"}]
+
+
+def post(front: FrontEnd, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(f"http://127.0.0.1:{front.port}{path}", json=body, timeout=60)
+
+
+def test_a_prompt(front: FrontEnd, tokenizer: Tokenizer) -> None:
+    reply = post(front, "/tokenize", model="canvasrt", prompt="12+34=").json()
+    ids = tokenizer.encode("12+34=")
+    assert reply == {
+        "count": len(ids),
+        "max_model_len": None,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    bare = post(
+        front, "/tokenize", prompt="12+34=", add_special_tokens=False, return_token_strs=True
+    ).json()
+    assert bare["tokens"] == tokenizer.encode("12+34=", False)
+    assert bare["token_strs"] == list("12+34=")
+
+
+def test_messages(front: FrontEnd, tokenizer: Tokenizer) -> None:
+    reply = post(front, "/tokenize", messages=CHAT[:1]).json()
+    assert reply["tokens"] == tokenizer.encode_chat(CHAT[:1])
+    closed = post(front, "/tokenize", messages=CHAT, add_generation_prompt=False).json()
+    text = tokenizer.render_chat(CHAT, add_generation_prompt=False)
+    assert closed["tokens"] == tokenizer.encode(text, False)
+    assert closed["count"] < post(front, "/tokenize", messages=CHAT).json()["count"]
+
+
+def test_back_to_text(front: FrontEnd, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode_chat(CHAT[:1])
+    assert post(front, "/detokenize", tokens=ids).json() == {"prompt": tokenizer.decode(ids, False)}
+    assert post(front, "/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_a_prompt_beyond_the_context_is_counted(front: FrontEnd) -> None:
+    assert post(front, "/tokenize", prompt="1" * 9000).json()["count"] >= 9000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"messages": CHAT, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"prompt": "1" * (2**22 + 1)}, "prompt"),
+        ("/detokenize", {"tokens": [112]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {}, "tokens"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_what_is_wrong_is_named(front: FrontEnd, path: str, body: dict, param: str) -> None:
+    reply = post(front, path, **body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_an_unknown_model(front: FrontEnd) -> None:
+    assert post(front, "/tokenize", model="other", prompt="a").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["http", "grpc"])
+def test_over_triton(name: str, request: pytest.FixtureRequest, tokenizer: Tokenizer) -> None:
+    client: Client = request.getfixturevalue(name)
+    ids = tokenizer.encode_chat(CHAT[:1])
+    answer = client.infer({"messages": json.dumps(CHAT[:1]), "tokenize": '{"spell": true}'})
+    assert answer.prompt_token_ids == ids
+    assert answer.token_ids == []
+    found = json.loads(answer.text)
+    assert found["text"] == tokenizer.decode(ids, False)
+    assert "".join(found["tokens"][-20:]).endswith(found["text"][-5:])
+    back = client.infer({"prompt_ids": ids, "tokenize": "{}"})
+    assert json.loads(back.text)["text"] == found["text"]
