@@ -49,10 +49,13 @@ class BodyLayer(nn.Module):
         valid: Tensor,
         slots: Slots,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Map `x` `[B, L, D]` to the same shape, this call's key and value, and the largest expert load."""
+        """Map `x` `[1, B·L, D]` to the same shape, this call's key and value, and the largest expert load.
+
+        All rows are one but in attention: TensorRT-RTX takes fewer kernels to quantize tokens that have one axis.
+        """
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
         x = x + self.post_attention_norm(attended)
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.squeeze(0)
         index, weights = self.router(flat)
         mixed, load = self.experts(
             self.pre_experts_norm(flat), index, weights, valid.reshape(-1), slots
@@ -60,7 +63,8 @@ class BodyLayer(nn.Module):
         dense = self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
         x = x + self.post_norm(dense + self.post_experts_norm(mixed.view_as(x)))
         scalar = torch.where(causal, self.encoder_scalar, self.decoder_scalar)
-        return x * scalar[:, None, None].to(x.dtype), key, value, load
+        scalar = scalar.to(x.dtype)[:, None].expand_as(valid).reshape(1, -1, 1)
+        return x * scalar, key, value, load
 
 
 class BodySegment(nn.Module):
@@ -109,6 +113,8 @@ class BodySegment(nn.Module):
             masks[kind] = attention_mask(positions, groups, causal, known, window, hidden.dtype)
             turns[kind] = rotation(positions, self.get_buffer(f"{kind}_frequencies"))
         valid = positions >= 0
+        shape = hidden.shape
+        hidden = hidden.reshape(1, shape[0] * shape[1], shape[2])
         filled = Slots(gate_queues, gate_slots, slots)
         loads, new = [], []
         for kind, layer, cached in zip(self.kinds, self.layers, past, strict=True):
@@ -118,4 +124,4 @@ class BodySegment(nn.Module):
             )
             loads.append(load)
             new.append((key, value))
-        return hidden, torch.stack(loads), new
+        return hidden.view(shape), torch.stack(loads), new

@@ -149,8 +149,8 @@ class Attention(nn.Module):
         # A full layer has no value projection: its values are its keys before norm and RoPE.
         self.shares_kv = layer.kind == "full"
         kv_projections = 1 if self.shares_kv else 2
-        rows = (self.heads + kv_projections * layer.num_kv_heads) * layer.head_dim
-        self.qkv = Linear(config.hidden_size, rows)
+        self.projected = self.heads + kv_projections * layer.num_kv_heads
+        self.qkv = Linear(config.hidden_size, self.projected * layer.head_dim)
         self.o = Linear(self.heads * layer.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(layer.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(layer.head_dim, config.rms_norm_eps)
@@ -163,12 +163,13 @@ class Attention(nn.Module):
         past_key: Tensor,
         past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map `x` `[B, L, D]` to attended `[B, L, D]` and this call's key and value `[B, kv_heads,
+        """Map `x` `[1, B·L, D]` to attended `[1, B·L, D]` and this call's key and value `[B, kv_heads,
         L, head_dim]`."""
-        batch, length, _ = x.shape
+        batch, _, length, _ = mask.shape
         kv_heads, size = self.layer.num_kv_heads, self.layer.head_dim
         # One norm for queries, keys and values: it normalises each head, and only its weights differ.
-        states = rms_norm(self.qkv(x).view(batch, length, -1, size), self.eps).transpose(1, 2)
+        states = self.qkv(x).view(batch, length, self.projected, size)
+        states = rms_norm(states, self.eps).transpose(1, 2)
         keys = states[:, self.heads : self.heads + kv_heads]
         query = rotate(states[:, : self.heads] * self.q_norm.weight, *turn)
         key = rotate(keys * self.k_norm.weight, *turn)
@@ -180,7 +181,8 @@ class Attention(nn.Module):
             past = past_key.shape[2]
             masks = mask[..., :past].to(torch.float32), mask[..., past:].to(torch.float32)
             out = folded_attention(query, (past_key, key), (past_value, value), masks)
-        return self.o(out.transpose(1, 2).reshape(batch, length, -1)), key, value
+        out = out.transpose(1, 2).reshape(1, batch * length, self.heads * size)
+        return self.o(out), key, value
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

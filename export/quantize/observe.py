@@ -77,7 +77,7 @@ class _Observer:
             return self._amax(rows, self._wide(self._tokens, 1, 2))
         if name.removesuffix(".weight").endswith(ROUTER):
             return self._amax(x, self._wide(self._tokens, 1))
-        return self._amax(x, self._wide(self._rows, 2))
+        return self._amax(x, self._wide(self._tokens, 1))
 
     def cached(self, name: str) -> ir.Value:
         """Return the largest magnitude `[1]` of an output `[B, heads, L, head_dim]` at clean tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,19 +42,27 @@ class OrtBackend:
             raise CanvasError(f"threads is {threads}", "give at least 1")
         count = threads or available_cores()
         small = work is not None and work < SMALL_PASS
+        self._one_arena = not small
         self.threads = 1 if small else count
         self.max_workers = count if small else 1
 
     def open(self, name: str, file: Path) -> OrtSegment:
-        return self._session(name, str(file), file, _options(self.threads))
+        return self._session(name, str(file), file, self._options())
 
     def open_bytes(self, name: str, graph: bytes, folder: Path) -> OrtSegment:
         """Load a graph from memory. Its external data is in `folder`."""
-        options = _options(self.threads)
+        options = self._options()
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(folder)
         )
         return self._session(name, graph, folder, options)
+
+    def _options(self) -> ort.SessionOptions:
+        options = _options(self.threads)
+        if self._one_arena:
+            _make_arena()
+            options.add_session_config_entry("session.use_env_allocators", "1")
+        return options
 
     def _session(
         self, name: str, graph: str | bytes, file: Path, options: ort.SessionOptions
@@ -80,6 +89,18 @@ class OrtSegment:
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
         names = list(self.outputs if wanted is None else wanted)
         return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+
+
+@cache
+def _make_arena() -> None:
+    """Make the memory that all sessions share. Segments run one after another; with an arena each, every one of them
+    would keep what it needed at its peak."""
+    info = ort.OrtMemoryInfo(
+        "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
+    )
+    # Otherwise the arena doubles what it reserves.
+    exact = ort.OrtArenaCfg({"arena_extend_strategy": 1})
+    ort.create_and_register_allocator(info, exact)
 
 
 def _options(threads: int) -> ort.SessionOptions:
