@@ -16,7 +16,7 @@ STAGES = ("export", "build", "runtime", "containers")
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
 FLOORS = (
-    "errors progress defaults hashes formats",
+    "errors progress defaults hashes formats option",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages shapes",
     "cache graphs kernels",
