@@ -51,6 +51,7 @@ CONTAINERS = (
 # Programs whose output is their purpose.
 PROGRAMS = (
     "canvasrt.build.compile",
+    "canvasrt.containers.serve.build_engines",
     "canvasrt.containers.serve.probe",
     "canvasrt.demo.evaluate",
     "canvasrt.demo.train",

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.openai.state import Phase
 from canvasrt.containers.processes import child_environment, die_with_parent
+from canvasrt.containers.serve.build_engines import Job, report_in
 from canvasrt.containers.serve.profiles import ServingProfile
 from canvasrt.errors import CanvasError
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 Notify = Callable[[Phase, str], None]
 _LOOK_EVERY = 0.2
-_LAST_LINES = 20
 _SPARE = 2  # free space, by the size of damaged engines, that lets them be kept
 
 
@@ -135,25 +134,29 @@ def _build(
     stop: threading.Event,
     watch: Callable[[], None],
 ) -> None:
-    """Run `canvasrt build` as a child process, which returns its memory and can be ended."""
+    """Build in a child process, which returns its memory and can be ended."""
     notify("building", "")
-    command = [sys.executable, "-m", "canvasrt", "build", str(profile.path)]
-    command += ["--target", profile.target.name, "-o", str(out)]
-    command += ["--max-context", str(profile.max_context), "--max-batch", str(profile.max_batch)]
+    job = Job(
+        source=str(profile.path),
+        target=profile.target.name,
+        out=str(out),
+        max_context=profile.max_context,
+        max_batch=profile.max_batch,
+    )
     cache = out.parents[2]
     process = subprocess.Popen(
-        command,
+        job.command(),
         env={**child_environment(), "CANVASRT_CACHE": str(cache)},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
         preexec_fn=die_with_parent(),
     )
-    lines: list[str] = []
-    reader = threading.Thread(target=_report, args=(process, lines, notify), daemon=True)
+    failure: dict[str, str] = {}
+    reader = threading.Thread(target=_report, args=(process, failure, notify), daemon=True)
     reader.start()
     try:
         while process.poll() is None:
@@ -168,24 +171,24 @@ def _build(
             process.kill()
             process.wait()
     if process.returncode:
-        raise _failure(profile, lines, process.returncode)
+        how = failure.get("error") or f"it ended with exit code {process.returncode}"
+        raise CanvasError(
+            f"cannot build the engines of {profile.name} for {profile.target.name}: {how}",
+            failure.get("hint", "see the build's output in the log"),
+        )
 
 
-def _report(process: subprocess.Popen[str], lines: list[str], notify: Notify) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        text = line.strip()
-        if text:
-            lines.append(text)
-            log.info("build: %s", text)
-            notify("building", f"Now: {text}.")
-
-
-def _failure(profile: ServingProfile, lines: list[str], code: int) -> CanvasError:
-    """Return the build's error, with its own message."""
-    last = {line.partition(": ")[0]: line.partition(": ")[2] for line in lines[-_LAST_LINES:]}
-    how = last.get("error") or f"it ended with exit code {code}"
-    return CanvasError(
-        f"cannot build the engines of {profile.name} for {profile.target.name}: {how}",
-        last.get("hint", "see the build's output in the log"),
-    )
+def _report(process: subprocess.Popen[str], failure: dict[str, str], notify: Notify) -> None:
+    """Pass the build's reports on, log its other lines, and note why it failed."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        report = report_in(line)
+        if report is None:
+            if line.strip():
+                log.info("build: %s", line.strip())
+        elif "doing" in report:
+            log.info("build: %s", report["doing"])
+            notify("building", f"Now: {report['doing']}.")
+        else:
+            failure.update(report)
+            log.info("build: error: %s", report.get("error"))
