@@ -40,7 +40,7 @@ def option(help: str, **more: Any) -> dict[str, Any]:
 
 def port_option(help: str, **more: Any) -> dict[str, Any]:
     """Return the metadata of a field that is a port; the arguments are `Option`'s."""
-    return option(help, metavar="PORT", least=0, most=65535, **more)
+    return option(help, **{"metavar": "PORT", "least": 0, "most": 65535} | more)
 
 
 def option_of(field: Field[Any]) -> Option | None:

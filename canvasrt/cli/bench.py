@@ -249,6 +249,7 @@ def _requests(
     )
     prompts = random_prompts(model.config, rounds * batch, prompt_tokens)
     requests = [Request(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
+    # Before a reference is loaded, which can take minutes.
     requests[0].validate(model.config, model.max_context)
     return [requests[i : i + batch] for i in range(0, len(requests), batch)]
 

@@ -34,11 +34,12 @@ def export(
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.defaults import LAYERS_PER_SEGMENT
-    from canvasrt.export.graphs import export as export_graphs
+    from canvasrt.export.graphs import export_folder
 
     with progress() as report:
-        bundle = export_graphs(
+        bundle = export_folder(
             folder,
+            checkpoints.fingerprint(folder),
             out,
             layers_per_segment=layers_per_segment or LAYERS_PER_SEGMENT,
             precision=precision,

@@ -47,8 +47,9 @@ def with_fields(
                 command(**given, **{argument: values})
                 return
             (kind,) = kinds
-            kept = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            command(**given, **{argument: kind(**kept)})
+            chosen = {name: value for name, value in values.items() if value is not None}
+            made = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()})
+            command(**given, **{argument: made})
 
         del wrapped.__wrapped__  # Typer would read its signature instead
         wrapped.__signature__ = signature.replace(parameters=arguments)  # type: ignore[attr-defined]
@@ -74,34 +75,31 @@ def _argument(kind: type, field: Field[Any], unset: bool) -> inspect.Parameter:
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=list(default) or None if isinstance(default, tuple) else default,
-        annotation=Annotated[annotation, _typer_option(name, field, of)],
+        annotation=Annotated[annotation, _typer_option(name, field, of, unset)],
     )
 
 
-def _typer_option(name: str, field: Field[Any], of: Option) -> Any:
-    default, help = _default(field), of.help
-    if of.shown is not None:
-        shown: str | bool = of.shown
-    elif default is None or default == () or isinstance(default, bool):
-        shown = False
-    else:
-        shown = (
-            ",".join(default)
-            if isinstance(default, tuple)
-            else f"{default:g}"
-            if isinstance(default, float)
-            else str(default)
-        )
-    if of.variable:
-        help = f"{help.removesuffix('.')}; {of.variable}."
+def _typer_option(name: str, field: Field[Any], of: Option, unset: bool) -> Any:
+    help = f"{of.help.removesuffix('.')}; {of.variable}." if of.variable else of.help
     return typer.Option(
         *flags_of(name, of),
         metavar=of.metavar,
         min=of.least,
         max=of.most,
-        show_default=shown,
+        show_default=of.shown or _shown(_default(field), unset),
         help=help,
     )
+
+
+def _shown(default: Any, unset: bool) -> str | bool:
+    """Return the default that the help shows. Typer knows it itself, except where None stands for it."""
+    if default in (None, ()) or isinstance(default, bool):
+        return False
+    if not unset:
+        return True
+    if isinstance(default, float):
+        return f"{default:g}"
+    return ",".join(default) if isinstance(default, tuple) else str(default)
 
 
 def _default(field: Field[Any]) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.deploy.command import RESTART, Options, run_command
+from canvasrt.containers.deploy.command import RESTART, run_command
 from canvasrt.containers.deploy.engine import Engine, check_engine, find_engine, last_line
+from canvasrt.containers.deploy.options import TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.settings import ImageSettings
@@ -52,10 +53,10 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 def deploy(
     package: str,
-    options: Options,
+    options: DeployOptions,
     *,
     engine: str | None = None,
-    timeout: float = 3600.0,
+    timeout: float = TIMEOUT,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
@@ -89,7 +90,7 @@ def deploy(
     }
 
 
-def shown(package: str, options: Options, engine: str | None = None) -> list[str]:
+def shown(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
     """Return the commands that `deploy` would run, for a shell. Only what needs no engine is
     checked."""
     check_engine(engine)
@@ -109,7 +110,7 @@ def shown(package: str, options: Options, engine: str | None = None) -> list[str
     return [*commands, shlex.join(run_command(found, options, chosen))]
 
 
-def addresses(options: Options) -> dict[str, str]:
+def addresses(options: DeployOptions) -> dict[str, str]:
     """Return the addresses of a deployed package."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.listen, options.listen)
     if options.network == "none":
@@ -137,7 +138,7 @@ def check_architecture(package: Package, engine: Engine) -> None:
         )
 
 
-def check_ports(options: Options) -> None:
+def check_ports(options: DeployOptions) -> None:
     """Raise CanvasError for a port in use, before anything is built or loaded."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":

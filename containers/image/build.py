@@ -19,7 +19,8 @@ from canvasrt.containers.image.contents import contents
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.names import ENGINES, IMAGE, PACKAGE, REPOSITORY
 from canvasrt.containers.package import bindings, releases, wheels
-from canvasrt.containers.package.package import SBOM, PackageOptions, backends_of, package
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import SBOM, backends_of, package
 from canvasrt.containers.package.requirements import canonical, read_requirements
 from canvasrt.containers.package.settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.errors import CanvasError
@@ -27,7 +28,7 @@ from canvasrt.hashes import HashProgress
 from canvasrt.progress import Progress, no_progress
 from canvasrt.staging import check_output, scratch, staging, sync
 
-FORMATS = ("oci", "docker")
+IMAGE_FORMATS = ("oci", "docker")
 _INSIDE = PACKAGE.lstrip("/")
 
 

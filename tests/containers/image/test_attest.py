@@ -24,7 +24,7 @@ from canvasrt.containers.image.attest import (
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, Entry
 from canvasrt.containers.image.layout import Image, write_archive, write_layout
-from canvasrt.containers.package.package import PackageOptions
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command

@@ -21,7 +21,8 @@ from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.containers.package import releases
-from canvasrt.containers.package.package import PackageOptions, package
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
 from canvasrt.containers.package.requirements import read_requirements, requirements
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command

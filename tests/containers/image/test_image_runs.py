@@ -23,7 +23,8 @@ from canvasrt.containers.image.layout import write_archive
 from canvasrt.containers.image.standin import TAG as BASE
 from canvasrt.containers.image.standin import standin
 from canvasrt.containers.image.verify import verify_image
-from canvasrt.containers.package.package import PackageOptions, package
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
 from tests.helpers.serving import needs_triton
