@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file; `start` is where its bytes begin."""
 
     dtype: torch.dtype
@@ -91,14 +91,14 @@ class Shard:
             raise self._damaged(name, "it ends too early")
         return torch.from_numpy(data).view(entry.dtype).view(shape)
 
-    def _entry(self, name: str, entry: dict[str, Any], base: int) -> Entry:
+    def _entry(self, name: str, entry: dict[str, Any], base: int) -> TensorEntry:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CanvasError(
                 f"{name} in {self.file} has the type {entry['dtype']}, which canvasrt does not support",
                 f"types: {', '.join(_DTYPES)}",
             )
-        return Entry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
+        return TensorEntry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
 
     def _damaged(self, name: str, why: str) -> CanvasError:
         return CanvasError(

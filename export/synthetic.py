@@ -21,7 +21,7 @@ import canvasrt
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import TEXT, layer_types
 from canvasrt.export.checkpoint import bytes_of
-from canvasrt.export.segments import Segment, segments
+from canvasrt.export.segments import SegmentModule, segments
 from canvasrt.export.shards import Piece, write_shards
 from canvasrt.staging import staging
 
@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # `nvfp4`: as in the released NVFP4 checkpoint by ModelOpt, only experts, one tensor each.
 # `int4`: llm-compressor's W4A16 of every linear module in the layers, in groups of 64.
-FORMATS = ("bf16", "fp32", "nvfp4", "int4")
+WEIGHT_FORMATS = ("bf16", "fp32", "nvfp4", "int4")
 _BLOCK = 16
 # E4M3 bits of block scales from 128 to 448.
 _SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
@@ -96,7 +96,7 @@ def write(
     Args:
         shape: a key of `SHAPES`.
         layers: how many; None takes the shape's own number.
-        format: one of `FORMATS`.
+        format: one of `WEIGHT_FORMATS`.
 
     Matrices have mean zero and variance 1 / inputs; norms and scalars are one, so that activations
     keep their size.
@@ -220,7 +220,7 @@ class _Noise:
             count -= size
 
 
-def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> Iterator[Piece]:
+def _pieces(part: SegmentModule, model: ModelConfig, noise: _Noise, format: str) -> Iterator[Piece]:
     """Yield the checkpoint tensors that a graph's weights are stacked from."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
@@ -313,7 +313,7 @@ def _ones(count: int, dtype: torch.dtype) -> list[memoryview]:
     return [bytes_of(torch.ones(count, dtype=dtype))]
 
 
-def _rows(part: Segment, name: str, sources: int, model: ModelConfig) -> list[int]:
+def _rows(part: SegmentModule, name: str, sources: int, model: ModelConfig) -> list[int]:
     """Return how many rows of a stacked weight come from each of its sources."""
     rows = part.module.get_parameter(name).shape[0]
     if name.endswith("qkv.weight"):
@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", required=True, help="folder to write")
     parser.add_argument("--shape", choices=SHAPES, default="300m", help="default: 300m")
     parser.add_argument("--layers", type=int, help="default: the shape's own number")
-    parser.add_argument("--format", choices=FORMATS, default="bf16", help="default: bf16")
+    parser.add_argument("--format", choices=WEIGHT_FORMATS, default="bf16", help="default: bf16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     write(args.output, args.shape, args.layers, args.seed, args.format)

@@ -153,7 +153,7 @@ def bench(
 
     _check_options(context, load.is_url(bundle))
     if load.is_url(bundle):
-        wanted = load.Options(
+        wanted = load.LoadOptions(
             against=against,
             model=model,
             prompts=prompts,

@@ -15,7 +15,7 @@ from canvasrt.console import print_error, progress, size
 from canvasrt.containers.deploy.command import run_command
 from canvasrt.containers.deploy.daemon import docker
 from canvasrt.containers.deploy.deploy import check_ports, wait_ready
-from canvasrt.containers.deploy.engine import Engine, find_engine
+from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import load, open_package
 from canvasrt.containers.image.build import write_image
@@ -49,7 +49,7 @@ def main() -> int:
     return 0
 
 
-def run(folder: Path, engine: Engine) -> None:
+def run(folder: Path, engine: ContainerEngine) -> None:
     """Run the steps. CanvasError for the first that fails."""
     clock = _Clock()
     with progress() as show:
@@ -99,7 +99,7 @@ def run(folder: Path, engine: Engine) -> None:
 
 
 @contextmanager
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[ContainerEngine]:
     """Provide docker, with a daemon of our own if none answers; else podman."""
     with ExitStack() as stack:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from canvasrt.bundle import Bundle
 from canvasrt.console import size
 from canvasrt.containers.image.attest import attestation_of
-from canvasrt.containers.image.build import IMAGE_FORMATS, Made, write_image
+from canvasrt.containers.image.build import IMAGE_FORMATS, WrittenImage, write_image
 from canvasrt.containers.image.layout import check_tag
 from canvasrt.containers.names import REPOSITORY
 from canvasrt.containers.package import releases
@@ -138,7 +138,7 @@ def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
     }
 
 
-def _of_image(made: Made, signed: bool) -> dict[str, Any]:
+def _of_image(made: WrittenImage, signed: bool) -> dict[str, Any]:
     image = made.image
     return {
         "path": str(image.path),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from canvasrt.containers.deploy.engine import Engine
+from canvasrt.containers.deploy.engine import ContainerEngine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
@@ -22,7 +22,7 @@ _LOGS = {
 
 
 def run_command(
-    package: Package, options: DeployOptions, engine: Engine, restart: bool = True
+    package: Package, options: DeployOptions, engine: ContainerEngine, restart: bool = True
 ) -> list[str]:
     """Return the words of `docker run …`. CanvasError for a file or folder that is missing."""
     words = [engine.name, "run", "--detach", "--name", options.name]

@@ -9,7 +9,7 @@ from typing import Literal
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.options import FrontOptions
 
-Phase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
+ServerPhase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
 # Seconds until a retry makes sense, and the message until then.
 _WAIT = {
     "starting": (2, "The server is starting."),
@@ -46,7 +46,7 @@ class FrontSettings:
 class State:
     """Follows the supervisor's reports. `detail` describes the progress of a phase."""
 
-    phase: Phase = "starting"
+    phase: ServerPhase = "starting"
     detail: str = ""
     in_flight: int = 0
 

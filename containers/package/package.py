@@ -52,7 +52,7 @@ def package(
     bundles = _load(source, progress)
     manifests = [bundle.manifest for bundle in bundles.values()]
     for manifest in manifests:
-        releases.check_engine(manifest.target, options.tensorrt, options.base)
+        releases.check_tensorrt(manifest.target, options.tensorrt, options.base)
     architecture = architecture_of(manifests) or "amd64"
     pins = requirements(backends_of(manifests, options.tensorrt), options.python, architecture)
     platform = (options.python, architecture)

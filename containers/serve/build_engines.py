@@ -44,7 +44,7 @@ def report_in(line: str) -> dict[str, Any] | None:
 
 def main() -> int:
     """Build the job in the first argument, and return the exit code."""
-    from canvasrt.build.plan import Options
+    from canvasrt.build.plan import BuildOptions
     from canvasrt.pipeline import build
 
     signal.signal(signal.SIGTERM, raise_exit)
@@ -58,7 +58,7 @@ def main() -> int:
             _say({"doing": what})
 
     try:
-        options = Options(max_context=job.max_context, max_batch=job.max_batch)
+        options = BuildOptions(max_context=job.max_context, max_batch=job.max_batch)
         build(job.source, job.target, job.out, options, progress)
     except Exception as error:
         found = error if isinstance(error, CanvasError) else system_error(error)

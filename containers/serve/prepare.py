@@ -18,7 +18,7 @@ from pathlib import Path
 import canvasrt
 from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
-from canvasrt.containers.openai.state import Phase
+from canvasrt.containers.openai.state import ServerPhase
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.build_engines import Job, report_in
 from canvasrt.containers.serve.profiles import ServingProfile
@@ -26,7 +26,7 @@ from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-Notify = Callable[[Phase, str], None]
+Notify = Callable[[ServerPhase, str], None]
 _LOOK_EVERY = 0.2
 _SPARE = 2  # free space, by the size of damaged engines, that lets them be kept
 
@@ -39,7 +39,7 @@ def prepare(
     stop: threading.Event,
     watch: Callable[[], None] = lambda: None,
 ) -> Path | None:
-    """Return the folder of a profile's engines, and build them first if needed; None when `stop`
+    """Return the folder of a serving profile's engines, and build them first if needed; None when `stop`
     was set.
 
     `cache` is the folder to keep them in; None stands for canvasrt's own. `notify` gets the
@@ -84,7 +84,7 @@ def set_aside_damaged(out: Path, notify: Notify, stop: threading.Event) -> bool:
 
 
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
-    """Return the folder in the cache for a profile's engines; its name covers all that determines
+    """Return the folder in the cache for a serving profile's engines; its name covers all that determines
     them."""
     from canvasrt.cache import cache_folder
 
@@ -103,7 +103,7 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
 def alone(
     out: Path, notify: Notify, stop: threading.Event, watch: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold the lock on one profile's engines, since several servers can share a cache."""
+    """Hold the lock on one serving profile's engines, since several servers can share a cache."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -17,7 +17,7 @@ import pytest
 
 from canvasrt.bundle import Bundle, write_manifest
 from canvasrt.containers.image.base import Base, read_base
-from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
+from canvasrt.containers.image.blobs import Blobs, LayerEntry, entries_of
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.containers.package import releases
@@ -44,7 +44,7 @@ def write_base(folder: Path, **config: str) -> Path:
     """A base image with nothing but a link where Python is."""
     folder.mkdir()
     blobs = Blobs(folder)
-    entries = [Entry("usr/bin/python3", link="python3.12")]
+    entries = [LayerEntry("usr/bin/python3", link="python3.12")]
     layer = blobs.add_layer(entries, "test", compress=True, above="usr")
     nothing = Base(folder, base_config(**config), (), "")
     write_layout(folder, nothing, blobs, [layer], {}, "base:1")
@@ -63,8 +63,8 @@ def write(out: Path, base: Path, packaged: Bundle) -> Image:
     entries = [
         *entries_of(packaged.path / "engines", "opt/canvasrt/package/engines"),
         *entries_of(packaged.path / "models", "opt/canvasrt/package/models"),
-        Entry("opt/canvasrt/package/sbom.cdx.json", packaged.path / "sbom.cdx.json"),
-        Entry("opt/canvasrt/package/manifest.json", packaged.path / "image" / "manifest.json"),
+        LayerEntry("opt/canvasrt/package/sbom.cdx.json", packaged.path / "sbom.cdx.json"),
+        LayerEntry("opt/canvasrt/package/manifest.json", packaged.path / "image" / "manifest.json"),
     ]
     random.shuffle(entries)
     layer = blobs.add_layer(entries, "test", compress=False)
