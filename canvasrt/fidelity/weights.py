@@ -14,7 +14,7 @@ from canvasrt.checkpoints.weight_names import DECODER, DOWN, GATE_UP, PROJECTION
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.capture import CapturedPass
 from canvasrt.fidelity.stats import RelativeError
-from canvasrt.formats import FORMATS, INT4
+from canvasrt.formats import FORMATS, INT4, INT8
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
 from canvasrt.graphs.table import SCALE, VALUES
@@ -157,7 +157,7 @@ class _Weights:
         """Return rows of an INT8 table in float32."""
         scale = np.array(self.array(SCALE)[rows], np.float32)
         codes = np.array(self.array(VALUES)[rows]).view(np.uint8)
-        return lowbits.dequantize("int8", codes, scale, None)
+        return lowbits.scaled(lowbits.decode(INT8, codes), scale, None, None)
 
     def projection(self, rows: slice) -> np.ndarray:
         """Return rows of the table that the products see, in float32."""
