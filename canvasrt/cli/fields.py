@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -33,30 +33,38 @@ def with_fields(
         if (of := option_of(each)) and of.help and (not only or each.name in only)
     }
 
-    def decorate(command: Command) -> Command:
-        signature = inspect.signature(command, eval_str=True)
-        arguments: list[inspect.Parameter] = []
-        for each in signature.parameters.values():
-            own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-            arguments += found.values() if each.name == argument else own
+    def make(values: dict[str, Any]) -> Any:
+        if unset:
+            return values
+        (kind,) = kinds
+        chosen = {name: value for name, value in values.items() if value is not None}
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()})
 
-        @functools.wraps(command)
-        def wrapped(**given: Any) -> None:
-            values = {name: given.pop(name) for name in found}
-            if unset:
-                command(**given, **{argument: values})
-                return
-            (kind,) = kinds
-            chosen = {name: value for name, value in values.items() if value is not None}
-            made = kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()})
-            command(**given, **{argument: made})
+    return lambda command: with_options(command, argument, found, make)
 
-        del wrapped.__wrapped__  # Typer would read its signature instead
-        wrapped.__signature__ = signature.replace(parameters=arguments)  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {each.name: each.annotation for each in arguments}
-        return wrapped
 
-    return decorate
+def with_options(
+    command: Command,
+    argument: str,
+    options: Mapping[str, inspect.Parameter],
+    make: Callable[[dict[str, Any]], Any],
+) -> Command:
+    """Return a command with these options in place of an argument, which gets what `make` makes of their values."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for each in signature.parameters.values():
+        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += options.values() if each.name == argument else own
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        values = {name: given.pop(name) for name in options}
+        command(**given, **{argument: make(values)})
+
+    del wrapped.__wrapped__  # Typer would read its signature instead
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
 
 
 def option_name(kind: type, field: Field[Any]) -> str:

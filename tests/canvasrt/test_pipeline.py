@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.build.plan import BuildOptions, plan
-from canvasrt.build.source import read_source
+from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.pipeline import build
@@ -105,7 +105,7 @@ def test_the_command_line_has_the_same_defaults() -> None:
 
 
 def test_limits_on_the_context(checkpoint_files: Path, tmp_path: Path) -> None:
-    source = read_source(checkpoint_files)
+    source = hash_source(find_source(checkpoint_files))
     assert plan(source, "cpu", tmp_path / "out").max_context == 256  # the model's own limit
     with pytest.raises(CanvasError, match=r"257.*256"):
         plan(source, "cpu", tmp_path / "out", BuildOptions(max_context=257))
@@ -124,7 +124,7 @@ def test_targets_without_a_builder_are_refused_before_anything_is_written(
 
 
 def test_a_plan_says_whether_it_fits(checkpoint_files: Path, tmp_path: Path) -> None:
-    source = read_source(checkpoint_files)
+    source = hash_source(find_source(checkpoint_files))
     assert plan(source, "cpu", tmp_path / "out").fits is None
     assert plan(source, "rtx-5090", tmp_path / "out").fits is True
     data = plan(source, "rtx-5090", tmp_path / "out", BuildOptions(max_batch=2)).to_json()
