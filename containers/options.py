@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from canvasrt.containers.names import API_PORT
 from canvasrt.defaults import PREFIX_CACHE
@@ -24,6 +24,10 @@ def limit_option(help: str, **more: Any) -> dict[str, Any]:
 # In seconds: for loading tens of gigabytes, for requests in flight at shutdown, and for one pass, of which the first of
 # a shape may compile kernels.
 READY_TIMEOUT, EXIT_TIMEOUT, STALL_TIMEOUT = 600.0, 10, 300.0
+
+
+# What the supervisor tells the front end of the server behind it.
+ServerPhase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
 
 
 def read_port(text: str) -> int:
@@ -256,6 +260,28 @@ class FrontOptions:
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    """What the supervisor hands to the front end's process. Sockets are inherited file descriptors."""
+
+    socket: int
+    grpc: str  # host:port
+    metrics: str  # a URL
+    options: FrontOptions
+    health_socket: int | None = None
+    heartbeat: int | None = None
+
+    def to_line(self) -> bytes:
+        """Return the settings as one line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> FrontSettings:
+        """Return the inverse of `to_line`."""
+        data = json.loads(line)
+        return cls(**{**data, "options": FrontOptions.from_json(data["options"])})
 
 
 def _variable(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli.options import AsJson, Device, SharePasses, Threads
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def bench(
     concurrency: Concurrency = 1,
     rate: Rate = None,
     max_tokens: MaxTokens = 64,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = ANSWER_TIMEOUT,
     report: Report = None,
     as_json: AsJson = False,
 ) -> None:

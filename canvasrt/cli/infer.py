@@ -8,6 +8,7 @@ from canvasrt.cli.generate import Drafts
 from canvasrt.cli.options import AsJson
 from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
+from canvasrt.defaults import ANSWER_TIMEOUT
 
 Url = Annotated[
     str | None,
@@ -53,7 +54,7 @@ def infer(
     stop: Stop = None,
     stream: Stream = False,
     drafts: Drafts = False,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = ANSWER_TIMEOUT,
     as_json: AsJson = False,
 ) -> None:
     """Send a prompt to a running server.

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from canvasrt.containers.load.prompts import Message
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
 
@@ -57,7 +58,7 @@ class Endpoint:
     url: str
     model: str
     key: str = ""
-    timeout: float = 600.0
+    timeout: float = ANSWER_TIMEOUT
     max_tokens: int = 64
     extra: tuple[tuple[str, Any], ...] = ()
 

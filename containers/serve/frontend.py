@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from canvasrt.containers.heartbeat import silence
-from canvasrt.containers.openai.state import FrontSettings, ServerPhase
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.options import FrontOptions, FrontSettings, ServerPhase
 from canvasrt.containers.ports import listen, url_host
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server
