@@ -10,11 +10,9 @@ import numpy as np
 
 from bench.runner import WARM_UP, Generation
 from bench.shape import Prepared
-from canvasrt.cli.against import Clock
+from canvasrt.cli.against import NO_TOKEN, Clock
 from canvasrt.extras import require
 from canvasrt.runtime.bench import random_prompts
-
-NO_TOKEN = -1
 
 
 class TransformersRunner:

@@ -21,10 +21,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from canvasrt.build.profiles import Profile, Range
+from canvasrt.build.profiles import Profile
 from canvasrt.errors import CanvasError
 from canvasrt.kernels import store
 from canvasrt.kernels.capture import Capture
+from canvasrt.shapes import Range
 
 _log = logging.getLogger(__name__)
 

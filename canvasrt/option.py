@@ -10,7 +10,7 @@ _KEY = "option"
 
 
 @dataclass(frozen=True)
-class Option:
+class CommandOption:
     """What a field does not say itself.
 
     Attributes:
@@ -35,7 +35,7 @@ class Option:
 
 def option(help: str, **more: Any) -> dict[str, Any]:
     """Return a field's metadata; the arguments are `Option`'s."""
-    return {_KEY: Option(help, **more)}
+    return {_KEY: CommandOption(help, **more)}
 
 
 def port_option(help: str, **more: Any) -> dict[str, Any]:
@@ -43,12 +43,12 @@ def port_option(help: str, **more: Any) -> dict[str, Any]:
     return option(help, **{"metavar": "PORT", "least": 0, "most": 65535} | more)
 
 
-def option_of(field: Field[Any]) -> Option | None:
+def option_of(field: Field[Any]) -> CommandOption | None:
     """Return a field's option; None for a field that nothing outside sets."""
-    found: Option | None = field.metadata.get(_KEY)
+    found: CommandOption | None = field.metadata.get(_KEY)
     return found
 
 
-def flags_of(name: str, of: Option) -> list[str]:
+def flags_of(name: str, of: CommandOption) -> list[str]:
     """Return the flags of an option whose value is called `name`, the usual one first."""
     return of.flag.split(", ") if of.flag else [f"--{name.replace('_', '-')}"]

@@ -27,7 +27,7 @@ _NAN = 0x7F  # of E4M3, without its sign
 
 
 @dataclass(frozen=True)
-class Codes:
+class StoredCodes:
     """One weight of a graph in the checkpoint's FP8 or NVFP4 form; `input_scale` is None if the checkpoint has none."""
 
     weight: Weight
@@ -101,7 +101,7 @@ class Codes:
         return CanvasError(f"{name} in {self.weight.checkpoint.path} has {what}", DAMAGED)
 
 
-def read_codes(weight: Weight) -> Codes | None:
+def read_codes(weight: Weight) -> StoredCodes | None:
     """Return what the checkpoint stores for a graph's weight, or None if it is not quantized.
 
     Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not
@@ -130,7 +130,7 @@ def _said(format: NumberFormat | None) -> str:
     return format.name if format else "not quantized"
 
 
-def _read(weight: Weight, format: NumberFormat) -> Codes:
+def _read(weight: Weight, format: NumberFormat) -> StoredCodes:
     experts = weight.shape[0] if len(weight.shape) == 3 else 1
     each = [_PartScales(weight, part, format) for part in weight.parts]
     rows = sum(part.rows for part in each)
@@ -149,7 +149,7 @@ def _read(weight: Weight, format: NumberFormat) -> Codes:
     shape = None if factor is None else factor.shape
     form = Form(format.name, weight.shape, scale.shape, shape, format.block(weight.shape[-1]))
     found = None if missing else np.array(max(value for value in inputs if value is not None))
-    return Codes(weight, form, scale, factor, found)
+    return StoredCodes(weight, form, scale, factor, found)
 
 
 def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:

@@ -16,7 +16,7 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.checkpoints.weight_names import TABLE, global_name
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
-from canvasrt.export.codes import Codes, read_codes
+from canvasrt.export.codes import StoredCodes, read_codes
 from canvasrt.export.int4 import Int4Codes, TableCodes, read_int4, table_codes
 from canvasrt.export.quantize.forms import quantize_graph, stored_parts
 from canvasrt.export.quantize.packed import Form
@@ -59,7 +59,7 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        self._held: dict[str, Codes | Int4Codes | TableCodes] = {}
+        self._held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
         for part in parts:
             for weight in weights(part.module, part.sources, source):
@@ -171,7 +171,7 @@ class Prequantized:
             else:
                 yield self._widened(weight, held)
 
-    def _widened(self, weight: Weight, held: Codes | Int4Codes | TableCodes) -> Stored:
+    def _widened(self, weight: Weight, held: StoredCodes | Int4Codes | TableCodes) -> Stored:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 

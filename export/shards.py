@@ -119,7 +119,7 @@ def _fill(handle: FileIO, data: np.ndarray) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One tensor to write. `chunks` yields its little-endian bytes in order, when they are needed."""
 
     name: str
@@ -132,7 +132,7 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shards(out: Path, shards: Sequence[Sequence[Piece]]) -> None:
+def write_shards(out: Path, shards: Sequence[Sequence[TensorPiece]]) -> None:
     """Write one file for each of `shards`, and the index over them, in the Hugging Face layout."""
     index: dict[str, str] = {}
     for number, pieces in enumerate(shards, 1):
@@ -144,7 +144,7 @@ def write_shards(out: Path, shards: Sequence[Sequence[Piece]]) -> None:
     (out / INDEX).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def write_shard(file: Path, pieces: Sequence[Piece]) -> None:
+def write_shard(file: Path, pieces: Sequence[TensorPiece]) -> None:
     """Write one safetensors file."""
     # The widest types first, so that each tensor is aligned to its own elements.
     pieces = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))

@@ -22,7 +22,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import TEXT, layer_types
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.segments import SegmentModule, segments
-from canvasrt.export.shards import Piece, write_shards
+from canvasrt.export.shards import TensorPiece, write_shards
 from canvasrt.staging import staging
 
 _GENERATION = {
@@ -220,7 +220,9 @@ class _Noise:
             count -= size
 
 
-def _pieces(part: SegmentModule, model: ModelConfig, noise: _Noise, format: str) -> Iterator[Piece]:
+def _pieces(
+    part: SegmentModule, model: ModelConfig, noise: _Noise, format: str
+) -> Iterator[TensorPiece]:
     """Yield the checkpoint tensors that a graph's weights are stacked from."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
@@ -238,15 +240,15 @@ def _pieces(part: SegmentModule, model: ModelConfig, noise: _Noise, format: str)
             if format == "int4" and name.startswith("layers.") and _is_linear(name):
                 yield from _int4(source.removesuffix(".weight"), rows, shape[-1], noise)
             elif parameter.dim() == 1:
-                yield Piece(source, dtype, shape, partial(_ones, rows, dtype))
+                yield TensorPiece(source, dtype, shape, partial(_ones, rows, dtype))
             else:
                 std = math.sqrt(1 / shape[-1])
-                yield Piece(
+                yield TensorPiece(
                     source, dtype, shape, partial(noise.normal, math.prod(shape), std, dtype)
                 )
 
 
-def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piece]:
+def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[TensorPiece]:
     """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E,
     out, in]`."""
     experts, rows, width = shape
@@ -260,17 +262,21 @@ def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piec
         for each in names:
             module = f"{prefix}.{expert}.{each}"
             packed, blocks = (rows, width // 2), (rows, width // _BLOCK)
-            yield Piece(
+            yield TensorPiece(
                 f"{module}.weight", torch.uint8, packed, partial(noise.codes, math.prod(packed))
             )
-            yield Piece(
+            yield TensorPiece(
                 f"{module}.weight_scale",
                 torch.float8_e4m3fn,
                 blocks,
                 partial(noise.block_scales, math.prod(blocks)),
             )
-            yield Piece(f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale))
-            yield Piece(f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale))
+            yield TensorPiece(
+                f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale)
+            )
+            yield TensorPiece(
+                f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale)
+            )
 
 
 def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
@@ -288,21 +294,21 @@ def _is_linear(name: str) -> bool:
     return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
 
 
-def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[Piece]:
+def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[TensorPiece]:
     """Yield a linear module in INT4."""
     words, groups = (rows, width // 8), (rows, width // _GROUP)
     std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
     shape = np.array([rows, width], np.int64).tobytes()
-    yield Piece(
+    yield TensorPiece(
         f"{module}.weight_packed", torch.int32, words, partial(noise.codes, 4 * math.prod(words))
     )
-    yield Piece(
+    yield TensorPiece(
         f"{module}.weight_scale",
         torch.bfloat16,
         groups,
         partial(noise.near, math.prod(groups), std, torch.bfloat16),
     )
-    yield Piece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
+    yield TensorPiece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
 
 
 def _scalar(value: float) -> list[memoryview]:

@@ -6,7 +6,7 @@ import typer
 
 from canvasrt.cli.fields import with_fields
 from canvasrt.cli.options import AsJson
-from canvasrt.containers.deploy.options import TIMEOUT, DeployOptions
+from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 
 Package = Annotated[
     str,
@@ -39,7 +39,7 @@ def deploy(
     package: Package,
     options: DeployOptions,
     engine: Engine = None,
-    timeout: Timeout = TIMEOUT,
+    timeout: Timeout = DEPLOY_TIMEOUT,
     show: Show = False,
     as_json: AsJson = False,
 ) -> None:

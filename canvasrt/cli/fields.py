@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 
-from canvasrt.option import Option, flags_of, option_of
+from canvasrt.option import CommandOption, flags_of, option_of
 
 Command = Callable[..., None]
 
@@ -87,7 +87,7 @@ def _argument(kind: type, field: Field[Any], unset: bool) -> inspect.Parameter:
     )
 
 
-def _typer_option(name: str, field: Field[Any], of: Option, unset: bool) -> Any:
+def _typer_option(name: str, field: Field[Any], of: CommandOption, unset: bool) -> Any:
     help = f"{of.help.removesuffix('.')}; {of.variable}." if of.variable else of.help
     return typer.Option(
         *flags_of(name, of),

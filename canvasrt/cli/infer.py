@@ -61,9 +61,9 @@ def infer(
 
     Example: canvasrt infer "12+34=" --protocol grpc --stream
     """
-    from canvasrt.cli.call import Call, ask, check_call
+    from canvasrt.cli.call import ClientCall, ask, check_call
 
     check_call(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
     options = {**sampling, "stop": stop or None}
-    ask(Call(given, options, stream, drafts), protocol, url, timeout, as_json)
+    ask(ClientCall(given, options, stream, drafts), protocol, url, timeout, as_json)

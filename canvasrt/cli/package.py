@@ -81,7 +81,7 @@ def package(
     from canvasrt.cli import packaging as command
     from canvasrt.console import emit, progress
 
-    image = command.Image(format=format, base=base, python=python, sign=sign)
+    image = command.ImageOptions(format=format, base=base, python=python, sign=sign)
     with progress() as show:
         data = command.run(bundles, out, options, image, show)
 

@@ -22,7 +22,7 @@ from canvasrt.progress import Progress
 
 
 @dataclass(frozen=True)
-class Image:
+class ImageOptions:
     """What is written, from which base, and the key that signs it."""
 
     format: str = "context"
@@ -35,7 +35,7 @@ def run(
     bundles: Sequence[Path],
     out: Path,
     options: PackageOptions,
-    image: Image,
+    image: ImageOptions,
     progress: Progress,
 ) -> dict[str, Any]:
     """Write the package; return what to print about it."""
@@ -93,7 +93,7 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield f"  canvasrt deploy {path}"
 
 
-def _check(options: PackageOptions, image: Image) -> None:
+def _check(options: PackageOptions, image: ImageOptions) -> None:
     if image.python is not None and not re.fullmatch(r"3\.\d+", image.python):
         raise UsageError(f"--python is {image.python!r}", "give a version such as 3.12")
     if image.format not in ("context", *IMAGE_FORMATS):

@@ -14,7 +14,7 @@ import typer
 from canvasrt.cli.fields import with_fields
 from canvasrt.cli.options import AsJson
 from canvasrt.cli.serve_output import build, show_decisions, show_ready, unbuilt
-from canvasrt.containers.serve.settings import OPTIONS, PASSTHROUGH, resolve
+from canvasrt.containers.serve.settings import OPTION_CLASSES, PASSTHROUGH, resolve
 from canvasrt.errors import UsageError
 
 Bundle = Annotated[
@@ -28,7 +28,7 @@ Bundle = Annotated[
 ]
 
 
-@with_fields("given", *OPTIONS, unset=True)
+@with_fields("given", *OPTION_CLASSES, unset=True)
 def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False) -> None:
     """Serve a model over the OpenAI API, HTTP and gRPC until Ctrl-C or SIGTERM.
 

@@ -15,7 +15,7 @@ from canvasrt.containers.deploy.engine import (
     find_engine,
     last_line,
 )
-from canvasrt.containers.deploy.options import TIMEOUT, DeployOptions
+from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.settings import ImageSettings
@@ -61,7 +61,7 @@ def deploy(
     options: DeployOptions,
     *,
     engine: str | None = None,
-    timeout: float = TIMEOUT,
+    timeout: float = DEPLOY_TIMEOUT,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.

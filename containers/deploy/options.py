@@ -11,7 +11,7 @@ from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.errors import UsageError
 from canvasrt.option import option, port_option
 
-TIMEOUT = 3600.0  # seconds to become ready, for a package that builds engines first
+DEPLOY_TIMEOUT = 3600.0  # seconds to become ready, for a package that builds engines first
 _SIZE = r"\d+[bkmgBKMG]?"
 
 

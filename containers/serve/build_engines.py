@@ -19,7 +19,7 @@ _MODULE = "canvasrt.containers.serve.build_engines"
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineBuild:
     """What to build: arguments of `pipeline.build`, and two of its options."""
 
     source: str
@@ -48,7 +48,7 @@ def main() -> int:
     from canvasrt.pipeline import build
 
     signal.signal(signal.SIGTERM, raise_exit)
-    job = Job(**json.loads(sys.argv[1]))
+    job = EngineBuild(**json.loads(sys.argv[1]))
     begun: set[str] = set()
 
     def progress(what: str, done: int, total: int) -> None:

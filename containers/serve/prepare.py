@@ -20,7 +20,7 @@ from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.options import ServerPhase
 from canvasrt.containers.processes import child_environment, die_with_parent
-from canvasrt.containers.serve.build_engines import Job, report_in
+from canvasrt.containers.serve.build_engines import EngineBuild, report_in
 from canvasrt.containers.serve.profiles import ServingProfile
 from canvasrt.errors import CanvasError
 
@@ -136,7 +136,7 @@ def _build(
 ) -> None:
     """Build in a child process, which returns its memory and can be ended."""
     notify("building", "")
-    job = Job(
+    job = EngineBuild(
         source=str(profile.path),
         target=profile.target.name,
         out=str(out),

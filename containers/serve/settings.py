@@ -21,7 +21,7 @@ from canvasrt.containers.options import (
 )
 from canvasrt.containers.ports import Ports
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.option import Option, flags_of, option, option_of
+from canvasrt.option import CommandOption, flags_of, option, option_of
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
@@ -174,9 +174,9 @@ def default_log(http_port: int) -> Path:
 
 _GROUPS = {"front": FrontOptions, "model": ModelOptions}
 # The classes whose described fields are options of the command line.
-OPTIONS = (FrontOptions, Ports, ModelOptions, Settings)
-_OPTIONS: dict[str, Option] = {
-    each.name: of for kind in OPTIONS for each in fields(kind) if (of := option_of(each))
+OPTION_CLASSES = (FrontOptions, Ports, ModelOptions, Settings)
+_OPTIONS: dict[str, CommandOption] = {
+    each.name: of for kind in OPTION_CLASSES for each in fields(kind) if (of := option_of(each))
 }
 _BY_VARIABLE = {of.variable: name for name, of in _OPTIONS.items() if of.variable}
 # Accepted, and without effect: nothing is ever downloaded.

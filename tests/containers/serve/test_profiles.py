@@ -287,7 +287,7 @@ def test_a_build_that_crashes_is_no_crash_of_the_server(
 ):
     (profile,) = profiles_of(graphs)
     crash = [sys.executable, "-c", "import os; print('{not json'); os.abort()"]
-    monkeypatch.setattr(preparing.Job, "command", lambda job: crash)
+    monkeypatch.setattr(preparing.EngineBuild, "command", lambda job: crash)
     with pytest.raises(CanvasError, match="exit code -6") as caught:
         prepare(graphs, profile, tmp_path, lambda *said: None, threading.Event())
     assert caught.value.hint == "see the build's output in the log"
