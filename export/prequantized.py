@@ -61,6 +61,9 @@ class Prequantized:
         self._source = source
         self._held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
+        # A checkpoint has no input scales for it.
+        if rounded is not None and FORMATS[rounded.format].rounds_inputs:
+            rounded = None
         for part in parts:
             for weight in weights(part.module, part.sources, source):
                 name = global_name(part.name, part.layers, weight.name)
