@@ -105,7 +105,7 @@ def _segment(pid: int) -> str | None:
 
 
 @dataclass
-class Row:
+class StageUse:
     """One line of the table. `bytes` is how much it wrote."""
 
     name: str
@@ -120,8 +120,8 @@ class Report:
 
     options: dict[str, Any]
     machine: dict[str, Any]
-    stages: list[Row] = field(default_factory=list)
-    segments: list[Row] = field(default_factory=list)
+    stages: list[StageUse] = field(default_factory=list)
+    segments: list[StageUse] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -151,15 +151,15 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def run(command: Sequence[str], name: str, out: Path) -> Row:
+def run(command: Sequence[str], name: str, out: Path) -> StageUse:
     """Run one stage in a process of its own."""
     start = time.monotonic()
     with Sampler() as sampler:
         subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
-    return Row(name, time.monotonic() - start, sampler.whole, _size(out))
+    return StageUse(name, time.monotonic() - start, sampler.whole, _size(out))
 
 
-def run_build(graphs: Path, target: str, out: Path) -> tuple[Row, list[Row]]:
+def run_build(graphs: Path, target: str, out: Path) -> tuple[StageUse, list[StageUse]]:
     """Build engines from graphs. Return the stage's row, and one per segment."""
     begun: dict[str, float] = {}
     took: dict[str, float] = {}
@@ -174,9 +174,9 @@ def run_build(graphs: Path, target: str, out: Path) -> tuple[Row, list[Row]]:
     start = time.monotonic()
     with Sampler() as sampler:
         bundle = build(graphs, target, out, progress=progress)
-    whole = Row(f"build for {target}", time.monotonic() - start, sampler.whole, _size(out))
+    whole = StageUse(f"build for {target}", time.monotonic() - start, sampler.whole, _size(out))
     rows = [
-        Row(
+        StageUse(
             f"{entry['name']} for {target}",
             took[entry["name"]],
             sampler.segments.get(entry["name"], Peak()),

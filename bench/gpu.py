@@ -253,8 +253,8 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
 
     def tensorrt() -> experts.Mixture:
         from canvasrt.build.compile import Job, compile_graph
-        from canvasrt.build.profiles import Range
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
+        from canvasrt.shapes import Range
 
         target = _target()
         module = require(*BUILDER_MODULES[target.builder])
@@ -285,7 +285,7 @@ def _cuda(wanted: shape.Shape, graphs: bool = False) -> Any:
 
 def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
     """Return engines for this machine's GPU, built from the graphs, and the backend that runs them."""
-    from canvasrt.build.plan import Options
+    from canvasrt.build.plan import BuildOptions
     from canvasrt.pipeline import build
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
@@ -298,7 +298,7 @@ def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
         target,
         # One folder keeps the engines of several runs.
         folder / f"{wanted.name}-engines-{precision}-{context}-{batch}",
-        Options(precision, max_context=context, max_batch=batch),
+        BuildOptions(precision, max_context=context, max_batch=batch),
     )
     assert bundle.manifest.target is not None
     return TensorRTBackend(bundle.manifest.target, rows_apart=False), bundle

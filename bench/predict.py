@@ -23,11 +23,11 @@ if __package__ in (None, ""):  # started as a file
 
 from bench import shape
 from canvasrt.build import memory
-from canvasrt.build.plan import Options
+from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.kernels.predict import Predictor
-from canvasrt.kernels.rates import Gpu, find_gpu
+from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pipeline import build
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.targets import Target, find_target
@@ -103,7 +103,7 @@ def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
         prepared.graphs.path,
         BUILT_FOR,
         out,
-        Options(max_context=MAX_CONTEXT, max_batch=batch),
+        BuildOptions(max_context=MAX_CONTEXT, max_batch=batch),
     )
 
 
@@ -152,7 +152,7 @@ def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: i
     return target.memory is None or need.total <= target.memory
 
 
-def padded_seconds(predictor: Predictor, gpu: Gpu, batch: int, context: int) -> float:
+def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int) -> float:
     """Return the seconds for canvases that are half padding: a batch overflows its slots, so each canvas runs alone."""
     return batch * predictor.denoise(gpu, 1, context, PADDED).seconds
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from bench.runner import WARM_UP, Generation
 from bench.shape import Prepared
+from canvasrt.cli.against import NO_TOKEN, Clock
 from canvasrt.extras import require
 from canvasrt.runtime.bench import random_prompts
-
-NO_TOKEN = -1
 
 
 class TransformersRunner:
@@ -59,7 +58,7 @@ class TransformersRunner:
             **({"cache_implementation": "static"} if self._static else {}),
         )
         ids = self._torch.tensor(random_prompts(self._config, batch, prompt)).to(self._device)
-        clock = _Clock(self._model, self._wait)
+        clock = Clock(self._model, self._wait)
         begin = time.perf_counter()
         with clock:
             self._model.generate(ids, generation_config=config, streamer=clock)
@@ -77,41 +76,6 @@ class TransformersRunner:
     def _wait(self) -> None:
         if self._cuda:
             self._torch.cuda.synchronize()
-
-
-class _Clock:
-    """Times a model's denoising steps, and as a streamer its blocks. Every block takes all steps."""
-
-    def __init__(self, model: Any, wait: Any) -> None:
-        self.steps: list[float] = []
-        self.blocks: list[float] = []
-        self._model, self._wait = model, wait
-
-    def __enter__(self) -> None:
-        step = type(self._model)._denoising_step
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._wait()
-            begin = time.perf_counter()
-            result = step(self._model, *args, **kwargs)
-            self._wait()
-            self.steps.append(time.perf_counter() - begin)
-            return result
-
-        # On the instance, so that the class stays as it is.
-        self._model._denoising_step = timed
-        self._model._prepare_diffusion_stopping_criteria = lambda *_: None
-
-    def __exit__(self, *_: object) -> None:
-        del self._model._denoising_step, self._model._prepare_diffusion_stopping_criteria
-
-    def put(self, value: Any) -> None:
-        """Note the time. Called with the prompt, then with each block."""
-        self._wait()
-        self.blocks.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Do nothing. Called after the last block."""
 
 
 def repeated_model(prepared: Prepared, torch: Any, device: str) -> Any:

@@ -21,10 +21,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from canvasrt.build.profiles import Profile, Range
+from canvasrt.build.profiles import Profile
 from canvasrt.errors import CanvasError
 from canvasrt.kernels import store
 from canvasrt.kernels.capture import Capture
+from canvasrt.shapes import Range
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Made:
+class Compiled:
     """What a builder reports: the bytes of device memory for activations, or None if it did not say."""
 
     activation_bytes: int | None
@@ -132,7 +133,7 @@ def _import_path() -> str:
     return os.pathsep.join(os.path.abspath(each) for each in sys.path if each)
 
 
-def compile_graph(job: Job, children: Children | None = None) -> Made:
+def compile_graph(job: Job, children: Children | None = None) -> Compiled:
     """Write the engine of a job. Raises CanvasError with TensorRT's own message if it refuses."""
     children = children or Children()
     code = f"from {__name__} import main; main()"
@@ -159,7 +160,7 @@ def compile_graph(job: Job, children: Children | None = None) -> Made:
     )
 
 
-def _read(lines: Iterable[str]) -> tuple[list[str], Made]:
+def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
     """Return the errors and the facts in the child's output; everything is logged."""
     errors: list[str] = []
     activations = None
@@ -170,7 +171,7 @@ def _read(lines: Iterable[str]) -> tuple[list[str], Made]:
             errors.append(text)
         if found := _ACTIVATIONS.search(text):
             activations = max(activations or 0, int(found[1]))
-    return errors, Made(activations)
+    return errors, Compiled(activations)
 
 
 def build(job: Job) -> None:

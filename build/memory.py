@@ -152,11 +152,6 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     return counts | ({"vision": vision_parameters(model)} if model.vision else {})
 
 
-def expert_parameters(model: ModelConfig) -> int:
-    """Return the number of weights in one layer's routed experts."""
-    return model.num_experts * 3 * model.hidden_size * model.moe_intermediate_size
-
-
 def vision_parameters(model: ModelConfig) -> int:
     """Return the number of weights in the vision tower's layers, which are nearly all of it; it is
     not quantized."""

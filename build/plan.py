@@ -30,7 +30,7 @@ Adapters = tuple[tuple[Path, float], ...]
 
 
 @dataclass(frozen=True)
-class Options:
+class BuildOptions:
     """What a user may choose. None lets the source and the target decide."""
 
     precision: str | None = None
@@ -41,7 +41,7 @@ class Options:
     adapters: Adapters = ()
 
 
-DEFAULT_OPTIONS = Options()
+DEFAULT_OPTIONS = BuildOptions()
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def plan(
     source: Source,
     target: Target | str,
     out: Path | str,
-    options: Options = DEFAULT_OPTIONS,
+    options: BuildOptions = DEFAULT_OPTIONS,
     precision: Precision | None = None,
 ) -> Plan:
     """Check a build's options against the model and the target.

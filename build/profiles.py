@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
+from canvasrt.shapes import Range, in_units, roomy_capacity, usual_capacity
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
 
 ENCODE, DENOISE, DENOISE_BATCH, IMAGES = "encode", "denoise", "denoise_batch", "images"
-
-
-@dataclass(frozen=True)
-class Range:
-    """The smallest, usual and largest size of one dimension."""
-
-    min: int
-    opt: int
-    max: int
-
-    def to_json(self) -> dict[str, int]:
-        """Return the range as in the manifest."""
-        return {"min": self.min, "opt": self.opt, "max": self.max}
 
 
 # Dimension name in the graph → its sizes.

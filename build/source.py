@@ -74,11 +74,6 @@ def hash_source(source: Source, progress: Progress | None = None) -> Source:
     return replace(source, made_from={"kind": "checkpoint", "files": hashes})
 
 
-def read_source(source: Path | str, progress: Progress | None = None) -> Source:
-    """Locate and hash a checkpoint or a graph bundle."""
-    return hash_source(find_source(source), progress)
-
-
 def precision_of(graphs: Bundle) -> str:
     """Return the precision of a graph bundle's weights."""
     return graphs.manifest.options.get("precision", "fp32")

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Segment:
+class SegmentBuild:
     """One engine to build: its manifest entry, its profiles, and everything that decides it."""
 
     entry: Json
@@ -92,7 +92,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
     return load_bundle(plan.out, kind="engines", check=False)
 
 
-def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
+def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> SegmentBuild:
     model = graphs.manifest.model
     sizes = profiles(entry, model, plan.max_context, plan.max_batch, plan.prefill_chunk)
     made_from = {
@@ -103,11 +103,11 @@ def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> Segment:
         # An engine depends on the capabilities, not on the target's name.
         **{name: value for name, value in target.items() if name != "name"},
     }
-    return Segment(entry, sizes, made_from)
+    return SegmentBuild(entry, sizes, made_from)
 
 
 def _engines(
-    plan: Plan, graphs: Bundle, segments: list[Segment], out: Path, progress: Progress
+    plan: Plan, graphs: Bundle, segments: list[SegmentBuild], out: Path, progress: Progress
 ) -> dict[str, Json]:
     """Put every segment's engine into `out`, from the cache if possible. Return `sha256`, `bytes`,
     `facts` by name."""
@@ -141,7 +141,12 @@ def _engines(
 
 
 def _builder(
-    plan: Plan, graphs: Bundle, segment: Segment, out: Path, cache: EngineCache, children: Children
+    plan: Plan,
+    graphs: Bundle,
+    segment: SegmentBuild,
+    out: Path,
+    cache: EngineCache,
+    children: Children,
 ) -> Any:
     """Return a function that builds one segment, to be called in a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
@@ -167,7 +172,7 @@ def _timings(made_from: Json) -> Path:
     return cache_folder() / "timing" / key_of(about)
 
 
-def _described(segment: Segment, made: Json) -> Json:
+def _described(segment: SegmentBuild, made: Json) -> Json:
     """Return a segment's entry in the manifest of its engine."""
     return {
         **segment.entry,

@@ -3,6 +3,7 @@
 MAX_CONTEXT = 32_768  # tokens of prompt plus answer, unless the model allows fewer
 MAX_BATCH = 4  # requests denoised together
 PREFIX_CACHE = 512  # MiB for the beginnings of prompts, when serving
+ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building one engine of everything would need
 # three times its weights in memory.
 LAYERS_PER_SEGMENT = 6

@@ -200,7 +200,7 @@ _TABLE = (
 FORMATS = {each.name: each for each in _TABLE}
 _BY_CODES = {each.codes: each for each in _TABLE if each.rounds_inputs and not each.blocks}
 _BY_QUANTIZER = {each.input_quantizer: each for each in _TABLE if each.input_quantizer}
-# The precisions of exported graphs.
+# The precisions of exported graphs: fp32 for a CPU, bf16 for GPUs.
 PLAIN = ("fp32", "bf16")
 
 

@@ -14,7 +14,7 @@ from canvasrt.build.graphs import (
     is_quantized_here,
     quantized_from,
 )
-from canvasrt.build.plan import DEFAULT_OPTIONS, Options, Plan, plan
+from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, plan
 from canvasrt.build.precision import choose
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle
@@ -39,7 +39,7 @@ def build(
     source: Path | str,
     target: Target | str,
     out: Path | str,
-    options: Options = DEFAULT_OPTIONS,
+    options: BuildOptions = DEFAULT_OPTIONS,
     progress: Progress | None = None,
 ) -> Bundle:
     """Build the engine bundle of one target at `out`.
@@ -78,7 +78,7 @@ def plan_all(
     source: Path | str,
     targets: Sequence[Target],
     out: Path | str,
-    options: Options,
+    options: BuildOptions,
     progress: Progress | None = None,
     check: bool = True,
 ) -> list[Plan]:

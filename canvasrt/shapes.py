@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import PREFILL_CHUNK
@@ -29,6 +29,23 @@ class PassShape:
     length: int
     capacity: int
     width: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """The smallest, usual and largest size of one dimension."""
+
+    min: int
+    opt: int
+    max: int
+
+    def holds(self, size: int) -> bool:
+        """Return whether the range includes a size."""
+        return self.min <= size <= self.max
+
+    def to_json(self) -> dict[str, int]:
+        """Return the range as in the manifest."""
+        return asdict(self)
 
 
 def in_units(tokens: int) -> int:

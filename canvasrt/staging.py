@@ -237,6 +237,25 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def system_error(error: Exception) -> CanvasError | None:
+    """Return what to do about an error of the system, such as a full disk; None if it is a bug."""
+    if is_disk_full(error, None):
+        return CanvasError(
+            "no space left on the disk", "free some space, or write to another disk with -o"
+        )
+    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
+        return CanvasError(
+            f"{error.filename}: {error.strerror}", "check the path and its permissions"
+        )
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return CanvasError(f"{error.filename} does not exist", "check the path")
+    if isinstance(error, MemoryError):
+        return CanvasError(
+            "out of memory", "close other programs, or use a machine with more memory"
+        )
+    return None
+
+
 def raise_exit(number: int, frame: FrameType | None) -> None:
     """Handle a signal: unwind the stack and exit with the shell's code for that signal."""
     raise SystemExit(128 + number)

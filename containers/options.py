@@ -4,29 +4,30 @@ OpenAI front end."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from canvasrt.containers.names import API_PORT
 from canvasrt.defaults import PREFIX_CACHE
 from canvasrt.errors import CanvasError
+from canvasrt.option import option, port_option
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-def nim(variable: str, read: Callable[[str], Any] = str, flag: str = "") -> dict[str, Any]:
-    """Return the metadata of a field that a NIM environment variable can set.
-
-    `read` parses its text, and that of the command line's `flag`; ValueError says what is wrong
-    with it.
-    """
-    return {"variable": variable, "read": read, "flag": flag}
+def limit_option(help: str, **more: Any) -> dict[str, Any]:
+    """Return the metadata of a field that bounds what callers may ask for. None stands for no limit."""
+    return option(help, **{"metavar": "N", "least": 1, "shown": "none"} | more)
 
 
-def option(read: Callable[[str], Any], flag: str) -> dict[str, Any]:
-    """Return the metadata of a field that only the command line sets; see `nim`."""
-    return {"read": read, "flag": flag}
+# In seconds: for loading tens of gigabytes, for requests in flight at shutdown, and for one pass, of which the first of
+# a shape may compile kernels.
+READY_TIMEOUT, EXIT_TIMEOUT, STALL_TIMEOUT = 600.0, 10, 300.0
+
+
+# What the supervisor tells the front end of the server behind it.
+ServerPhase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
 
 
 def read_port(text: str) -> int:
@@ -72,15 +73,55 @@ def read_level(text: str) -> str:
 class ModelOptions:
     """Options of the models inside Triton, which read them from their environment."""
 
-    threads: int | None = None  # CPU threads; None for every core
-    max_model_len: int | None = field(default=None, metadata=nim("NIM_MAX_MODEL_LEN", read_count))
-    share_passes: bool = False
-    prefix_cache: int = PREFIX_CACHE  # MiB
-    # What one caller may ask for; None stands for no limit.
-    max_steps: int | None = None  # denoising steps per block
-    max_passes: int | None = None  # denoising passes of one request, all of its answers together
-    max_queue_tokens: int = 1 << 22  # of all requests that run or wait
-    request_timeout: int | None = None  # seconds
+    threads: int | None = field(
+        default=None, metadata=option("Number of CPU threads.", least=1, shown="every core")
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            "Maximum tokens per request, prompt plus answer.",
+            metavar="TOKENS",
+            least=1,
+            shown="the engines'",
+            variable="NIM_MAX_MODEL_LEN",
+            read=read_count,
+        ),
+    )
+    share_passes: bool = field(
+        default=False,
+        metadata=option(
+            "On a GPU, let requests share passes, which then always have room for a full batch: higher throughput,"
+            " but a lone request is slower."
+        ),
+    )
+    prefix_cache: int = field(
+        default=PREFIX_CACHE,
+        metadata=option(
+            "Memory for the beginnings that prompts share, on the GPU if there is one; 0 for none.",
+            metavar="MIB",
+            least=0,
+        ),
+    )
+    max_steps: int | None = field(
+        default=None,
+        metadata=limit_option("Most denoising steps per block that a request may ask for."),
+    )
+    max_passes: int | None = field(
+        default=None,
+        metadata=limit_option(
+            "Most denoising passes of a request: blocks times steps times answers."
+        ),
+    )
+    max_queue_tokens: int = field(
+        default=1 << 22,
+        metadata=limit_option("Most tokens of all requests that run or wait.", shown=None),
+    )
+    request_timeout: int | None = field(
+        default=None,
+        metadata=limit_option(
+            "How long one request may take, its wait included.", metavar="SECONDS"
+        ),
+    )
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that say this. An option that is None is left to the environment."""
@@ -120,28 +161,96 @@ class FrontOptions:
     """Where the OpenAI front end listens, and what it says about the model. Port 0 takes a free
     one."""
 
-    host: str = "127.0.0.1"
-    port: int = field(default=API_PORT, metadata=nim("NIM_SERVER_PORT", read_port))
-    health_port: int | None = field(default=None, metadata=nim("NIM_HEALTH_PORT", read_port))
-    names: tuple[str, ...] = field(
-        default=("canvasrt",),
-        metadata=nim("NIM_SERVED_MODEL_NAME", read_names, "--served-model-name"),
+    host: str = field(
+        default="127.0.0.1",
+        metadata=option("The address to listen on; 0.0.0.0 for all.", metavar="ADDRESS"),
     )
-    log_level: str = field(default="INFO", metadata=nim("NIM_LOG_LEVEL", read_level))
-    json_logs: bool = field(default=False, metadata=nim("NIM_JSONL_LOGGING", read_switch))
-    keys: tuple[str, ...] = field(default=(), repr=False)
     # Host headers that a server without keys answers to; none stands for loopback's names on
     # loopback, and for any elsewhere.
-    hosts: tuple[str, ...] = field(default=(), metadata=option(read_names, "--allowed-hosts"))
+    hosts: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "The names under which a server without API keys answers.",
+            flag="--allowed-hosts",
+            metavar="HOST[,HOST...]",
+            shown="loopback's, on loopback",
+            read=read_names,
+        ),
+    )
+    port: int = field(
+        default=API_PORT,
+        metadata=port_option(
+            "Port of the OpenAI API; 0 takes a free one.",
+            variable="NIM_SERVER_PORT",
+            read=read_port,
+        ),
+    )
+    health_port: int | None = field(
+        default=None,
+        metadata=port_option(
+            "A second port, with only health routes.", variable="NIM_HEALTH_PORT", read=read_port
+        ),
+    )
+    names: tuple[str, ...] = field(
+        default=("canvasrt",),
+        metadata=option(
+            "The model's names in the OpenAI API.",
+            flag="--served-model-name",
+            metavar="NAME[,NAME...]",
+            variable="NIM_SERVED_MODEL_NAME",
+            read=read_names,
+        ),
+    )
+    log_level: str = field(
+        default="INFO",
+        metadata=option(
+            "TRACE, DEBUG, INFO, WARNING, ERROR or CRITICAL.",
+            metavar="LEVEL",
+            variable="NIM_LOG_LEVEL",
+            read=read_level,
+        ),
+    )
+    json_logs: bool = field(
+        default=False,
+        metadata=option(
+            "Log to stderr, one JSON object per line.",
+            flag="--json-logs/--text-logs",
+            variable="NIM_JSONL_LOGGING",
+            read=read_switch,
+        ),
+    )
+    keys: tuple[str, ...] = field(default=(), repr=False)
     tls: dict[str, str] | None = None  # certificate, key and, for mutual TLS, ca
     about: dict[str, Any] = field(default_factory=dict)  # for /v1/metadata
-    # Origins of web pages that may call the API; * for any.
-    origins: tuple[str, ...] = field(default=(), metadata=option(read_names, "--allowed-origins"))
-    lenient: bool = False  # leave out parameters that are not supported, with a warning
-    allow_remote_images: bool = False  # fetch images from public addresses
-    max_n: int = 128  # answers to one request
-    max_key_requests: int | None = None  # of one API key at once
-    max_connections: int = 1024
+    origins: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "Web pages of which origins may call the OpenAI API (CORS); * for any.",
+            flag="--allowed-origins",
+            metavar="ORIGIN[,ORIGIN...]",
+            shown="none",
+            read=read_names,
+        ),
+    )
+    lenient: bool = field(
+        default=False,
+        metadata=option(
+            "Leave out parameters that are not supported, with a warning in the reply, instead of refusing."
+        ),
+    )
+    allow_remote_images: bool = field(
+        default=False,
+        metadata=option(
+            "Fetch images that requests give by URL, from public addresses only. Without it, only data URLs work."
+        ),
+    )
+    max_n: int = field(default=128, metadata=limit_option("Most answers per prompt.", shown=None))
+    max_key_requests: int | None = field(
+        default=None, metadata=limit_option("Most requests of one API key at once.")
+    )
+    max_connections: int = field(
+        default=1024, metadata=limit_option("Most connections to the OpenAI API.", shown=None)
+    )
     max_body: int = 16 * 2**20  # bytes; a context of 256k tokens, as ids, takes 2 MB
 
     @classmethod
@@ -151,6 +260,28 @@ class FrontOptions:
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
         }
         return cls(**values)
+
+
+@dataclass(frozen=True)
+class FrontSettings:
+    """What the supervisor hands to the front end's process. Sockets are inherited file descriptors."""
+
+    socket: int
+    grpc: str  # host:port
+    metrics: str  # a URL
+    options: FrontOptions
+    health_socket: int | None = None
+    heartbeat: int | None = None
+
+    def to_line(self) -> bytes:
+        """Return the settings as one line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> FrontSettings:
+        """Return the inverse of `to_line`."""
+        data = json.loads(line)
+        return cls(**{**data, "options": FrontOptions.from_json(data["options"])})
 
 
 def _variable(name: str) -> str:

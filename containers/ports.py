@@ -5,20 +5,30 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.option import port_option
 
 
 @dataclass(frozen=True)
 class Ports:
     """Triton's ports. 0 stands for a free one."""
 
-    http: int = HTTP_PORT
-    grpc: int = GRPC_PORT
-    metrics: int = METRICS_PORT
+    SUFFIX: ClassVar[str] = "_port"  # of the options' names
+
+    http: int = field(
+        default=HTTP_PORT, metadata=port_option("Port of Triton's HTTP API; 0 takes a free one.")
+    )
+    grpc: int = field(
+        default=GRPC_PORT, metadata=port_option("Port of Triton's gRPC API; 0 takes a free one.")
+    )
+    metrics: int = field(
+        default=METRICS_PORT, metadata=port_option("Port of Triton's metrics; 0 takes a free one.")
+    )
 
     def resolve(self, host: str, metrics_host: str | None = None) -> Ports:
         """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot
@@ -26,14 +36,14 @@ class Ports:
         held: dict[str, socket.socket] = {}
         try:
             # Hold each until all are known, so that no two get the same free port.
-            for field in fields(self):
-                option = f"--{field.name}-port"
-                where = metrics_host or host if field.name == "metrics" else host
-                held[field.name] = listen(where, getattr(self, field.name), option)
-            return Ports(**{name: each.getsockname()[1] for name, each in held.items()})
+            for each in fields(self):
+                option = f"--{each.name}-port"
+                where = metrics_host or host if each.name == "metrics" else host
+                held[each.name] = listen(where, getattr(self, each.name), option)
+            return Ports(**{name: taken.getsockname()[1] for name, taken in held.items()})
         finally:
-            for each in held.values():
-                each.close()
+            for taken in held.values():
+                taken.close()
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from canvasrt.checkpoints.locate import INDEX, read_index
 from canvasrt.errors import CanvasError
-from canvasrt.export.shards import Entry, Shard
+from canvasrt.export.shards import Shard, TensorEntry
 
 SINGLE = "model.safetensors"
 
@@ -67,7 +67,7 @@ class Checkpoint:
         for first in range(0, entry.shape[0], count):
             yield shard.read(found, first, min(count, entry.shape[0] - first))
 
-    def _entry(self, name: str) -> tuple[Shard, str, Entry]:
+    def _entry(self, name: str) -> tuple[Shard, str, TensorEntry]:
         found = self._find(name)
         if found is None:
             raise CanvasError(

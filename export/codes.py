@@ -17,18 +17,17 @@ from torch import Tensor
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.export.weights import Weight
+from canvasrt.export.weights import DAMAGED, Weight
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.lowbits import Bytes, Floats, dequantize
 
 # Formats by the dtype of a quantized weight in the file.
 _BY_DTYPE = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
 _NAN = 0x7F  # of E4M3, without its sign
-_AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
 
 @dataclass(frozen=True)
-class Codes:
+class StoredCodes:
     """One weight of a graph in the checkpoint's FP8 or NVFP4 form; `input_scale` is None if the checkpoint has none."""
 
     weight: Weight
@@ -99,10 +98,10 @@ class Codes:
         return codes
 
     def _damaged(self, name: str, what: str) -> CanvasError:
-        return CanvasError(f"{name} in {self.weight.checkpoint.path} has {what}", _AGAIN)
+        return CanvasError(f"{name} in {self.weight.checkpoint.path} has {what}", DAMAGED)
 
 
-def read_codes(weight: Weight) -> Codes | None:
+def read_codes(weight: Weight) -> StoredCodes | None:
     """Return what the checkpoint stores for a graph's weight, or None if it is not quantized.
 
     Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not
@@ -131,7 +130,7 @@ def _said(format: NumberFormat | None) -> str:
     return format.name if format else "not quantized"
 
 
-def _read(weight: Weight, format: NumberFormat) -> Codes:
+def _read(weight: Weight, format: NumberFormat) -> StoredCodes:
     experts = weight.shape[0] if len(weight.shape) == 3 else 1
     each = [_PartScales(weight, part, format) for part in weight.parts]
     rows = sum(part.rows for part in each)
@@ -145,12 +144,12 @@ def _read(weight: Weight, format: NumberFormat) -> Codes:
     if missing and len(missing) != len(inputs):
         raise CanvasError(
             f"{weight.checkpoint.path} has no tensor {missing[0]}.input_scale, although other weights have one",
-            _AGAIN,
+            DAMAGED,
         )
     shape = None if factor is None else factor.shape
     form = Form(format.name, weight.shape, scale.shape, shape, format.block(weight.shape[-1]))
     found = None if missing else np.array(max(value for value in inputs if value is not None))
-    return Codes(weight, form, scale, factor, found)
+    return StoredCodes(weight, form, scale, factor, found)
 
 
 def _split(scales: Floats, format: NumberFormat, batched: bool) -> tuple[Floats, Floats | None]:
@@ -208,7 +207,7 @@ class _PartScales:
         if wrong.size:
             raise CanvasError(
                 f"{name} in {self._weight.checkpoint.path} is {wrong[0]}; a scale must be positive and finite",
-                _AGAIN,
+                DAMAGED,
             )
         return values
 
@@ -224,7 +223,7 @@ class _PartScales:
         if name not in self._weight.checkpoint:
             raise CanvasError(
                 f"{self._weight.checkpoint.path} has no tensor {name}, the scale of a quantized weight",
-                _AGAIN,
+                DAMAGED,
             )
 
 

@@ -21,7 +21,7 @@ from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.host_head import write_host_head
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
-from canvasrt.export.segments import EMBEDDING_FILE, Segment, segments
+from canvasrt.export.segments import EMBEDDING_FILE, SegmentModule, segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs.table import embedding_entry
 from canvasrt.staging import staging
@@ -152,7 +152,7 @@ def _check_options(
 
 
 def _check_weights(
-    parts: Sequence[Segment], source: Checkpoint, quantized: Prequantized | None
+    parts: Sequence[SegmentModule], source: Checkpoint, quantized: Prequantized | None
 ) -> None:
     """Raise CanvasError for a weight that is missing or has another shape, before the first graph
     is traced."""
@@ -163,7 +163,7 @@ def _check_weights(
 
 
 def _write_graphs(
-    parts: Sequence[Segment],
+    parts: Sequence[SegmentModule],
     config: ModelConfig,
     source: Checkpoint,
     out: Path,
@@ -196,7 +196,7 @@ def _write_graphs(
         )
 
 
-def _entry(part: Segment, quantized: Prequantized | None) -> dict[str, Any]:
+def _entry(part: SegmentModule, quantized: Prequantized | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": part.name, "file": part.file}
     if part.layers:
         entry["layers"] = list(part.layers)

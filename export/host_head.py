@@ -9,14 +9,14 @@ import torch
 
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.prequantized import Prequantized
-from canvasrt.export.segments import Segment
+from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import weights
 
 HOST_HEAD_FILE = "host_head.bin"
 
 
 def write_host_head(
-    part: Segment,
+    part: SegmentModule,
     source: Checkpoint,
     out: Path,
     dtype: torch.dtype,

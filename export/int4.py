@@ -16,12 +16,11 @@ from torch import Tensor
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize
-from canvasrt.export.weights import PACKED, Weight, packed_name
+from canvasrt.export.weights import DAMAGED, PACKED, Weight, packed_name
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
 
-_AGAIN = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 _HERE = "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 # The group lengths that TensorRT and ONNX Runtime both support.
 _GROUPS = (16, 32, 64, 128, 256)
@@ -137,7 +136,7 @@ def _block(weight: Weight, part: str) -> int:
     name, width = _scale_name(part), weight.shape[-1]
     held = weight.checkpoint
     if name not in held:
-        raise CanvasError(f"{held.path} has no tensor {name}, the scale of an INT4 weight", _AGAIN)
+        raise CanvasError(f"{held.path} has no tensor {name}, the scale of an INT4 weight", DAMAGED)
     shape = held.shape(name)
     if len(shape) != 2 or not shape[1] or width % shape[1]:
         weight.refuse(name, f"shape {shape}", f"scales for rows of {width}")
@@ -160,7 +159,7 @@ def _scales(weight: Weight, part: str) -> Floats:
     if wrong.size:
         raise CanvasError(
             f"{name} in {weight.checkpoint.path} is {wrong[0]}: a scale is positive and finite",
-            _AGAIN,
+            DAMAGED,
         )
     return values
 

@@ -16,11 +16,11 @@ from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.checkpoints.weight_names import TABLE, global_name
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
-from canvasrt.export.codes import Codes, read_codes
+from canvasrt.export.codes import StoredCodes, read_codes
 from canvasrt.export.int4 import Int4Codes, TableCodes, read_int4, table_codes
-from canvasrt.export.quantize.forms import quantize_graph, stored
+from canvasrt.export.quantize.forms import quantize_graph, stored_parts
 from canvasrt.export.quantize.packed import Form
-from canvasrt.export.segments import Segment
+from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight, weights
 from canvasrt.formats import FORMATS
 from canvasrt.graphs.external import Stored
@@ -44,7 +44,7 @@ class Prequantized:
     def __init__(
         self,
         how: Quantization,
-        parts: Sequence[Segment],
+        parts: Sequence[SegmentModule],
         source: Checkpoint,
         config: ModelConfig,
         dtype: torch.dtype,
@@ -59,8 +59,11 @@ class Prequantized:
         """
         self._how, self._config, self._dtype = how, config, dtype
         self._source = source
-        self._held: dict[str, Codes | Int4Codes | TableCodes] = {}
+        self._held: dict[str, StoredCodes | Int4Codes | TableCodes] = {}
         rounded = load_recipe(how.precision).formats(config).get(TABLE) if packs else None
+        # A checkpoint has no input scales for it.
+        if rounded is not None and FORMATS[rounded.format].rounds_inputs:
+            rounded = None
         for part in parts:
             for weight in weights(part.module, part.sources, source):
                 name = global_name(part.name, part.layers, weight.name)
@@ -116,11 +119,11 @@ class Prequantized:
         """The quantization's part of the manifest's `made_from`."""
         return {"calibration": self._prompts} if self._prompts else {}
 
-    def holds(self, part: Segment, weight: Weight) -> bool:
+    def holds(self, part: SegmentModule, weight: Weight) -> bool:
         """Return whether the checkpoint stores a weight quantized, whatever form it takes in the graph."""
         return global_name(part.name, part.layers, weight.name) in self._held
 
-    def formats(self, part: Segment) -> dict[str, str]:
+    def formats(self, part: SegmentModule) -> dict[str, str]:
         """Return the format of each weight that stays quantized in a graph, by global name."""
         names = [global_name(part.name, part.layers, name) for name in part.sources]
         return {name: self._held[name].form.format for name in names if name in self._packed}
@@ -148,7 +151,7 @@ class Prequantized:
         self._prompts = found.sha256
 
     def rewrite(
-        self, part: Segment, model: ir.Model, each: Sequence[Weight]
+        self, part: SegmentModule, model: ir.Model, each: Sequence[Weight]
     ) -> Iterator[Weight | Stored]:
         """Put the quantized forms into a graph. Return its weights to write, each read when it is
         its turn."""
@@ -167,11 +170,11 @@ class Prequantized:
             if held is None:
                 yield weight
             elif name in self._packed:
-                yield from stored(model, weight.name, held.pack(self._inputs.get(name)))
+                yield from stored_parts(model, weight.name, held.pack(self._inputs.get(name)))
             else:
                 yield self._widened(weight, held)
 
-    def _widened(self, weight: Weight, held: Codes | Int4Codes | TableCodes) -> Stored:
+    def _widened(self, weight: Weight, held: StoredCodes | Int4Codes | TableCodes) -> Stored:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 

@@ -39,7 +39,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file; `start` is where its bytes begin."""
 
     dtype: torch.dtype
@@ -91,14 +91,14 @@ class Shard:
             raise self._damaged(name, "it ends too early")
         return torch.from_numpy(data).view(entry.dtype).view(shape)
 
-    def _entry(self, name: str, entry: dict[str, Any], base: int) -> Entry:
+    def _entry(self, name: str, entry: dict[str, Any], base: int) -> TensorEntry:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise CanvasError(
                 f"{name} in {self.file} has the type {entry['dtype']}, which canvasrt does not support",
                 f"types: {', '.join(_DTYPES)}",
             )
-        return Entry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
+        return TensorEntry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
 
     def _damaged(self, name: str, why: str) -> CanvasError:
         return CanvasError(
@@ -119,7 +119,7 @@ def _fill(handle: FileIO, data: np.ndarray) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One tensor to write. `chunks` yields its little-endian bytes in order, when they are needed."""
 
     name: str
@@ -132,7 +132,7 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shards(out: Path, shards: Sequence[Sequence[Piece]]) -> None:
+def write_shards(out: Path, shards: Sequence[Sequence[TensorPiece]]) -> None:
     """Write one file for each of `shards`, and the index over them, in the Hugging Face layout."""
     index: dict[str, str] = {}
     for number, pieces in enumerate(shards, 1):
@@ -144,7 +144,7 @@ def write_shards(out: Path, shards: Sequence[Sequence[Piece]]) -> None:
     (out / INDEX).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def write_shard(file: Path, pieces: Sequence[Piece]) -> None:
+def write_shard(file: Path, pieces: Sequence[TensorPiece]) -> None:
     """Write one safetensors file."""
     # The widest types first, so that each tensor is aligned to its own elements.
     pieces = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.name))

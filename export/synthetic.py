@@ -21,8 +21,8 @@ import canvasrt
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import TEXT, layer_types
 from canvasrt.export.checkpoint import bytes_of
-from canvasrt.export.segments import Segment, segments
-from canvasrt.export.shards import Piece, write_shards
+from canvasrt.export.segments import SegmentModule, segments
+from canvasrt.export.shards import TensorPiece, write_shards
 from canvasrt.staging import staging
 
 _GENERATION = {
@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 # `nvfp4`: as in the released NVFP4 checkpoint by ModelOpt, only experts, one tensor each.
 # `int4`: llm-compressor's W4A16 of every linear module in the layers, in groups of 64.
-FORMATS = ("bf16", "fp32", "nvfp4", "int4")
+WEIGHT_FORMATS = ("bf16", "fp32", "nvfp4", "int4")
 _BLOCK = 16
 # E4M3 bits of block scales from 128 to 448.
 _SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
@@ -96,7 +96,7 @@ def write(
     Args:
         shape: a key of `SHAPES`.
         layers: how many; None takes the shape's own number.
-        format: one of `FORMATS`.
+        format: one of `WEIGHT_FORMATS`.
 
     Matrices have mean zero and variance 1 / inputs; norms and scalars are one, so that activations
     keep their size.
@@ -220,7 +220,9 @@ class _Noise:
             count -= size
 
 
-def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> Iterator[Piece]:
+def _pieces(
+    part: SegmentModule, model: ModelConfig, noise: _Noise, format: str
+) -> Iterator[TensorPiece]:
     """Yield the checkpoint tensors that a graph's weights are stacked from."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
     for name, parameter in part.module.named_parameters():
@@ -238,15 +240,15 @@ def _pieces(part: Segment, model: ModelConfig, noise: _Noise, format: str) -> It
             if format == "int4" and name.startswith("layers.") and _is_linear(name):
                 yield from _int4(source.removesuffix(".weight"), rows, shape[-1], noise)
             elif parameter.dim() == 1:
-                yield Piece(source, dtype, shape, partial(_ones, rows, dtype))
+                yield TensorPiece(source, dtype, shape, partial(_ones, rows, dtype))
             else:
                 std = math.sqrt(1 / shape[-1])
-                yield Piece(
+                yield TensorPiece(
                     source, dtype, shape, partial(noise.normal, math.prod(shape), std, dtype)
                 )
 
 
-def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piece]:
+def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[TensorPiece]:
     """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E,
     out, in]`."""
     experts, rows, width = shape
@@ -260,17 +262,21 @@ def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[Piec
         for each in names:
             module = f"{prefix}.{expert}.{each}"
             packed, blocks = (rows, width // 2), (rows, width // _BLOCK)
-            yield Piece(
+            yield TensorPiece(
                 f"{module}.weight", torch.uint8, packed, partial(noise.codes, math.prod(packed))
             )
-            yield Piece(
+            yield TensorPiece(
                 f"{module}.weight_scale",
                 torch.float8_e4m3fn,
                 blocks,
                 partial(noise.block_scales, math.prod(blocks)),
             )
-            yield Piece(f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale))
-            yield Piece(f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale))
+            yield TensorPiece(
+                f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale)
+            )
+            yield TensorPiece(
+                f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale)
+            )
 
 
 def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
@@ -288,21 +294,21 @@ def _is_linear(name: str) -> bool:
     return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
 
 
-def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[Piece]:
+def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[TensorPiece]:
     """Yield a linear module in INT4."""
     words, groups = (rows, width // 8), (rows, width // _GROUP)
     std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
     shape = np.array([rows, width], np.int64).tobytes()
-    yield Piece(
+    yield TensorPiece(
         f"{module}.weight_packed", torch.int32, words, partial(noise.codes, 4 * math.prod(words))
     )
-    yield Piece(
+    yield TensorPiece(
         f"{module}.weight_scale",
         torch.bfloat16,
         groups,
         partial(noise.near, math.prod(groups), std, torch.bfloat16),
     )
-    yield Piece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
+    yield TensorPiece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
 
 
 def _scalar(value: float) -> list[memoryview]:
@@ -313,7 +319,7 @@ def _ones(count: int, dtype: torch.dtype) -> list[memoryview]:
     return [bytes_of(torch.ones(count, dtype=dtype))]
 
 
-def _rows(part: Segment, name: str, sources: int, model: ModelConfig) -> list[int]:
+def _rows(part: SegmentModule, name: str, sources: int, model: ModelConfig) -> list[int]:
     """Return how many rows of a stacked weight come from each of its sources."""
     rows = part.module.get_parameter(name).shape[0]
     if name.endswith("qkv.weight"):
@@ -334,7 +340,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", required=True, help="folder to write")
     parser.add_argument("--shape", choices=SHAPES, default="300m", help="default: 300m")
     parser.add_argument("--layers", type=int, help="default: the shape's own number")
-    parser.add_argument("--format", choices=FORMATS, default="bf16", help="default: bf16")
+    parser.add_argument("--format", choices=WEIGHT_FORMATS, default="bf16", help="default: bf16")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     write(args.output, args.shape, args.layers, args.seed, args.format)

@@ -31,6 +31,9 @@ VISION = "model.encoder.vision_tower"
 # Dtypes of weights without scales.
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
+# What to do about missing or broken scales.
+DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
+
 # What compressed-tensors calls a packed weight.
 PACKED = "weight_packed"
 

@@ -27,7 +27,7 @@ SMALL_CANVASES = (32, 64, 128)
 
 
 @dataclass
-class Row:
+class CpuRow:
     """What the model keeps for one request: its cache, and its experts' loads so far."""
 
     cache: RequestCache
@@ -101,16 +101,16 @@ class HostModel(Model):
         smaller = (size for size in SMALL_CANVASES if size < self.canvas_length)
         return (*smaller, self.canvas_length)
 
-    def new_row(self) -> Row:
-        return Row(RequestCache(self.config))
+    def new_row(self) -> CpuRow:
+        return CpuRow(RequestCache(self.config))
 
     def saved_bytes(self, tokens: int) -> int:
         return RequestCache(self.config).saved_bytes(tokens)
 
-    def _save(self, row: Row, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _save(self, row: CpuRow, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return row.cache.save(tokens)
 
-    def _restore(self, row: Row, saved: Sequence[Saved]) -> None:
+    def _restore(self, row: CpuRow, saved: Sequence[Saved]) -> None:
         row.cache.restore([each.data for each in saved], sum(each.tokens for each in saved))
 
     def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
@@ -193,7 +193,7 @@ class HostModel(Model):
             for i in range(len(batch))
         ]
 
-    def _feeds(self, rows: Sequence[Row], positions: np.ndarray, causal: bool) -> Arrays:
+    def _feeds(self, rows: Sequence[CpuRow], positions: np.ndarray, causal: bool) -> Arrays:
         past = rows[0].past if len(rows) == 1 else self._past
         return past.feeds([row.cache for row in rows]) | {
             "positions": positions,
@@ -202,7 +202,7 @@ class HostModel(Model):
         }
 
     def _run_body(
-        self, body: Body, feeds: Arrays, rows: Sequence[Row], phase: str, tokens: int
+        self, body: Body, feeds: Arrays, rows: Sequence[CpuRow], phase: str, tokens: int
     ) -> Arrays:
         """Run a segment. While an expert gets more tokens than its capacity, run it again with more
         room."""

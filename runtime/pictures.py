@@ -21,7 +21,7 @@ from canvasrt.extras import require
 # The most soft tokens of an image. The checkpoint knows larger ones, which no engine has room for.
 BUDGETS = (70, 140, SOFT_TOKENS)
 MAX_PIXELS = 64_000_000  # of an image as it comes; decoding takes three bytes per pixel
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +142,9 @@ def uncut(groups: np.ndarray, most: int) -> int:
 def _decode(data: bytes) -> np.ndarray:
     """Return an image file's pixels, uint8 `[height, width, 3]`, turned as its camera was."""
     image, ops = require("PIL.Image", "serve"), require("PIL.ImageOps", "serve")
-    hint = f"send a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file"
+    hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:
-        with image.open(io.BytesIO(data), formats=FORMATS) as opened:
+        with image.open(io.BytesIO(data), formats=PICTURE_FORMATS) as opened:
             width, height = opened.size
             if width * height > MAX_PIXELS:
                 raise CanvasError(

@@ -5,22 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from canvasrt.shapes import Range
+
 UNLIMITED = 1 << 40
-
-
-@dataclass(frozen=True)
-class Range:
-    """The smallest, usual and largest size of one dimension."""
-
-    min: int
-    opt: int
-    max: int
-
-    def holds(self, size: int) -> bool:
-        return self.min <= size <= self.max
 
 
 class Profiles:

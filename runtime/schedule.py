@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 
-class Entry(Protocol):
+class Scheduled(Protocol):
     """What is counted of a request: its passes in all, and since it last got a place."""
 
     id: int
@@ -20,7 +20,7 @@ class Entry(Protocol):
         """Whether it can make room for another."""
 
 
-Each = TypeVar("Each", bound=Entry)
+Each = TypeVar("Each", bound=Scheduled)
 
 
 class Schedule:
@@ -35,13 +35,13 @@ class Schedule:
         self._quantum = quantum
         self._used: dict[str, float] = {}
 
-    def join(self, owner: str, present: Sequence[Entry]) -> None:
+    def join(self, owner: str, present: Sequence[Scheduled]) -> None:
         """Count a caller from now on, if it has no other request."""
         owners = {each.owner for each in present}
         self._used = {name: used for name, used in self._used.items() if name in owners}
         self._used.setdefault(owner, min(self._used.values(), default=0.0))
 
-    def count(self, ran: Sequence[Entry]) -> None:
+    def count(self, ran: Sequence[Scheduled]) -> None:
         """Count one pass of each request."""
         for each in ran:
             each.passes += 1
@@ -63,5 +63,5 @@ class Schedule:
         best, worst = self.next(waiting), max(tired, key=self._rank)
         return (best, worst) if self._rank(best)[:2] < self._rank(worst)[:2] else None
 
-    def _rank(self, each: Entry) -> tuple[float, int, int]:
+    def _rank(self, each: Scheduled) -> tuple[float, int, int]:
         return self._used.get(each.owner, 0.0), each.passes, each.id

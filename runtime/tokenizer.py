@@ -97,8 +97,8 @@ class Tokenizer:
         """
         if self._template is None:
             raise CanvasError(
-                "the bundle's tokenizer has no chat template",
-                "use --raw to send the prompt as it is",
+                "the model's tokenizer has no chat template",
+                "continue the text as it is, with raw (--raw on the command line), or give token ids",
             )
         try:
             return self._template.render(

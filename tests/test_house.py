@@ -16,7 +16,7 @@ STAGES = ("export", "build", "runtime", "containers")
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
 FLOORS = (
-    "errors progress defaults hashes formats",
+    "errors progress defaults hashes formats option",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages shapes",
     "cache graphs kernels",
@@ -51,6 +51,7 @@ CONTAINERS = (
 # Programs whose output is their purpose.
 PROGRAMS = (
     "canvasrt.build.compile",
+    "canvasrt.containers.serve.build_engines",
     "canvasrt.containers.serve.probe",
     "canvasrt.demo.evaluate",
     "canvasrt.demo.train",

@@ -23,7 +23,7 @@ _ROPE_DEFAULTS: Json = {
     },
 }
 _DEFAULT_GLOBAL_HEAD_DIM = 512
-_FULL_EVERY = 6
+FULL_EVERY = 6
 _UNSUPPORTED_HINT = "canvasrt supports the architecture of google/diffusiongemma-26B-A4B-it"
 
 
@@ -174,7 +174,7 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
     kinds = text.data.get("layer_types")
     if kinds is None:
         kinds = [
-            "sliding_attention" if (i + 1) % _FULL_EVERY else "full_attention" for i in range(count)
+            "sliding_attention" if (i + 1) % FULL_EVERY else "full_attention" for i in range(count)
         ]
     if not isinstance(kinds, list) or len(kinds) != count:
         raise CanvasError(

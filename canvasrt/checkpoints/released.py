@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from canvasrt.checkpoints.config import ModelConfig, read_config
+from canvasrt.checkpoints.config import FULL_EVERY, ModelConfig, read_config
 
 TEXT: dict[str, Any] = {
     "vocab_size": 262_144,
@@ -47,7 +47,7 @@ VISION: dict[str, Any] = {
 def layer_types(count: int) -> list[str]:
     """Return the kind of each of `count` layers: every sixth is full, and the last, as transformers requires."""
     return [
-        "full_attention" if (i + 1) % 6 == 0 or i + 1 == count else "sliding_attention"
+        "full_attention" if (i + 1) % FULL_EVERY == 0 or i + 1 == count else "sliding_attention"
         for i in range(count)
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Transformers:
             eos_token_id=list(params.eos_token_ids) or [NO_TOKEN],
         )
         prompts = self._torch.tensor([list(request.prompt_token_ids) for request in requests])
-        clock = _Clock(self._model)
+        clock = Clock(self._model)
         self._torch.manual_seed(params.seed)
         start = time.perf_counter()
         with clock:
@@ -71,20 +71,25 @@ class Transformers:
         )
 
 
-class _Clock:
-    """Times a model's denoising steps and, as a streamer, its blocks; turns off early stop."""
+class Clock:
+    """Times a model's denoising steps and, as a streamer, its blocks; turns off early stop.
 
-    def __init__(self, model: Any) -> None:
+    `wait` returns when the device has nothing left to do.
+    """
+
+    def __init__(self, model: Any, wait: Callable[[], None] = lambda: None) -> None:
         self.steps: list[float] = []
         self.blocks: list[float] = []
-        self._model = model
+        self._model, self._wait = model, wait
 
     def __enter__(self) -> None:
         step = type(self._model)._denoising_step
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self._wait()
             start = time.perf_counter()
             result = step(self._model, *args, **kwargs)
+            self._wait()
             self.steps.append(time.perf_counter() - start)
             return result
 
@@ -97,6 +102,7 @@ class _Clock:
 
     def put(self, value: Any) -> None:
         """Take the prompt, then each block."""
+        self._wait()
         self.blocks.append(time.perf_counter())
 
     def end(self) -> None:

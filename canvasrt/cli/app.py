@@ -131,18 +131,11 @@ def _failed(error: Exception, debug: bool) -> int:
         print_error(error.format_message(), f"see `{command} --help`")
         return 2
     _show_traceback(debug)
-    from canvasrt.staging import is_disk_full
+    from canvasrt.staging import system_error
 
-    if is_disk_full(error, None):
-        print_error(
-            "no space left on the disk", "free some space, or write to another disk with -o"
-        )
-    elif isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
-        print_error(f"{error.filename}: {error.strerror}", "check the path and its permissions")
-    elif isinstance(error, FileNotFoundError) and error.filename:
-        print_error(f"{error.filename} does not exist", "check the path")
-    elif isinstance(error, MemoryError):
-        print_error("out of memory", "close other programs, or use a machine with more memory")
+    found = system_error(error)
+    if found is not None:
+        print_error(found.message, found.hint)
     else:
         print_error(f"{type(error).__name__}: {error}", "" if debug else _BUG_HINT)
     return 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli.options import AsJson, Device, SharePasses, Threads
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def bench(
     concurrency: Concurrency = 1,
     rate: Rate = None,
     max_tokens: MaxTokens = 64,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = ANSWER_TIMEOUT,
     report: Report = None,
     as_json: AsJson = False,
 ) -> None:
@@ -153,7 +154,7 @@ def bench(
 
     _check_options(context, load.is_url(bundle))
     if load.is_url(bundle):
-        wanted = load.Options(
+        wanted = load.LoadOptions(
             against=against,
             model=model,
             prompts=prompts,
@@ -249,6 +250,7 @@ def _requests(
     )
     prompts = random_prompts(model.config, rounds * batch, prompt_tokens)
     requests = [Request(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
+    # Before a reference is loaded, which can take minutes.
     requests[0].validate(model.config, model.max_context)
     return [requests[i : i + batch] for i in range(0, len(requests), batch)]
 

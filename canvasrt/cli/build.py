@@ -31,13 +31,15 @@ def build(
     as_json: options.AsJson = False,
 ) -> None:
     """Build engines for one or more targets; a repeated build reuses what has not changed."""
-    from canvasrt.build.plan import Options
+    from canvasrt.build.plan import BuildOptions
     from canvasrt.pipeline import build_all, plan_all
     from canvasrt.targets import parse_targets
 
     targets = parse_targets(target)
     adapters = tuple(options.adapters(adapter))
-    wanted = Options(precision, max_context, max_batch, layers_per_segment, calibration, adapters)
+    wanted = BuildOptions(
+        precision, max_context, max_batch, layers_per_segment, calibration, adapters
+    )
     with progress() as report:
         plans = plan_all(source, targets, out, wanted, report, check=not dry_run)
         if not dry_run:

@@ -17,7 +17,7 @@ PROTOCOLS = ("http", "grpc", "openai")
 
 
 @dataclass(frozen=True)
-class Call:
+class ClientCall:
     """One call to a server. `options` are inputs of the served model by tensor name."""
 
     prompt: Prompt
@@ -50,7 +50,7 @@ def check_call(protocol: str, stream: bool, drafts: bool) -> None:
         )
 
 
-def ask(call: Call, protocol: str, url: str | None, timeout: float, as_json: bool) -> None:
+def ask(call: ClientCall, protocol: str, url: str | None, timeout: float, as_json: bool) -> None:
     """Make the call and print the answer, or each event as it comes."""
     if protocol == "openai":
         _ask_openai(call, url, timeout, as_json)
@@ -64,7 +64,7 @@ def ask(call: Call, protocol: str, url: str | None, timeout: float, as_json: boo
     emit(answer.to_json(), as_json, lambda shown: shown.print(answer.text, markup=False))
 
 
-def _ask_openai(call: Call, url: str | None, timeout: float, as_json: bool) -> None:
+def _ask_openai(call: ClientCall, url: str | None, timeout: float, as_json: bool) -> None:
     client = OpenAIClient(url, timeout)
     if not (call.stream or call.drafts):
         answer = client.ask(call.inputs())

@@ -12,6 +12,7 @@ import typer
 from canvasrt.cli.infer import Timeout, Url
 from canvasrt.cli.prompt import System
 from canvasrt.cli.sampling import with_sampling
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def chat(
     plain: Plain = False,
     *,
     sampling: dict[str, Any],
-    timeout: Timeout = 600.0,
+    timeout: Timeout = ANSWER_TIMEOUT,
 ) -> None:
     """Chat with a running server over the OpenAI API, in the terminal.
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.serve import Bundle, Cache, Profile
+from canvasrt.cli.fields import with_fields
+from canvasrt.cli.serve import Bundle
+from canvasrt.containers.serve.settings import Settings
 
 
+@with_fields("given", Settings, unset=True, only=("profile", "cache"))
 def create_model_store(
+    given: dict[str, Any],
     model_store: Annotated[
         Path,
         typer.Option(
@@ -22,10 +26,8 @@ def create_model_store(
         ),
     ],
     bundle: Bundle = None,
-    profile: Profile = None,
-    cache: Cache = None,
 ) -> None:
     """Copy one serving profile's engines from a package into a folder that can be served by itself."""
     from canvasrt.cli.profiles import write_store
 
-    write_store(bundle, profile, model_store, cache)
+    write_store(bundle, given["profile"], model_store, given["cache"])

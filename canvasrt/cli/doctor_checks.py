@@ -35,7 +35,7 @@ _WANTED = ("export", "rtx", "serve")
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """One line of the report. `fix` is the command that closes a gap."""
 
     name: str
@@ -48,7 +48,7 @@ class Check:
         return asdict(self)
 
 
-def examine() -> list[Check]:
+def examine() -> list[MachineCheck]:
     """Return all checks, in the order they are shown."""
     checks = [_python(), _onnxruntime()]
     checks += [_extra(name) for name in _EXTRAS]
@@ -67,58 +67,58 @@ def report() -> dict[str, Any]:
     }
 
 
-def _python() -> Check:
+def _python() -> MachineCheck:
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < _OLDEST_PYTHON:
-        return Check("Python", "gap", found, "apt install python3.11 python3.11-venv")
-    return Check("Python", "ok", found)
+        return MachineCheck("Python", "gap", found, "apt install python3.11 python3.11-venv")
+    return MachineCheck("Python", "ok", found)
 
 
-def _onnxruntime() -> Check:
+def _onnxruntime() -> MachineCheck:
     name = "ONNX Runtime"
     both = extras.version("onnxruntime"), extras.version("onnxruntime-gpu")
     if all(both):
-        return Check(
+        return MachineCheck(
             name,
             "gap",
             "onnxruntime and onnxruntime-gpu overwrite each other's files",
             "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'canvasrt[gpu]'",
         )
     if not any(both):
-        return Check(name, "gap", "not installed", "pip install 'canvasrt[cpu]'")
+        return MachineCheck(name, "gap", "not installed", "pip install 'canvasrt[cpu]'")
     try:
         runtime = extras.require("onnxruntime", "cpu")
     except CanvasError as error:
-        return Check(name, "gap", error.message, error.hint)
+        return MachineCheck(name, "gap", error.message, error.hint)
     providers = [
         each.removesuffix("ExecutionProvider") for each in runtime.get_available_providers()
     ]
     found = f"{both[0] or both[1]}, providers: {', '.join(providers)}"
     if machine.gpus() and "CUDA" not in providers:
         fix = "pip uninstall -y onnxruntime && pip install 'canvasrt[gpu]'"
-        return Check(name, "info", f"{found}; does not use the GPU", fix)
-    return Check(name, "ok", found)
+        return MachineCheck(name, "info", f"{found}; does not use the GPU", fix)
+    return MachineCheck(name, "ok", found)
 
 
-def _extra(extra: str) -> Check:
+def _extra(extra: str) -> MachineCheck:
     distributions, purpose = _EXTRAS[extra]
     versions = {name: extras.version(name) for name in distributions}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     missing = [name for name, version in versions.items() if version is None]
     name = f"To {purpose}"
     if not missing:
-        return Check(name, "ok", found)
+        return MachineCheck(name, "ok", found)
     state: State = "gap" if extra in _WANTED or found else "info"
     text = f"{found}; not installed: {', '.join(missing)}".removeprefix("; ")
-    return Check(name, state, text, f"pip install 'canvasrt[{extra}]'")
+    return MachineCheck(name, state, text, f"pip install 'canvasrt[{extra}]'")
 
 
-def _gpus() -> list[Check]:
+def _gpus() -> list[MachineCheck]:
     found = machine.gpus()
     if not found:
-        return [Check("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
+        return [MachineCheck("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
     return [
-        Check(
+        MachineCheck(
             f"GPU {number}",
             "ok",
             f"{gpu.name}, {size(gpu.memory)}, capability {'.'.join(map(str, gpu.capability))},"
@@ -128,7 +128,7 @@ def _gpus() -> list[Check]:
     ]
 
 
-def _triton() -> Check:
+def _triton() -> MachineCheck:
     from canvasrt.containers.serve.installation import find_installation
 
     name = "Triton Inference Server"
@@ -136,7 +136,7 @@ def _triton() -> Check:
         installation = find_installation()
         binary = installation.binary
     except CanvasError as error:
-        return Check(name, "gap", error.message, error.hint)
+        return MachineCheck(name, "gap", error.message, error.hint)
     try:
         answer = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60)
         output = answer.stdout + answer.stderr
@@ -144,22 +144,24 @@ def _triton() -> Check:
         output = str(error)
     if "Usage: tritonserver" not in output:
         fix = "use a system with glibc 2.35 or later (Debian 12, Ubuntu 22.04)"
-        return Check(name, "gap", f"{binary} does not start: {output.strip()[-200:]}", fix)
+        return MachineCheck(name, "gap", f"{binary} does not start: {output.strip()[-200:]}", fix)
     found = f"{binary}, {installation.release_text}"
     if not installation.is_safe:
         fix = "to open Triton's own ports to other machines, use a tritonserver of 26.07 or later"
-        return Check(name, "info", f"{found}: one request can crash it, so loopback only", fix)
-    return Check(name, "ok", found)
+        return MachineCheck(
+            name, "info", f"{found}: one request can crash it, so loopback only", fix
+        )
+    return MachineCheck(name, "ok", found)
 
 
-def _containers() -> Check:
+def _containers() -> MachineCheck:
     found = [tool for tool in ("docker", "podman", "buildah", "skopeo") if shutil.which(tool)]
     if found:
-        return Check("Containers", "ok", ", ".join(found))
-    return Check("Containers", "info", "no docker or podman", "apt install podman")
+        return MachineCheck("Containers", "ok", ", ".join(found))
+    return MachineCheck("Containers", "info", "no docker or podman", "apt install podman")
 
 
-def _memory() -> Check:
+def _memory() -> MachineCheck:
     """Say how much there is, and whether the released model runs on this CPU."""
     from canvasrt.build.fit import released_fit
     from canvasrt.targets import find_target
@@ -168,25 +170,27 @@ def _memory() -> Check:
     assert fit is not None
     need = f"the released model takes {size(fit.memory.total)} on a CPU, in {fit.precision}"
     if fit.memory.total > there:
-        return Check("Memory", "info", f"{size(there)}, too little for a CPU: {need}")
-    return Check("Memory", "ok", f"{size(there)}; {need}")
+        return MachineCheck("Memory", "info", f"{size(there)}, too little for a CPU: {need}")
+    return MachineCheck("Memory", "ok", f"{size(there)}; {need}")
 
 
-def _disk() -> Check:
+def _disk() -> MachineCheck:
     free = shutil.disk_usage(Path.cwd()).free
     found = f"{size(free)} free in {Path.cwd()}"
     if free < _ENOUGH_DISK:
-        return Check("Disk", "gap", found, "free some space, or work in a folder on another disk")
-    return Check("Disk", "ok", found)
+        return MachineCheck(
+            "Disk", "gap", found, "free some space, or work in a folder on another disk"
+        )
+    return MachineCheck("Disk", "ok", found)
 
 
-def _shared_memory() -> Check:
+def _shared_memory() -> MachineCheck:
     name = "Shared memory"
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
-        return Check(name, "gap", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
+        return MachineCheck(name, "gap", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
     if free < _ENOUGH_SHARED:
         fix = "mount -o remount,size=1g /dev/shm (in a container: --shm-size 1g)"
-        return Check(name, "gap", f"{size(free)} free in /dev/shm; Triton needs more", fix)
-    return Check(name, "ok", f"{size(free)} free in /dev/shm")
+        return MachineCheck(name, "gap", f"{size(free)} free in /dev/shm; Triton needs more", fix)
+    return MachineCheck(name, "ok", f"{size(free)} free in /dev/shm")

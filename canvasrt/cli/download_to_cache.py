@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.serve import Bundle, Cache, Profile
+from canvasrt.cli.fields import with_fields
+from canvasrt.cli.serve import Bundle
+from canvasrt.containers.serve.settings import Settings
 
 
+@with_fields("given", Settings, unset=True, only=("profile", "cache"))
 def download_to_cache(
+    given: dict[str, Any],
     bundle: Bundle = None,
-    profile: Profile = None,
     every: Annotated[
         bool, typer.Option("--all", help="Build every serving profile that this machine can run.")
     ] = False,
-    cache: Cache = None,
 ) -> None:
     """Put a serving profile's engines into the cache, so that the next start finds them.
 
@@ -23,4 +25,4 @@ def download_to_cache(
     """
     from canvasrt.cli.profiles import fill_cache
 
-    fill_cache(bundle, profile, every, cache)
+    fill_cache(bundle, given["profile"], every, given["cache"])

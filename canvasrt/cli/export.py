@@ -4,9 +4,7 @@ from typing import Any
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
-
-# The precision of the graphs: fp32 for a CPU, bf16 for GPUs.
-PRECISIONS = ("fp32", "bf16")
+from canvasrt.formats import PLAIN
 
 
 def export(
@@ -24,9 +22,9 @@ def export(
     from canvasrt.extras import require
     from canvasrt.staging import check_output
 
-    if precision not in (None, *PRECISIONS):
+    if precision not in (None, *PLAIN):
         raise UsageError(
-            f"cannot export graphs in {precision!r}", f"the precisions are {', '.join(PRECISIONS)}"
+            f"cannot export graphs in {precision!r}", f"the precisions are {', '.join(PLAIN)}"
         )
     adapters = options.adapters(adapter)
     check_output(out)
@@ -34,11 +32,12 @@ def export(
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.defaults import LAYERS_PER_SEGMENT
-    from canvasrt.export.graphs import export as export_graphs
+    from canvasrt.export.graphs import export_folder
 
     with progress() as report:
-        bundle = export_graphs(
+        bundle = export_folder(
             folder,
+            checkpoints.fingerprint(folder),
             out,
             layers_per_segment=layers_per_segment or LAYERS_PER_SEGMENT,
             precision=precision,

@@ -12,14 +12,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from canvasrt.console import print_error, progress, size
-from canvasrt.containers.deploy.command import Options, run_command
+from canvasrt.containers.deploy.command import run_command
 from canvasrt.containers.deploy.daemon import docker
 from canvasrt.containers.deploy.deploy import check_ports, wait_ready
-from canvasrt.containers.deploy.engine import Engine, find_engine
+from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
+from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import load, open_package
 from canvasrt.containers.image.build import write_image
 from canvasrt.containers.image.standin import standin
-from canvasrt.containers.package.package import PackageOptions
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build
@@ -48,7 +49,7 @@ def main() -> int:
     return 0
 
 
-def run(folder: Path, engine: Engine) -> None:
+def run(folder: Path, engine: ContainerEngine) -> None:
     """Run the steps. CanvasError for the first that fails."""
     clock = _Clock()
     with progress() as show:
@@ -70,7 +71,7 @@ def run(folder: Path, engine: Engine) -> None:
     load(package, engine)
     clock.report(f"loaded into {engine.name}")
     # The host's network behaves the same with any docker or podman.
-    options = Options(name=NAME, network="host", http_port=8080)
+    options = DeployOptions(name=NAME, network="host", http_port=8080)
     check_ports(options)
     try:
         done = engine.run(*run_command(package, options, engine, restart=False)[1:])
@@ -98,7 +99,7 @@ def run(folder: Path, engine: Engine) -> None:
 
 
 @contextmanager
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[ContainerEngine]:
     """Provide docker, with a daemon of our own if none answers; else podman."""
     with ExitStack() as stack:
         try:

@@ -8,6 +8,7 @@ from canvasrt.cli.generate import Drafts
 from canvasrt.cli.options import AsJson
 from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
+from canvasrt.defaults import ANSWER_TIMEOUT
 
 Url = Annotated[
     str | None,
@@ -53,16 +54,16 @@ def infer(
     stop: Stop = None,
     stream: Stream = False,
     drafts: Drafts = False,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = ANSWER_TIMEOUT,
     as_json: AsJson = False,
 ) -> None:
     """Send a prompt to a running server.
 
     Example: canvasrt infer "12+34=" --protocol grpc --stream
     """
-    from canvasrt.cli.call import Call, ask, check_call
+    from canvasrt.cli.call import ClientCall, ask, check_call
 
     check_call(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
     options = {**sampling, "stop": stop or None}
-    ask(Call(given, options, stream, drafts), protocol, url, timeout, as_json)
+    ask(ClientCall(given, options, stream, drafts), protocol, url, timeout, as_json)

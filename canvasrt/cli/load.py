@@ -22,7 +22,7 @@ AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """The options of `canvasrt bench URL`."""
 
     against: str | None
@@ -42,7 +42,7 @@ def is_url(subject: str) -> bool:
     return subject.startswith(("http://", "https://"))
 
 
-def run(url: str, options: Options, as_json: bool) -> None:
+def run(url: str, options: LoadOptions, as_json: bool) -> None:
     """Measure one server, or two in turns, and print the figures."""
     sessions = _sessions(options.prompts, options.sessions)
     endpoints = _endpoints(url, options)
@@ -98,7 +98,7 @@ def _sessions(prompts: str, count: int) -> list[Session]:
     return from_file(Path(prompts), count)
 
 
-def _endpoints(url: str, options: Options) -> Sequence[Endpoint]:
+def _endpoints(url: str, options: LoadOptions) -> Sequence[Endpoint]:
     sides = [(url, KEY_VARIABLE)]
     if options.against is not None:
         sides.append((options.against, AGAINST_KEY_VARIABLE))

@@ -25,23 +25,6 @@ Source = Annotated[
         help="A checkpoint (folder, hub name or demo), or graphs that `canvasrt export` wrote.",
     ),
 ]
-Origins = Annotated[
-    str | None,
-    typer.Option(
-        "--allowed-origins",
-        metavar="ORIGIN[,ORIGIN...]",
-        show_default="none",
-        help="Web pages of which origins may call the OpenAI API (CORS); * for any.",
-    ),
-]
-Lenient = Annotated[
-    bool | None,
-    typer.Option(
-        "--lenient",
-        show_default=False,
-        help="Leave out parameters that are not supported, with a warning in the reply, instead of refusing.",
-    ),
-]
 BundlePath = Annotated[
     Path,
     typer.Argument(

@@ -5,7 +5,9 @@ from typing import Annotated
 
 import typer
 
+from canvasrt.cli.fields import with_fields
 from canvasrt.cli.options import AsJson
+from canvasrt.containers.package.options import PackageOptions
 
 Bundles = Annotated[
     list[Path],
@@ -33,15 +35,6 @@ Format = Annotated[
         help="context: a folder for docker build; oci: an OCI layout; docker: an archive for docker load.",
     ),
 ]
-Tag = Annotated[str, typer.Option("--tag", metavar="NAME[:TAG]", help="The image's name.")]
-Engines = Annotated[
-    str,
-    typer.Option(
-        "--engines",
-        metavar="copy|mount",
-        help="Copy the engines into the image, or mount them when it runs.",
-    ),
-]
 Base = Annotated[
     str | None,
     typer.Option(
@@ -50,10 +43,6 @@ Base = Annotated[
         show_default=False,
         help="The base image: its name for context, or a layout or archive on disk for oci and docker.",
     ),
-]
-Wheels = Annotated[
-    bool,
-    typer.Option("--wheels", help="Include all wheels, to build the image without a network."),
 ]
 Python = Annotated[
     str | None,
@@ -73,28 +62,16 @@ Sign = Annotated[
         help="Sign the image's provenance with this private key (PEM), for oci and docker.",
     ),
 ]
-MaxBatch = Annotated[
-    int | None,
-    typer.Option(
-        "--max-batch",
-        metavar="N",
-        min=1,
-        show_default="the engines'",
-        help="Maximum number of requests denoised together.",
-    ),
-]
 
 
+@with_fields("options", PackageOptions)
 def package(
     bundles: Bundles,
     out: Out,
+    options: PackageOptions,
     format: Format = "context",
-    tag: Tag = "canvasrt:latest",
-    engines: Engines = "copy",
     base: Base = None,
-    wheels: Wheels = False,
     python: Python = None,
-    max_batch: MaxBatch = None,
     sign: Sign = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,18 +81,9 @@ def package(
     from canvasrt.cli import packaging as command
     from canvasrt.console import emit, progress
 
-    options = command.Options(
-        format=format,
-        tag=tag,
-        engines=engines,
-        base=base,
-        wheels=wheels,
-        python=python,
-        max_batch=max_batch,
-        sign=sign,
-    )
+    image = command.ImageOptions(format=format, base=base, python=python, sign=sign)
     with progress() as show:
-        data = command.run(bundles, out, options, show)
+        data = command.run(bundles, out, options, image, show)
 
     def render(console: Console) -> None:
         for line in command.lines(data):

@@ -4,60 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.console import size
 from canvasrt.containers.image.attest import attestation_of
-from canvasrt.containers.image.build import FORMATS, Made, write_image
+from canvasrt.containers.image.build import IMAGE_FORMATS, WrittenImage, write_image
 from canvasrt.containers.image.layout import check_tag
 from canvasrt.containers.names import REPOSITORY
 from canvasrt.containers.package import releases
-from canvasrt.containers.package.package import PackageOptions, package
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
 from canvasrt.errors import UsageError
 from canvasrt.progress import Progress
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of `canvasrt package`."""
+class ImageOptions:
+    """What is written, from which base, and the key that signs it."""
 
     format: str = "context"
-    tag: str = "canvasrt:latest"
-    engines: str = "copy"
     base: str | None = None
     python: str | None = None
-    wheels: bool = False
-    max_batch: int | None = None
     sign: Path | None = None
 
 
-def run(bundles: Sequence[Path], out: Path, options: Options, progress: Progress) -> dict[str, Any]:
+def run(
+    bundles: Sequence[Path],
+    out: Path,
+    options: PackageOptions,
+    image: ImageOptions,
+    progress: Progress,
+) -> dict[str, Any]:
     """Write the package; return what to print about it."""
-    _check(options)
-    wanted = PackageOptions(
-        max_batch=options.max_batch,
-        engines=options.engines,
-        tag=check_tag(options.tag),
-        wheels=options.wheels,
-    )
-    if options.format in FORMATS:
-        base = Path(options.base or "")
+    _check(options, image)
+    options = replace(options, tag=check_tag(options.tag))
+    if image.format in IMAGE_FORMATS:
         return _of_image(
             write_image(
                 bundles,
                 out,
-                format=options.format,
-                base=base,
-                options=wanted,
-                key=options.sign,
+                format=image.format,
+                base=Path(image.base or ""),
+                options=options,
+                key=image.sign,
                 progress=progress,
             ),
-            options.sign is not None,
+            image.sign is not None,
         )
-    wanted = wanted.on(options.base or releases.DEFAULT_BASE, options.python)
+    wanted = options.on(image.base or releases.DEFAULT_BASE, image.python)
     made = package(
         bundles,
         out,
@@ -96,31 +93,32 @@ def lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield f"  canvasrt deploy {path}"
 
 
-def _check(options: Options) -> None:
-    if options.python is not None and not re.fullmatch(r"3\.\d+", options.python):
-        raise UsageError(f"--python is {options.python!r}", "give a version such as 3.12")
-    if options.format not in ("context", *FORMATS):
+def _check(options: PackageOptions, image: ImageOptions) -> None:
+    if image.python is not None and not re.fullmatch(r"3\.\d+", image.python):
+        raise UsageError(f"--python is {image.python!r}", "give a version such as 3.12")
+    if image.format not in ("context", *IMAGE_FORMATS):
         raise UsageError(
-            f"unknown format {options.format!r}", f"the formats are context, {', '.join(FORMATS)}"
+            f"unknown format {image.format!r}",
+            f"the formats are context, {', '.join(IMAGE_FORMATS)}",
         )
-    on_disk = options.base is not None and Path(options.base).expanduser().exists()
-    if options.format == "context" and on_disk:
+    on_disk = image.base is not None and Path(image.base).expanduser().exists()
+    if image.format == "context" and on_disk:
         raise UsageError(
-            f"--base {options.base} is a file or folder, but --format context needs an image's name",
-            f"load the image and give its name, or use --format {' or '.join(FORMATS)}",
+            f"--base {image.base} is a file or folder, but --format context needs an image's name",
+            f"load the image and give its name, or use --format {' or '.join(IMAGE_FORMATS)}",
         )
-    if options.format in FORMATS and options.base is None:
+    if image.format in IMAGE_FORMATS and image.base is None:
         raise UsageError(
-            f"--format {options.format} needs --base, an image on disk to build on",
+            f"--format {image.format} needs --base, an image on disk to build on",
             f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
             " with --format context, `docker build` fetches it",
         )
-    if options.format not in FORMATS and options.sign is not None:
+    if image.format not in IMAGE_FORMATS and image.sign is not None:
         raise UsageError(
             "--sign needs --format oci or docker: a folder for docker build is not an image yet",
             "write the image with --base and --format, or sign what docker builds with cosign",
         )
-    if options.format in FORMATS and options.wheels:
+    if image.format in IMAGE_FORMATS and options.wheels:
         raise UsageError(
             "--wheels needs --format context", "leave it out: an image includes its packages"
         )
@@ -140,7 +138,7 @@ def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
     }
 
 
-def _of_image(made: Made, signed: bool) -> dict[str, Any]:
+def _of_image(made: WrittenImage, signed: bool) -> dict[str, Any]:
     image = made.image
     return {
         "path": str(image.path),

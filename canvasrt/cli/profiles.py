@@ -11,7 +11,7 @@ from canvasrt import machine
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.console import emit, size
 from canvasrt.containers.logs import configure
-from canvasrt.containers.openai.state import Phase
+from canvasrt.containers.options import ServerPhase
 from canvasrt.containers.serve.prepare import engines_folder, prepare
 from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source, profiles_of
 from canvasrt.containers.serve.settings import Settings, resolve
@@ -62,7 +62,7 @@ def fill_cache(bundle: Path | None, wanted: str | None, every: bool, cache: Path
 
 
 def write_store(bundle: Path | None, wanted: str | None, out: Path, cache: Path | None) -> None:
-    """Copy one profile's engines to `out`."""
+    """Copy one serving profile's engines to `out`."""
     settings = _settings(bundle, profile=wanted, cache=cache)
     source = open_source(settings.bundle)
     profile = choose(source, settings.profile)
@@ -81,7 +81,7 @@ def _settings(bundle: Path | None, **given: Any) -> Settings:
 
 
 def _prepared(source: Bundle, profile: ServingProfile, cache: Path | None) -> Path:
-    def notify(phase: Phase, detail: str) -> None:
+    def notify(phase: ServerPhase, detail: str) -> None:
         logging.getLogger(__name__).debug("%s: %s", phase, detail)
 
     with stop_request() as stop:

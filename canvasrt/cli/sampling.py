@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from canvasrt.cli.fields import with_options
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check
 
@@ -19,22 +19,15 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
     The command gets the values that have one, by parameter name. UsageError for a value out of
     range.
     """
-    signature = inspect.signature(command, eval_str=True)
-    arguments: list[inspect.Parameter] = []
-    for each in signature.parameters.values():
-        arguments += map(_argument, PARAMETERS) if each.name == "sampling" else [each]
 
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> None:
-        values = {each.name: given.pop(each.name) for each in PARAMETERS}
+    def make(values: dict[str, Any]) -> dict[str, Any]:
         sampling = {name: value for name, value in values.items() if value is not None}
         _check(sampling)
-        command(**given, sampling=sampling)
+        return sampling
 
-    del wrapped.__wrapped__  # Typer would read its signature instead
-    wrapped.__signature__ = signature.replace(parameters=arguments)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {each.name: each.annotation for each in arguments}
-    return wrapped
+    return with_options(
+        command, "sampling", {each.name: _argument(each) for each in PARAMETERS}, make
+    )
 
 
 def _argument(parameter: Parameter) -> inspect.Parameter:

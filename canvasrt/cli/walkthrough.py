@@ -52,7 +52,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Row:
+class Asked:
     """One question, and its answer over each protocol. Times are in milliseconds."""
 
     question: str
@@ -107,7 +107,7 @@ def run(keep: Path | None, as_json: bool) -> None:
     judge(rows)
 
 
-def ask_all(server: Server, openai_url: str) -> list[Row]:
+def ask_all(server: Server, openai_url: str) -> list[Asked]:
     """Ask every question over all protocols."""
     with (
         Client(f"{server.address}:{server.ports.http}", "http") as http,
@@ -123,7 +123,7 @@ def ask_all(server: Server, openai_url: str) -> list[Row]:
             by_grpc, grpc_ms = _timed(grpc.infer, inputs)
             by_openai, openai_ms = _timed(openai.ask, inputs)
             rows.append(
-                Row(
+                Asked(
                     question=question,
                     http=by_http.text,
                     grpc=by_grpc.text,
@@ -186,7 +186,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _print(
-    rows: list[Row],
+    rows: list[Asked],
     decided: list[Decided],
     followed: tuple[str, float],
     seconds: dict[str, float],
@@ -222,14 +222,14 @@ def _decided(each: Decided) -> tuple[str, ...]:
     return each.question, each.choice, f"{each.probability:.4f}", right, f"{each.ms:.0f}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Asked) -> tuple[str, ...]:
     steps = " ".join(map(str, row.steps))
     times = " ".join(f"{ms:.0f}" for ms in (row.http_ms, row.grpc_ms, row.openai_ms))
     right = "yes" if row.right else "no"
     return (row.question, row.http, row.grpc, row.openai, right, steps, times)
 
 
-def judge(rows: list[Row]) -> None:
+def judge(rows: list[Asked]) -> None:
     """Raise CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
     for row in rows:
         if not row.http == row.grpc == row.openai:

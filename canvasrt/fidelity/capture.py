@@ -12,7 +12,7 @@ import numpy as np
 
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
 
-Phase = Literal["encode", "denoise"]
+PassKind = Literal["encode", "denoise"]
 
 
 @dataclass
@@ -24,10 +24,10 @@ class Routed:
 
 
 @dataclass
-class Pass:
+class CapturedPass:
     """One pass of the reference. Lists are indexed by layer."""
 
-    phase: Phase
+    phase: PassKind
     length: int  # clean tokens in the cache before the pass
     hidden: list[np.ndarray] = field(default_factory=list)  # [1, L, D], the layer's input
     out: np.ndarray = field(default_factory=lambda: np.empty(0))  # output of the last layer
@@ -44,7 +44,7 @@ class Pass:
 
 @contextlib.contextmanager
 def captured(
-    reference: ReferenceModel, row: ReferenceRow, phase: Phase, into: list[Pass] | None
+    reference: ReferenceModel, row: ReferenceRow, phase: PassKind, into: list[CapturedPass] | None
 ) -> Iterator[None]:
     """Record the one pass of `row` that runs inside, and append it to `into`. If that is None, do nothing."""
     if into is None:
@@ -54,7 +54,7 @@ def captured(
     layers: Any = (
         inner.decoder.layers if phase == "denoise" else inner.encoder.language_model.layers
     )
-    seen = Pass(phase, row.length)
+    seen = CapturedPass(phase, row.length)
     if row.length:
         seen.past_keys = [_copy(layer.keys) for layer in row.cache.layers]
         seen.past_values = [_copy(layer.values) for layer in row.cache.layers]
@@ -80,20 +80,20 @@ def captured(
     into.append(seen)
 
 
-def _input(seen: Pass, module: Any, arguments: tuple[Any, ...]) -> None:
+def _input(seen: CapturedPass, module: Any, arguments: tuple[Any, ...]) -> None:
     seen.hidden.append(_copy(arguments[0]))
 
 
-def _output(seen: Pass, module: Any, arguments: Any, result: Any) -> None:
+def _output(seen: CapturedPass, module: Any, arguments: Any, result: Any) -> None:
     seen.out = _copy(result)
 
 
-def _experts(seen: Pass, module: Any, arguments: tuple[Any, ...]) -> None:
+def _experts(seen: CapturedPass, module: Any, arguments: tuple[Any, ...]) -> None:
     tokens, experts, _ = arguments
     seen.routed.append(Routed(_copy(tokens), _copy(experts)))
 
 
-def _new(seen: Pass, append: Any, cache: Any, keys: Any, values: Any) -> Any:
+def _new(seen: CapturedPass, append: Any, cache: Any, keys: Any, values: Any) -> Any:
     seen.keys.append(_copy(keys))
     seen.values.append(_copy(values))
     return append(cache, keys, values)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from canvasrt.fidelity.capture import Pass, captured
+from canvasrt.fidelity.capture import CapturedPass, captured
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.prompts import Prompts
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
@@ -73,7 +73,7 @@ class Steps:
     prompts: int
     kind: str
     by_step: list[StepSeries]
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[CapturedPass] = field(default_factory=list)
     head: HeadErrors = field(default_factory=HeadErrors)
 
     def phase(self, name: str) -> StepSeries:

@@ -34,7 +34,7 @@ AT_LEAST = ("argmax_agreement",)
 
 
 @dataclass(frozen=True)
-class Check:
+class LimitCheck:
     """One limit. `measured` is None if this run could not measure it; the check does not fail then."""
 
     name: str
@@ -66,7 +66,7 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
     return dict(BF16 if options.get("precision") == "bf16" else FP32)
 
 
-def check(limits: Mapping[str, float], report: Json) -> list[Check]:
+def check(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
     """Compare the report with every limit, including those of the weights."""
     overall = report["steps"]["all"]
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))
@@ -82,7 +82,7 @@ def check(limits: Mapping[str, float], report: Json) -> list[Check]:
         measured["layer_error"] = _layer_error(worst)
         where["layer_error"] = f"layer {worst['layer']}"
     found = [
-        Check(name, NAMES[name], limit, measured[name], where.get(name))
+        LimitCheck(name, NAMES[name], limit, measured[name], where.get(name))
         for name, limit in limits.items()
     ]
     return [*found, *_weights(report)]
@@ -92,7 +92,7 @@ def _layer_error(layer: Json) -> float:
     return max(layer["encode"], layer["denoise"])
 
 
-def _weights(report: Json) -> Iterator[Check]:
+def _weights(report: Json) -> Iterator[LimitCheck]:
     """Yield a check of the worst matrix per format; stacked experts count one by one."""
     matrices = report.get("weights") or []
     formats = {each["name"]: each["format"] for each in matrices}
@@ -110,4 +110,4 @@ def _weights(report: Json) -> Iterator[Check]:
             error, name = max(held)
             what = f"worst {format.upper() if format else 'unquantized'} matrix, relative error"
             where = name if error else None
-            yield Check(f"weight_error_{format or 'others'}", what, limit, error, where)
+            yield LimitCheck(f"weight_error_{format or 'others'}", what, limit, error, where)

@@ -7,7 +7,7 @@ from typing import Any
 
 from canvasrt.fidelity import markdown as text
 from canvasrt.fidelity.plots import plots
-from canvasrt.pages import block, render
+from canvasrt.pages import render, section
 
 Json = dict[str, Any]
 
@@ -29,26 +29,26 @@ def _blocks(report: Json, drawn: Json) -> Iterator[Json]:
     """Yield the page's sections: a title, a note, plots and tables."""
     limits = [[cell.strip("*") for cell in row] for row in text.limit_rows(report)]
     heads = ["", "measured", "limit", ""]
-    yield block("Limits", tables=[(heads, limits)], empty="The recipe sets none.")
+    yield section("Limits", tables=[(heads, limits)], empty="The recipe sets none.")
     steps = [(text.STEP_HEADS, text.step_rows(report))]
-    yield block("Denoising steps", text.steps_note(report), drawn.get("steps"), steps)
+    yield section("Denoising steps", text.steps_note(report), drawn.get("steps"), steps)
     if report["answers"]:
         answers = [(text.ANSWER_HEADS, text.answer_rows(report))]
         note = text.answers_note(report)
-        yield block("Exact answers", note, drawn["answers"], answers) | {"last_is_total": True}
+        yield section("Exact answers", note, drawn["answers"], answers) | {"last_is_total": True}
     if report["pace"]:
         pace = [(text.PACE_HEADS, text.pace_rows(report))]
-        yield block("Pace", text.pace_note(report), drawn.get("pace"), pace)
+        yield section("Pace", text.pace_note(report), drawn.get("pace"), pace)
     if report["segments"]:
         segments = [(text.SEGMENT_HEADS, text.segment_rows(report))]
-        yield block("Segments", text.parts_note(report), drawn["segments"], segments)
-        yield block("Layers", "", drawn["layers"])
+        yield section("Segments", text.parts_note(report), drawn["segments"], segments)
+        yield section("Layers", "", drawn["layers"])
         experts: list[Any] = [
             (text.EXPERT_HEADS, text.expert_rows(report)),
             (text.WEIGHT_HEADS, text.weight_rows(report)),
         ]
         note = text.experts_note(report)
-        yield block(
+        yield section(
             "Experts and matrices, worst first",
             note,
             drawn["experts"],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.fidelity.capture import Pass
+from canvasrt.fidelity.capture import CapturedPass
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.progress import Progress
@@ -54,7 +54,7 @@ class LayerErrors:
 
 
 def part_errors(
-    observed: ObservedModel, passes: Sequence[Pass], progress: Progress
+    observed: ObservedModel, passes: Sequence[CapturedPass], progress: Progress
 ) -> tuple[list[SegmentErrors], list[LayerErrors]]:
     """Run every body segment on the inputs of the reference's layers in `passes`, as a whole and
     layer by layer."""
@@ -79,7 +79,9 @@ def part_errors(
     return segments, layers
 
 
-def _compare_segment(segment: Segment, feeds: Arrays, seen: Pass, errors: SegmentErrors) -> None:
+def _compare_segment(
+    segment: Segment, feeds: Arrays, seen: CapturedPass, errors: SegmentErrors
+) -> None:
     out = _run(segment, feeds)
     errors.hidden[seen.phase].add(out["hidden_out"], seen.outputs()[errors.layers[-1]])
     for layer in errors.layers:
@@ -92,7 +94,7 @@ def _compare_segment(segment: Segment, feeds: Arrays, seen: Pass, errors: Segmen
 
 
 def _compare_layers(
-    segment: Segment, feeds: Arrays, seen: Pass, errors: Sequence[LayerErrors]
+    segment: Segment, feeds: Arrays, seen: CapturedPass, errors: Sequence[LayerErrors]
 ) -> None:
     inner = {f"hidden_{k}": seen.hidden[each.layer] for k, each in enumerate(errors) if k}
     out = _run(segment, feeds | inner)
@@ -105,7 +107,7 @@ def _run(segment: Segment, feeds: Mapping[str, np.ndarray]) -> Arrays:
     return segment.run({name: feeds[name] for name in segment.inputs})
 
 
-def _feeds(seen: Pass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
+def _feeds(seen: CapturedPass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
     """Return a segment's inputs, in the runtime's form, from the reference's hidden states and cache."""
     cache = RequestCache(config)
     if seen.past_keys:

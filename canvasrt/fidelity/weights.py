@@ -12,9 +12,9 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.weight_names import DECODER, DOWN, GATE_UP, PROJECTION, TABLE
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.capture import Pass
+from canvasrt.fidelity.capture import CapturedPass
 from canvasrt.fidelity.stats import RelativeError
-from canvasrt.formats import FORMATS, INT4
+from canvasrt.formats import FORMATS, INT4, INT8
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
 from canvasrt.graphs.table import SCALE, VALUES
@@ -68,7 +68,7 @@ class WeightErrors:
 
 
 def weight_errors(
-    bundle: Bundle, checkpoint_path: Path, passes: Sequence[Pass], progress: Progress
+    bundle: Bundle, checkpoint_path: Path, passes: Sequence[CapturedPass], progress: Progress
 ) -> WeightErrors:
     """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time."""
     from canvasrt.export.checkpoint import Checkpoint
@@ -157,7 +157,7 @@ class _Weights:
         """Return rows of an INT8 table in float32."""
         scale = np.array(self.array(SCALE)[rows], np.float32)
         codes = np.array(self.array(VALUES)[rows]).view(np.uint8)
-        return lowbits.dequantize("int8", codes, scale, None)
+        return lowbits.scaled(lowbits.decode(INT8, codes), scale, None, None)
 
     def projection(self, rows: slice) -> np.ndarray:
         """Return rows of the table that the products see, in float32."""
@@ -214,7 +214,7 @@ def _pairs(
 
 
 def _experts(
-    graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[Pass]
+    graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[CapturedPass]
 ) -> tuple[list[ExpertError], dict[str, RelativeError]]:
     """Compare the experts of a layer: each one, and all of them by matrix."""
     stored = f"{DECODER}.layers.{layer}.experts"

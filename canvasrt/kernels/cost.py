@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from canvasrt.errors import CanvasError
 from canvasrt.formats import ALL_CODES
 from canvasrt.kernels.dims import UNKNOWN, evaluate, volume
-from canvasrt.kernels.parse import Kernel, Tensor
+from canvasrt.kernels.parse import Kernel, KernelTensor
 
-Sizes = Mapping[str, int]
+DimSizes = Mapping[str, int]
 
 # By the builder's name of a dtype.
 BITS = {each.builder: each.bits for each in ALL_CODES.values()} | {
@@ -75,7 +75,7 @@ def step_names(kernel: Kernel) -> str:
     return found[1] if found else ""
 
 
-def weight(kernel: Kernel) -> Tensor | None:
+def weight(kernel: Kernel) -> KernelTensor | None:
     """Return the constant matrix of a product; None if both operands are computed."""
     matrices = [each for each in kernel.constants if sum(_is_long(d) for d in each.dims) >= 2]
     return max(matrices, key=lambda each: volume(each.dims, {}), default=None)
@@ -85,7 +85,7 @@ def _is_long(dim: int | str) -> bool:
     return isinstance(dim, int) and dim > 1
 
 
-def costs(kernels: Sequence[Kernel], sizes: Sizes) -> list[Cost]:
+def costs(kernels: Sequence[Kernel], sizes: DimSizes) -> list[Cost]:
     """Return the cost of each kernel of a program at these sizes.
 
     Raises CanvasError for a size that is unknown or missing from `sizes`.
@@ -100,7 +100,7 @@ def costs(kernels: Sequence[Kernel], sizes: Sizes) -> list[Cost]:
         ) from None
 
 
-def _whole(kernels: Iterable[Kernel], sizes: Sizes) -> dict[str, int]:
+def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
     """Return each tensor's full number of elements; a kernel may list only a part of it."""
     whole: dict[str, int] = {}
     for kernel in kernels:
@@ -110,7 +110,7 @@ def _whole(kernels: Iterable[Kernel], sizes: Sizes) -> dict[str, int]:
     return whole
 
 
-def _cost(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> Cost:
+def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     moved = _moved(kernel, sizes, whole)
     if is_attention(kernel):
         key, _, query = kernel.inputs[:3]
@@ -140,7 +140,7 @@ def product_format(kernel: Kernel) -> str:
     return "bf16" if cast and BITS[widest.dtype] < 16 else _FORMATS[widest.dtype]
 
 
-def _moved(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> float:
+def _moved(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> float:
     read: dict[str, tuple[float, int]] = {}
     for tensor in (*kernel.inputs, *kernel.constants):
         count, bits = read.get(tensor.name, (0, BITS[tensor.dtype]))
@@ -162,7 +162,7 @@ def _moved(kernel: Kernel, sizes: Sizes, whole: Mapping[str, int]) -> float:
     return total / 8
 
 
-def _taken(tensor: Tensor, sizes: Sizes) -> int:
+def _taken(tensor: KernelTensor, sizes: DimSizes) -> int:
     count = volume(tensor.dims, sizes)
     if tensor.read is None or tensor.read == UNKNOWN:
         return count

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.kernels.group import PARTS
-from canvasrt.pages import block, render
+from canvasrt.pages import render, section
 from canvasrt.pages.drawing import COLOURS, INK, drawing, figure_of
 from canvasrt.staging import staging
 
@@ -49,7 +49,7 @@ def _blocks(data: Json) -> Iterator[Json]:
             f" takes {ratio:.2f} times that."
         )
         plot = drawing(f"parts-{kind}", f"Milliseconds by part of a {kind} pass", _parts, made)
-        yield block(f"A pass: {kind}", note, plot, [(_HEADS, _rows(made))], last_is_total=True)
+        yield section(f"A pass: {kind}", note, plot, [(_HEADS, _rows(made))], last_is_total=True)
     for by, label in (("batch", "requests per pass"), ("context", "cached tokens per request")):
         grown = data["growth"][by]
         if len(grown) > 1:
@@ -72,7 +72,7 @@ def _blocks(data: Json) -> Iterator[Json]:
                 ]
                 for each in grown
             ]
-            yield block(f"A denoising pass by {by}", "", plot, [(heads, rows)])
+            yield section(f"A denoising pass by {by}", "", plot, [(heads, rows)])
 
 
 _HEADS = ["part", "kernels", "formats", "MB", "Gop", "ms", "share"]

@@ -33,7 +33,7 @@ UNRESOLVED = -1
 
 
 @dataclass(frozen=True)
-class Tensor:
+class KernelTensor:
     """What a kernel reads or writes. `read` is the number of elements it reads, if that is not all of them."""
 
     name: str
@@ -48,14 +48,14 @@ class Kernel:
 
     name: str
     kind: str
-    inputs: tuple[Tensor, ...]
-    constants: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[KernelTensor, ...]
+    constants: tuple[KernelTensor, ...]
+    outputs: tuple[KernelTensor, ...]
     tactic: str
     nodes: tuple[str, ...]
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[KernelTensor, ...]:
         """Everything that the kernel reads or writes."""
         return (*self.inputs, *self.constants, *self.outputs)
 
@@ -113,9 +113,9 @@ def _kernel(line: str) -> tuple[Kernel, int | None]:
     return _without_profile(kernel), int(profile[1]) if profile else None
 
 
-def _tensors(text: str) -> tuple[Tensor, ...]:
+def _tensors(text: str) -> tuple[KernelTensor, ...]:
     return tuple(
-        Tensor(
+        KernelTensor(
             found["name"], found["dtype"], tuple(map(int, filter(None, found["dims"].split(","))))
         )
         for found in _TENSOR.finditer(text)
@@ -123,7 +123,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 
 
 def _without_profile(kernel: Kernel) -> Kernel:
-    def plain(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def plain(tensors: tuple[KernelTensor, ...]) -> tuple[KernelTensor, ...]:
         return tuple(replace(each, name=_PROFILE.sub("", each.name)) for each in tensors)
 
     return replace(

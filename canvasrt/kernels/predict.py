@@ -15,7 +15,7 @@ from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
 from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
-from canvasrt.kernels.rates import Gpu
+from canvasrt.kernels.rates import GpuRates
 from canvasrt.shapes import in_units, round_up, usual_capacity, widths
 
 Json = dict[str, Any]
@@ -26,7 +26,7 @@ STEPS = 16
 
 
 @dataclass(frozen=True)
-class Sizes:
+class CallSizes:
     """A call's sizes: `batch` requests of `length` tokens, each with `context` cached; `capacity` slots per expert."""
 
     batch: int
@@ -52,7 +52,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimedKernel:
     """One kernel of a pass and what it costs."""
 
     segment: str
@@ -63,12 +63,12 @@ class Row:
 
 
 @dataclass
-class Pass:
+class PredictedPass:
     """One pass's kernels in order, over all its segments."""
 
     kind: str
-    sizes: Sizes
-    rows: list[Row] = field(default_factory=list)
+    sizes: CallSizes
+    rows: list[TimedKernel] = field(default_factory=list)
     floor_seconds: float = 0.0
 
     @property
@@ -85,7 +85,7 @@ class Pass:
         return _sums(self.rows, lambda row: row.place.part)
 
 
-def _sums(rows: Sequence[Row], key: Any) -> dict[str, float]:
+def _sums(rows: Sequence[TimedKernel], key: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for row in rows:
         found[key(row)] = found.get(key(row), 0.0) + row.seconds
@@ -115,23 +115,25 @@ class Predictor:
             name: store.read(bundle.file(entry["kernels"])) for name, entry in self.entries.items()
         }
 
-    def denoise(self, gpu: Gpu, batch: int, context: int, capacity: int | None = None) -> Pass:
+    def denoise(
+        self, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
+    ) -> PredictedPass:
         """Return a denoising pass of `batch` canvases: every body segment and the head."""
         length = self.model.canvas_length
         capacity = capacity or usual_capacity(self.model, batch * length)
-        sizes = Sizes(batch, length, context, capacity)
+        sizes = CallSizes(batch, length, context, capacity)
         return self._pass(DENOISE, gpu, sizes, [*self._bodies(), "head"])
 
     def encode(
-        self, gpu: Gpu, batch: int, length: int, context: int, capacity: int | None = None
-    ) -> Pass:
+        self, gpu: GpuRates, batch: int, length: int, context: int, capacity: int | None = None
+    ) -> PredictedPass:
         """Return an encoding pass of `length` clean tokens per request: only the body segments."""
         capacity = capacity or usual_capacity(self.model, batch * length)
-        sizes = Sizes(batch, length, context, capacity)
+        sizes = CallSizes(batch, length, context, capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
 
     def block_seconds(
-        self, gpu: Gpu, batch: int, context: int, capacity: int | None = None
+        self, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
     ) -> float:
         """Return the seconds for one block: `STEPS` denoising steps and the encoding of its result."""
         encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
@@ -145,8 +147,10 @@ class Predictor:
     def _bodies(self) -> list[str]:
         return [name for name, entry in self.entries.items() if "layers" in entry]
 
-    def _pass(self, kind: str, gpu: Gpu, sizes: Sizes, segments: Sequence[str]) -> Pass:
-        made = Pass(kind, sizes)
+    def _pass(
+        self, kind: str, gpu: GpuRates, sizes: CallSizes, segments: Sequence[str]
+    ) -> PredictedPass:
+        made = PredictedPass(kind, sizes)
         for name in segments:
             kernels, dims = self._program(name, kind, sizes)
             found = places(kernels, name, self.entries[name].get("layers", ()))
@@ -154,12 +158,12 @@ class Predictor:
                 if launches(kernel):
                     seconds = gpu.seconds(cost.moved, cost.operations, cost.format)
                     times = 1 if name == "head" else self.repeat.get(place.layer, 1)
-                    made.rows += [Row(name, kernel, place, cost, seconds)] * times
+                    made.rows += [TimedKernel(name, kernel, place, cost, seconds)] * times
         made.floor_seconds = self._floor(made, gpu)
         return made
 
     def _program(
-        self, segment: str, kind: str, sizes: Sizes
+        self, segment: str, kind: str, sizes: CallSizes
     ) -> tuple[Sequence[Kernel], dict[str, int]]:
         """Return the kernels and the dimensions of such a call, with the profile chosen as the runtime does."""
         for shared in (True, False):
@@ -181,7 +185,7 @@ class Predictor:
             "`canvasrt inspect` shows the sizes that the engines take",
         )
 
-    def _floor(self, made: Pass, gpu: Gpu) -> float:
+    def _floor(self, made: PredictedPass, gpu: GpuRates) -> float:
         """Return the longer of reading weights and caches once, and computing the necessary products at the peak rate.
 
         Of the experts' products only the rows with routed tokens are necessary, whatever the capacity.
@@ -200,13 +204,13 @@ class Predictor:
         return max(read / gpu.bytes_per_second(), computing)
 
 
-def _rows(row: Row, dims: Mapping[str, int]) -> int:
+def _rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
     """Return the rows that a product writes."""
     written = row.kernel.outputs[0].dims
     return volume(written, dims) // evaluate(written[-1], dims)
 
 
-def weight_bytes(rows: Sequence[Row]) -> float:
+def weight_bytes(rows: Sequence[TimedKernel]) -> float:
     """Return the bytes of these kernels' weight matrices and scales; the head's table counts once."""
     total, tables = 0.0, {}
     for row in rows:
@@ -222,7 +226,7 @@ def weight_bytes(rows: Sequence[Row]) -> float:
     return total + sum(tables.values())
 
 
-def _cached(rows: Sequence[Row], dims: Mapping[str, int]) -> float:
+def _cached(rows: Sequence[TimedKernel], dims: Mapping[str, int]) -> float:
     """Return the bytes of the cached keys and values that a pass reads, each once per layer."""
     return sum(
         volume(each.dims, dims) * BITS[each.dtype] / 8

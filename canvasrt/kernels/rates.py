@@ -21,7 +21,7 @@ TERA, GIGA = 1e12, 1e9
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuRates:
     """`bandwidth` is in bytes per second, `rates` in dense operations per second by the operands' format.
 
     Products of bf16, fp8 and fp4 accumulate in fp32. A format without a rate runs in the next wider one. `reached` and
@@ -61,9 +61,9 @@ _WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if
 }
 
 
-def _gpu(name: str, gigabytes: float, source: str, **teraflops: float) -> Gpu:
+def _gpu(name: str, gigabytes: float, source: str, **teraflops: float) -> GpuRates:
     rates = {format: value * TERA for format, value in teraflops.items()}
-    return Gpu(name, gigabytes * GIGA, rates, source)
+    return GpuRates(name, gigabytes * GIGA, rates, source)
 
 
 _ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
@@ -71,7 +71,7 @@ _AMPERE = "NVIDIA Ampere GA102 whitepaper"
 _RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
 
 # By target. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
-GPUS: dict[str, Gpu] = {
+GPUS: dict[str, GpuRates] = {
     "rtx-3090": _gpu("GeForce RTX 3090", 936, _AMPERE, bf16=71, int8=284, fp32=35.6),
     "rtx-4090": _gpu("GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6),
     "rtx-4080": _gpu("GeForce RTX 4080", 716.8, _ADA, fp8=194.9, bf16=97.5, int8=389.9, fp32=48.7),
@@ -160,7 +160,7 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str) -> GpuRates:
     """Return a GPU by name; UsageError lists the known ones."""
     gpu = GPUS.get(name.strip().lower())
     if gpu is None:
@@ -168,7 +168,7 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
-def measured(gpu: Gpu, file: Path) -> Gpu:
+def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench.gpu` measured, from its gpu.json.
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach; the rate of a matrix

@@ -10,8 +10,8 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
 from canvasrt.kernels.cost import product_format, step_names
 from canvasrt.kernels.group import PARTS
-from canvasrt.kernels.predict import STEPS, Pass, Predictor, Row
-from canvasrt.kernels.rates import Gpu
+from canvasrt.kernels.predict import STEPS, PredictedPass, Predictor, TimedKernel
+from canvasrt.kernels.rates import GpuRates
 
 Json = dict[str, Any]
 
@@ -24,7 +24,7 @@ CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 
 
 def report(
-    predictor: Predictor, gpu: Gpu, batch: int, context: int, capacity: int | None = None
+    predictor: Predictor, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
 ) -> Json:
     """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds."""
     denoise = predictor.denoise(gpu, batch, context, capacity)
@@ -48,7 +48,7 @@ def report(
     }
 
 
-def _pass(made: Pass, model: ModelConfig) -> Json:
+def _pass(made: PredictedPass, model: ModelConfig) -> Json:
     return {
         "ms": 1e3 * made.seconds,
         "floor_ms": 1e3 * made.floor_seconds,
@@ -63,16 +63,16 @@ def _pass(made: Pass, model: ModelConfig) -> Json:
     }
 
 
-def _named_sums(rows: Sequence[Row], names: Sequence[str], key: str) -> list[Json]:
-    found: dict[str, list[Row]] = {}
+def _named_sums(rows: Sequence[TimedKernel], names: Sequence[str], key: str) -> list[Json]:
+    found: dict[str, list[TimedKernel]] = {}
     for row, name in zip(rows, names, strict=True):
         found.setdefault(name, []).append(row)
     return [{key: name, **_sum(held)} for name, held in found.items()]
 
 
-def _groups(rows: Sequence[Row], model: ModelConfig) -> list[Json]:
+def _groups(rows: Sequence[TimedKernel], model: ModelConfig) -> list[Json]:
     """Return sums by kind of layer and part. Layers of a kind are alike and are summed."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, str], list[TimedKernel]] = {}
     layers: dict[str, set[int]] = {}
     for row in rows:
         index = row.place.layer
@@ -94,7 +94,7 @@ def _groups(rows: Sequence[Row], model: ModelConfig) -> list[Json]:
     ]
 
 
-def _sum(rows: Iterable[Row]) -> Json:
+def _sum(rows: Iterable[TimedKernel]) -> Json:
     rows = list(rows)
     return {
         "kernels": len(rows),
@@ -105,14 +105,14 @@ def _sum(rows: Iterable[Row]) -> Json:
     }
 
 
-def formats(rows: Iterable[Row]) -> list[str]:
+def formats(rows: Iterable[TimedKernel]) -> list[str]:
     """Return the formats of the products among these kernels; without any, the dtypes that are written."""
     rows = list(rows)
     products = {row.cost.format for row in rows if row.cost.is_product}
     return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})
 
 
-def _row(row: Row) -> Json:
+def _row(row: TimedKernel) -> Json:
     kernel = row.kernel
     return {
         "segment": row.segment,
@@ -131,7 +131,7 @@ def _row(row: Row) -> Json:
     }
 
 
-def _growth(predictor: Predictor, gpu: Gpu, sizes: Iterable[tuple[int, int]]) -> list[Json]:
+def _growth(predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int]]) -> list[Json]:
     """Return denoising passes at these batches and contexts, without those that no profile holds."""
     found = []
     for batch, context in sizes:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from canvasrt.kernels.dims import UNKNOWN, fix, times
-from canvasrt.kernels.parse import UNRESOLVED, Kernel, Tensor, base_name
+from canvasrt.kernels.parse import UNRESOLVED, Kernel, KernelTensor, base_name
 from canvasrt.kernels.shapes import Dims, Node, Shapes
 
 # The layout of NVFP4's block scales for tensor cores: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
@@ -58,7 +58,7 @@ class _Resolver:
             outputs=outputs,
         )
 
-    def _tensor(self, tensor: Tensor, candidates: Iterable[Dims]) -> Tensor:
+    def _tensor(self, tensor: KernelTensor, candidates: Iterable[Dims]) -> KernelTensor:
         if not any(dim in (UNRESOLVED, UNKNOWN) for dim in tensor.dims):
             self.known.setdefault(tensor.name, tensor.dims)
             return tensor
@@ -71,7 +71,7 @@ class _Resolver:
                 return replace(tensor, dims=dims)
         return replace(tensor, dims=tuple(UNKNOWN if d == UNRESOLVED else d for d in unknown))
 
-    def _own(self, tensor: Tensor) -> Iterator[Dims]:
+    def _own(self, tensor: KernelTensor) -> Iterator[Dims]:
         """Yield the shape found for the tensor before, and that of the graph's tensor of the same name."""
         if tensor.name in self.known:
             yield self.known[tensor.name]
@@ -80,7 +80,7 @@ class _Resolver:
             yield self.tensors[name]
 
 
-def _with_read(tensor: Tensor, taken: Iterable[tuple[Dims, Dims]]) -> Tensor:
+def _with_read(tensor: KernelTensor, taken: Iterable[tuple[Dims, Dims]]) -> KernelTensor:
     """Record how much of a tensor is read, if the kernel's gathers and slices take a part of it."""
     parts = [part for source, part in taken if times(source) == times(tensor.dims)]
     if not parts or tensor.read is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.errors import CanvasError
-from canvasrt.kernels.parse import Kernel, Tensor
+from canvasrt.kernels.parse import Kernel, KernelTensor
 
 Json = dict[str, Any]
 
@@ -63,7 +63,7 @@ def _to_json(kernel: Kernel) -> Json:
     }
 
 
-def _tensor_to_json(tensor: Tensor) -> list[Any]:
+def _tensor_to_json(tensor: KernelTensor) -> list[Any]:
     fields = [tensor.name, tensor.dtype, list(tensor.dims)]
     return fields if tensor.read is None else [*fields, tensor.read]
 
@@ -83,6 +83,6 @@ def _from_json(data: Json) -> Kernel:
     )
 
 
-def _tensor_from_json(fields: list[Any]) -> Tensor:
+def _tensor_from_json(fields: list[Any]) -> KernelTensor:
     name, dtype, dims, *read = fields
-    return Tensor(name, dtype, tuple(dims), *read)
+    return KernelTensor(name, dtype, tuple(dims), *read)

@@ -14,21 +14,21 @@ Json = dict[str, Any]
 def render(
     title: str,
     subjects: Sequence[str],
-    blocks: Sequence[Json],
+    sections: Sequence[Json],
     footer: str,
     verdict: Json | None = None,
 ) -> str:
-    """Return HTML. `subjects` are lines below the title; `verdict` has `ok` and `text`; `block` makes the `blocks`."""
+    """Return HTML. `subjects` are lines below the title; `verdict` has `ok` and `text`; `section` makes the `sections`."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(
         files("canvasrt.pages").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
     return template.render(
-        title=title, subjects=subjects, blocks=blocks, footer=footer, verdict=verdict
+        title=title, subjects=subjects, sections=sections, footer=footer, verdict=verdict
     )
 
 
-def block(
+def section(
     title: str,
     note: str = "",
     plot: str | None = None,

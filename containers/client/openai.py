@@ -12,6 +12,7 @@ from typing import Any
 
 from canvasrt.containers.names import API_PORT
 from canvasrt.containers.ports import split_url
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
 
 KEY_VARIABLE = "CANVASRT_API_KEY"
@@ -25,7 +26,7 @@ class OpenAIClient:
     The API key comes from CANVASRT_API_KEY. UsageError for a bad `url`.
     """
 
-    def __init__(self, url: str | None = None, timeout: float = 600.0) -> None:
+    def __init__(self, url: str | None = None, timeout: float = ANSWER_TIMEOUT) -> None:
         scheme, self._host, port = split_url(
             url or f"127.0.0.1:{API_PORT}", ("http", "https"), "give http://host:port/v1"
         )

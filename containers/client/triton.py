@@ -21,6 +21,7 @@ from canvasrt.containers.tensors import (
     inputs_of,
     outputs_of,
 )
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 
@@ -72,7 +73,7 @@ class Client:
     """
 
     def __init__(
-        self, url: str | None = None, protocol: Protocol = "http", timeout: float = 600.0
+        self, url: str | None = None, protocol: Protocol = "http", timeout: float = ANSWER_TIMEOUT
     ) -> None:
         self.protocol = protocol
         self.url = _host_and_port(url, protocol)

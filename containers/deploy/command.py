@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from canvasrt.containers.deploy.engine import Engine
+from canvasrt.containers.deploy.engine import ContainerEngine
+from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
 from canvasrt.containers.package import settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 
-VOLUME = "canvasrt-cache"
 RESTART = "unless-stopped"
 _PIDS = 4096
 # Logs rotate; docker's default driver keeps all of them.
@@ -22,68 +19,10 @@ _LOGS = {
     "docker": ["--log-driver", "local", "--log-opt", "max-size=32m", "--log-opt", "max-file=4"],
     "podman": ["--log-driver", "k8s-file", "--log-opt", "max-size=128m"],
 }
-_SIZE = r"\d+[bkmgBKMG]?"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of `canvasrt deploy`. UsageError for a value that no docker accepts."""
-
-    name: str = "canvasrt"
-    listen: str = "127.0.0.1"
-    port: int = API_PORT
-    grpc_port: int | None = None
-    http_port: int | None = None
-    gpus: str = "all"
-    cache: str = VOLUME
-    engines: Path | None = None
-    shm_size: str = "1g"
-    memory: str | None = None
-    cpus: float | None = None
-    network: str | None = None
-    variables: Sequence[str] = ()
-    variables_file: Path | None = None
-
-    @property
-    def published(self) -> dict[int, int]:
-        """This machine's ports, by those of the container."""
-        ports = {API_PORT: self.port, GRPC_PORT: self.grpc_port, HTTP_PORT: self.http_port}
-        return {inside: outside for inside, outside in ports.items() if outside is not None}
-
-    @property
-    def own_ports(self) -> dict[int, int]:
-        """The ports that the container itself uses on the host's network, by their defaults."""
-        return {
-            API_PORT: self.port,
-            GRPC_PORT: self.grpc_port or GRPC_PORT,
-            HTTP_PORT: self.http_port or HTTP_PORT,
-        }
-
-    @property
-    def opens_triton(self) -> bool:
-        """Whether callers outside the container are to reach Triton's own ports."""
-        inside = self.network in ("host", "none")
-        return not inside and (self.grpc_port, self.http_port) != (None, None)
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("--name", self.name, r"[a-zA-Z0-9][\w.-]+", "letters, digits, _, . and -"),
-            ("--gpus", self.gpus, r"all|\d+(,\d+)*", "all, or numbers separated by commas"),
-            ("--shm-size", self.shm_size, _SIZE, "a size such as 512m or 1g"),
-            ("--memory", self.memory, _SIZE, "a size such as 512m or 1g"),
-        )
-        for option, value, pattern, wanted in checks:
-            if value is not None and not re.fullmatch(pattern, value):
-                raise UsageError(f"{option} is {value!r}", f"give {wanted}")
-        if self.cpus is not None and not self.cpus > 0:
-            raise UsageError(f"--cpus is {self.cpus:g}", "give a number above 0")
-        for variable in self.variables:
-            if not variable.partition("=")[0]:
-                raise UsageError(f"--env {variable!r} has no name", "give --env NAME=VALUE")
 
 
 def run_command(
-    package: Package, options: Options, engine: Engine, restart: bool = True
+    package: Package, options: DeployOptions, engine: ContainerEngine, restart: bool = True
 ) -> list[str]:
     """Return the words of `docker run …`. CanvasError for a file or folder that is missing."""
     words = [engine.name, "run", "--detach", "--name", options.name]
@@ -119,7 +58,7 @@ def run_command(
     return words
 
 
-def _hardening(options: Options) -> list[str]:
+def _hardening(options: DeployOptions) -> list[str]:
     words = ["--read-only", "--tmpfs", f"/tmp:size={TEMPORARY}", "--cap-drop", "ALL"]
     words += ["--security-opt", "no-new-privileges", "--pids-limit", str(_PIDS)]
     words += ["--shm-size", options.shm_size]
@@ -130,7 +69,7 @@ def _hardening(options: Options) -> list[str]:
     return words
 
 
-def _network(options: Options) -> list[str]:
+def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
         return words  # they publish no ports

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canvasrt.containers.deploy.engine import Engine, find_engine, last_line
+from canvasrt.containers.deploy.engine import ContainerEngine, find_engine, last_line
 from canvasrt.errors import CanvasError
 
 # It creates no network; its containers use the host's or none.
@@ -21,7 +21,7 @@ _PATIENCE = 30.0
 
 
 @contextmanager
-def docker(scratch: Path | None = None) -> Iterator[Engine]:
+def docker(scratch: Path | None = None) -> Iterator[ContainerEngine]:
     """Provide docker; if no daemon answers, start one until the block ends.
 
     `scratch` is the folder for its images. CanvasError when that is not possible: it needs root and

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.deploy.command import RESTART, Options, run_command
-from canvasrt.containers.deploy.engine import Engine, check_engine, find_engine, last_line
+from canvasrt.containers.deploy.command import RESTART, run_command
+from canvasrt.containers.deploy.engine import (
+    ContainerEngine,
+    check_container_engine,
+    find_engine,
+    last_line,
+)
+from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.settings import ImageSettings
@@ -52,10 +58,10 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 def deploy(
     package: str,
-    options: Options,
+    options: DeployOptions,
     *,
     engine: str | None = None,
-    timeout: float = 3600.0,
+    timeout: float = DEPLOY_TIMEOUT,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
@@ -89,11 +95,11 @@ def deploy(
     }
 
 
-def shown(package: str, options: Options, engine: str | None = None) -> list[str]:
+def shown(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
     """Return the commands that `deploy` would run, for a shell. Only what needs no engine is
     checked."""
-    check_engine(engine)
-    chosen = Engine(engine or "docker")
+    check_container_engine(engine)
+    chosen = ContainerEngine(engine or "docker")
     try:
         found = open_package(package, None)
     except CanvasError:
@@ -109,7 +115,7 @@ def shown(package: str, options: Options, engine: str | None = None) -> list[str
     return [*commands, shlex.join(run_command(found, options, chosen))]
 
 
-def addresses(options: Options) -> dict[str, str]:
+def addresses(options: DeployOptions) -> dict[str, str]:
     """Return the addresses of a deployed package."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.listen, options.listen)
     if options.network == "none":
@@ -127,7 +133,7 @@ def addresses(options: Options) -> dict[str, str]:
     return found
 
 
-def check_architecture(package: Package, engine: Engine) -> None:
+def check_architecture(package: Package, engine: ContainerEngine) -> None:
     """Raise CanvasError when the image has another architecture than the machine."""
     if package.architecture not in (None, engine.architecture):
         raise CanvasError(
@@ -137,7 +143,7 @@ def check_architecture(package: Package, engine: Engine) -> None:
         )
 
 
-def check_ports(options: Options) -> None:
+def check_ports(options: DeployOptions) -> None:
     """Raise CanvasError for a port in use, before anything is built or loaded."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
@@ -149,7 +155,7 @@ def check_ports(options: Options) -> None:
 
 
 def wait_ready(
-    engine: Engine, name: str, timeout: float, sleep: Callable[[float], None] = time.sleep
+    engine: ContainerEngine, name: str, timeout: float, sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Wait until the container's health check passes."""
     probe = ImageSettings({}, gpu=False).probe
@@ -176,7 +182,7 @@ def wait_ready(
         sleep(_LOOK_EVERY)
 
 
-def refusal(engine: Engine, name: str, message: str) -> CanvasError:
+def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:
     """Return the error for a message of an engine."""
     text = message.lower()
     for marks, meaning, hint in _REFUSALS:
@@ -188,7 +194,7 @@ def refusal(engine: Engine, name: str, message: str) -> CanvasError:
     )
 
 
-def _remove_created(engine: Engine, name: str, message: str) -> None:
+def _remove_created(engine: ContainerEngine, name: str, message: str) -> None:
     """Remove a container that docker created but could not start."""
     if "already in use" not in message or "port" in message.lower():
         state = (engine.inspect("container", name) or {}).get("State") or {}
@@ -196,7 +202,7 @@ def _remove_created(engine: Engine, name: str, message: str) -> None:
             engine.run("rm", "--force", name)
 
 
-def _cause(engine: Engine, name: str) -> str:
+def _cause(engine: ContainerEngine, name: str) -> str:
     """Return the last error in the container's log."""
     errors = [line for line in engine.logs(name, 200) if line.startswith("error: ")]
     return errors[-1].removeprefix("error: ") if errors else ""

@@ -13,11 +13,11 @@ from typing import Any
 from canvasrt.containers.names import ARCHITECTURES, END_UNHEALTHY
 from canvasrt.errors import CanvasError, UsageError
 
-ENGINES = ("docker", "podman")
+CONTAINER_ENGINES = ("docker", "podman")
 
 
 @dataclass(frozen=True)
-class Engine:
+class ContainerEngine:
     """docker or podman, by `name`."""
 
     name: str
@@ -79,21 +79,23 @@ class Engine:
         return (done.stdout + done.stderr).splitlines()[-lines:]
 
 
-def check_engine(name: str | None) -> None:
+def check_container_engine(name: str | None) -> None:
     """Raise UsageError unless `name` is None or an engine."""
-    if name is not None and name not in ENGINES:
-        raise UsageError(f"unknown engine {name!r}", f"the engines are {' and '.join(ENGINES)}")
+    if name is not None and name not in CONTAINER_ENGINES:
+        raise UsageError(
+            f"unknown engine {name!r}", f"the engines are {' and '.join(CONTAINER_ENGINES)}"
+        )
 
 
-def find_engine(name: str | None = None) -> Engine:
+def find_engine(name: str | None = None) -> ContainerEngine:
     """Return the engine of that name, else docker, else podman. CanvasError when none answers."""
-    check_engine(name)
+    check_container_engine(name)
     reasons = []
-    for each in (name,) if name else ENGINES:
+    for each in (name,) if name else CONTAINER_ENGINES:
         if shutil.which(each) is None:
             reasons.append(f"{each} is not installed")
             continue
-        engine = Engine(each)
+        engine = ContainerEngine(each)
         done = engine.run("info", "--format", "{{json .}}")
         # The docker client exits with 0 when it cannot reach a daemon, and says so in its output.
         if done.returncode == 0 and '"ServerErrors"' not in done.stdout:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt.bundle import MANIFEST, load_bundle
-from canvasrt.containers.deploy.engine import Engine, last_line
+from canvasrt.containers.deploy.engine import ContainerEngine, last_line
 from canvasrt.containers.image.base import read_base
 from canvasrt.containers.image.layout import write_archive
 from canvasrt.containers.names import ENGINES
@@ -35,7 +35,7 @@ class Package:
         return targets != ["cpu"]
 
 
-def open_package(package: str, engine: Engine | None) -> Package:
+def open_package(package: str, engine: ContainerEngine | None) -> Package:
     """Return the package at a path, else the image of that name, which `engine` must have."""
     path = Path(package).expanduser()
     if (path / MANIFEST).is_file():
@@ -56,7 +56,7 @@ def open_package(package: str, engine: Engine | None) -> Package:
     return Package(package, None, "image", labels, known.get("Architecture"))
 
 
-def load(package: Package, engine: Engine) -> None:
+def load(package: Package, engine: ContainerEngine) -> None:
     """Build the image or load it into the engine. CanvasError when that fails."""
     if package.path is None:
         return

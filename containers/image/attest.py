@@ -13,7 +13,7 @@ import canvasrt
 from canvasrt.bundle import Manifest
 from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.layout import Image
-from canvasrt.containers.package.package import PackageOptions
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require

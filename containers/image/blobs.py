@@ -33,7 +33,7 @@ _GZIP_LEVEL = 3  # three times as fast as 6, and 10% larger
 
 
 @dataclass(frozen=True)
-class Entry:
+class LayerEntry:
     """One member of a layer: a file (a `source` on disk, or its `content`), a `link`, or a folder."""
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Layer:
+class ImageLayer:
     """A layer's blob. `diff_id` is the digest of the archive before compression."""
 
     digest: str
@@ -98,13 +98,13 @@ class Blobs:
 
     def add_layer(
         self,
-        entries: Iterable[Entry],
+        entries: Iterable[LayerEntry],
         created_by: str,
         *,
         compress: bool,
         count: Counter | None = None,
         above: str = "opt/canvasrt",
-    ) -> Layer:
+    ) -> ImageLayer:
         """Write a layer. Do not `compress` weights: that saves little, and makes loading slower.
 
         The entries' parent folders are added from `above` downwards; those higher up belong to the
@@ -114,7 +114,7 @@ class Blobs:
             lambda file: _write_tar(file, with_parents(entries, above), count), created_by, compress
         )
 
-    def add_archive(self, archive: Path, created_by: str) -> Layer:
+    def add_archive(self, archive: Path, created_by: str) -> ImageLayer:
         """Write a tar archive as a layer."""
 
         def copy(file: io.RawIOBase) -> int:
@@ -126,7 +126,7 @@ class Blobs:
 
     def _write(
         self, content_to: Callable[[io.RawIOBase], int], created_by: str, compress: bool
-    ) -> Layer:
+    ) -> ImageLayer:
         partial = self.folder / f".partial-{os.getpid()}"
         try:
             with partial.open("wb") as file:
@@ -139,12 +139,12 @@ class Blobs:
         finally:
             partial.unlink(missing_ok=True)
         media_type = LAYER_TYPE + ("+gzip" if compress else "")
-        return Layer(digest, blob.size, content.digest, media_type, unpacked, created_by)
+        return ImageLayer(digest, blob.size, content.digest, media_type, unpacked, created_by)
 
 
 def entries_of(
     folder: Path, prefix: str, *, owner: int = 0, skip: Callable[[str], bool] | None = None
-) -> Iterator[Entry]:
+) -> Iterator[LayerEntry]:
     """Yield everything in a folder as members below `prefix`."""
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).as_posix()
@@ -153,12 +153,12 @@ def entries_of(
         name = f"{prefix}/{inside}"
         # A bundle's links lead to files in a cache; the image gets those files.
         if path.is_dir():
-            yield Entry(name, owner=owner)
+            yield LayerEntry(name, owner=owner)
         else:
-            yield Entry(name, path, executable=os.access(path, os.X_OK), owner=owner)
+            yield LayerEntry(name, path, executable=os.access(path, os.X_OK), owner=owner)
 
 
-def with_parents(entries: Iterable[Entry], above: str) -> list[Entry]:
+def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
     """Return the entries, sorted and each once, with their parent folders.
 
     Folders above `above` belong to the base image.
@@ -168,7 +168,7 @@ def with_parents(entries: Iterable[Entry], above: str) -> list[Entry]:
         for parent in Path(name).parents:
             folder = parent.as_posix()
             if (folder == above or folder.startswith(f"{above}/")) and folder not in named:
-                named[folder] = Entry(folder, owner=named[name].owner)
+                named[folder] = LayerEntry(folder, owner=named[name].owner)
     return [named[name] for name in sorted(named)]
 
 
@@ -238,7 +238,7 @@ def _compressed(file: io.RawIOBase, compress: bool) -> Iterator[IO[bytes]]:
         yield cast(IO[bytes], packed)
 
 
-def _write_tar(file: io.RawIOBase, entries: Iterable[Entry], count: Counter | None) -> int:
+def _write_tar(file: io.RawIOBase, entries: Iterable[LayerEntry], count: Counter | None) -> int:
     total = 0
     with tarfile.open(
         fileobj=cast(IO[bytes], file), mode="w|", format=tarfile.GNU_FORMAT, bufsize=_CHUNK
@@ -256,7 +256,7 @@ def _write_tar(file: io.RawIOBase, entries: Iterable[Entry], count: Counter | No
     return total
 
 
-def _header(entry: Entry) -> tarfile.TarInfo:
+def _header(entry: LayerEntry) -> tarfile.TarInfo:
     info = tarfile.TarInfo(entry.name)
     info.uid = info.gid = entry.owner
     info.mtime = 0

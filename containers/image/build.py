@@ -14,25 +14,26 @@ from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.containers.image import environment
 from canvasrt.containers.image.attest import Materials, attest, read_signer
 from canvasrt.containers.image.base import Base, read_base
-from canvasrt.containers.image.blobs import Blobs, Counter, Entry, Layer, entries_of
+from canvasrt.containers.image.blobs import Blobs, Counter, ImageLayer, LayerEntry, entries_of
 from canvasrt.containers.image.contents import contents
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.names import ENGINES, IMAGE, PACKAGE, REPOSITORY
 from canvasrt.containers.package import bindings, releases, wheels
-from canvasrt.containers.package.package import SBOM, PackageOptions, backends_of, package
-from canvasrt.containers.package.requirements import canonical, read_requirements
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import SBOM, backends_of, package
+from canvasrt.containers.package.requirements import canonical_name, read_requirements
 from canvasrt.containers.package.settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashProgress
 from canvasrt.progress import Progress, no_progress
 from canvasrt.staging import check_output, scratch, staging, sync
 
-FORMATS = ("oci", "docker")
+IMAGE_FORMATS = ("oci", "docker")
 _INSIDE = PACKAGE.lstrip("/")
 
 
 @dataclass(frozen=True)
-class Made:
+class WrittenImage:
     """An image that was written, and the manifest of its content."""
 
     image: Image
@@ -63,7 +64,7 @@ def write_image(
     options: PackageOptions,
     key: Path | None = None,
     progress: Progress = no_progress,
-) -> Made:
+) -> WrittenImage:
     """Write the image of bundles to `out`: an OCI layout (a folder) or a docker archive (a file).
 
     With a private `key`, its signed provenance is written next to it.
@@ -100,7 +101,7 @@ def write_image(
     image = replace(image, path=out)
     if signer is not None:
         attest(image, format, Materials(opened, manifests, pins, options), signer)
-    return Made(image, manifest, format)
+    return WrittenImage(image, manifest, format)
 
 
 def options_for(base: Base, options: PackageOptions) -> PackageOptions:
@@ -178,7 +179,7 @@ def _layers(
     options: PackageOptions,
     fetched: Sequence[Path],
     progress: Progress,
-) -> list[Layer]:
+) -> list[ImageLayer]:
     """Write our layers, those that change least first."""
     blobs = Blobs(layout)
     own = next((made.path / "wheels").glob("canvasrt-*.whl"))
@@ -203,14 +204,14 @@ def _layers(
             layers.append(_engine_layer(blobs, made, place, progress))
     rest = [
         *entries_of(made.path / REPOSITORY, f"{_INSIDE}/{REPOSITORY}"),
-        Entry(f"{_INSIDE}/{SBOM}", made.path / SBOM),
-        Entry(f"{_INSIDE}/manifest.json", made.path / IMAGE / "manifest.json"),
+        LayerEntry(f"{_INSIDE}/{SBOM}", made.path / SBOM),
+        LayerEntry(f"{_INSIDE}/manifest.json", made.path / IMAGE / "manifest.json"),
     ]
     layers.append(blobs.add_layer(rest, "canvasrt package: model repository", compress=True))
     return layers
 
 
-def _engine_layer(blobs: Blobs, made: Bundle, place: str, progress: Progress) -> Layer:
+def _engine_layer(blobs: Blobs, made: Bundle, place: str, progress: Progress) -> ImageLayer:
     entries = list(entries_of(made.path / place, f"{_INSIDE}/{place}"))
     total = sum(entry.source.stat().st_size for entry in entries if entry.source)
     count = _counter(lambda done, all: progress(f"writing the layer of {place}", done, all), total)
@@ -228,17 +229,19 @@ def _counter(progress: HashProgress, total: int) -> Counter:
     return count
 
 
-def _tensorrt(found: Sequence[Path], python: str) -> list[Entry]:
+def _tensorrt(found: Sequence[Path], python: str) -> list[LayerEntry]:
     """Return the module that wraps TensorRT's bindings, if those are among the wheels."""
     names = [wheel.name.split("-") for wheel in found]
-    version = next((each[1] for each in names if canonical(each[0]) == bindings.DISTRIBUTION), None)
+    version = next(
+        (each[1] for each in names if canonical_name(each[0]) == bindings.DISTRIBUTION), None
+    )
     site = f"{environment.VENV}/lib/python{python}/site-packages"
     files = bindings.module_files(version).items() if version else ()
-    return [Entry(f"{site}/{name}", content=content) for name, content in files]
+    return [LayerEntry(f"{site}/{name}", content=content) for name, content in files]
 
 
-def _cache_folder() -> list[Entry]:
+def _cache_folder() -> list[LayerEntry]:
     """Return the folder for the cache and its parents, which the base image lacks."""
     inside = CACHE.lstrip("/")
     above = inside.rpartition("/")[0]
-    return [Entry(above), Entry(inside, owner=USER)]
+    return [LayerEntry(above), LayerEntry(inside, owner=USER)]

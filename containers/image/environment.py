@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from canvasrt.containers.image.blobs import Entry, entries_of
+from canvasrt.containers.image.blobs import LayerEntry, entries_of
 from canvasrt.extras import require
 
 VENV = "opt/canvasrt/venv"
@@ -38,18 +38,18 @@ def unpack(wheels: Sequence[Path], folder: Path, python: str) -> None:
                 installer.install(source, destination, {"INSTALLER": b"canvasrt\n"})
 
 
-def venv_entries(interpreter: str, python: str) -> list[Entry]:
+def venv_entries(interpreter: str, python: str) -> list[LayerEntry]:
     """Return the files that make a folder a virtual environment of the image's Python."""
     home = interpreter.rpartition("/")[0]
     settings = f"home = {home}\ninclude-system-site-packages = false\nversion = {python}\n"
     return [
-        Entry(f"{VENV}/pyvenv.cfg", content=settings.encode()),
-        Entry(f"{VENV}/bin/python3", link=interpreter),
-        Entry(f"{VENV}/bin/python", link="python3"),
+        LayerEntry(f"{VENV}/pyvenv.cfg", content=settings.encode()),
+        LayerEntry(f"{VENV}/bin/python3", link=interpreter),
+        LayerEntry(f"{VENV}/bin/python", link="python3"),
     ]
 
 
-def unpacked_entries(folder: Path) -> Iterator[Entry]:
+def unpacked_entries(folder: Path) -> Iterator[LayerEntry]:
     """Yield what `unpack` wrote as members of a layer, without headers."""
 
     def skip(name: str) -> bool:

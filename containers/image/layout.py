@@ -16,8 +16,8 @@ from canvasrt.containers.image.blobs import (
     INDEX_TYPE,
     MANIFEST_TYPE,
     Blobs,
+    ImageLayer,
     Json,
-    Layer,
 )
 from canvasrt.containers.package.settings import created
 from canvasrt.errors import UsageError
@@ -34,7 +34,7 @@ class Image:
     digest: str
     image_id: str
     base_bytes: int
-    layers: tuple[Layer, ...]
+    layers: tuple[ImageLayer, ...]
 
     @property
     def added_bytes(self) -> int:
@@ -43,7 +43,7 @@ class Image:
 
 
 def write_layout(
-    folder: Path, base: Base, blobs: Blobs, layers: Sequence[Layer], settings: Json, tag: str
+    folder: Path, base: Base, blobs: Blobs, layers: Sequence[ImageLayer], settings: Json, tag: str
 ) -> Image:
     """Complete an OCI layout in `folder`, whose layers are in `blobs` already.
 
@@ -99,7 +99,7 @@ def write_archive(layout: Path, tag: str, out: Path) -> None:
         archive.addfile(info, io.BytesIO(saved))
 
 
-def image_config(base: Base, layers: Sequence[Layer], settings: Json) -> Json:
+def image_config(base: Base, layers: Sequence[ImageLayer], settings: Json) -> Json:
     """Return the base's configuration with our settings merged in."""
     config = copy.deepcopy(base.config)
     moment = created()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from canvasrt.cache import cache_folder
 from canvasrt.containers.image.base import Base
-from canvasrt.containers.image.blobs import Blobs, Entry, entries_of
+from canvasrt.containers.image.blobs import Blobs, LayerEntry, entries_of
 from canvasrt.containers.image.layout import write_layout
 from canvasrt.containers.names import ARCHITECTURES
 from canvasrt.errors import CanvasError
@@ -106,24 +106,26 @@ def _triton() -> Path:
     return Path(spec.origin).parent / "tritonserver"
 
 
-def _server(triton: Path) -> list[Entry]:
+def _server(triton: Path) -> list[LayerEntry]:
     """Return the server, its libraries, and the Python backend's stub for Debian's Python."""
     stub = f"pytriton/stubs/stubs/{_PYTHON}/{_STUB}"
     libraries = triton.parent.parent / "nvidia_pytriton.libs"  # where the wheel's files expect them
     return [
         *_tree(triton, "pytriton/tritonserver", "python_backend_stubs"),
         *_tree(libraries, libraries.name),
-        Entry(
+        LayerEntry(
             f"{_TRITON}/{stub}", triton / "python_backend_stubs" / _PYTHON / _STUB, executable=True
         ),
-        Entry(
+        LayerEntry(
             f"{_TRITON}/pytriton/tritonserver/backends/python/{_STUB}", link=f"/{_TRITON}/{stub}"
         ),
-        Entry("opt/tritonserver", link=f"{_TRITON.removeprefix('opt/')}/pytriton/tritonserver"),
+        LayerEntry(
+            "opt/tritonserver", link=f"{_TRITON.removeprefix('opt/')}/pytriton/tritonserver"
+        ),
     ]
 
 
-def _tree(folder: Path, place: str, left_out: str = "__pycache__") -> list[Entry]:
+def _tree(folder: Path, place: str, left_out: str = "__pycache__") -> list[LayerEntry]:
     def skip(name: str) -> bool:
         return name.startswith(left_out) or "__pycache__" in name
 

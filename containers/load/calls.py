@@ -12,11 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from canvasrt.containers.load.prompts import Message
+from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
 
 @dataclass
-class Call:
+class TimedCall:
     """What happened to one call. Times are in seconds, the first two on the clock of
     `time.perf_counter`.
 
@@ -57,7 +58,7 @@ class Endpoint:
     url: str
     model: str
     key: str = ""
-    timeout: float = 600.0
+    timeout: float = ANSWER_TIMEOUT
     max_tokens: int = 64
     extra: tuple[tuple[str, Any], ...] = ()
 
@@ -73,16 +74,16 @@ class Endpoint:
         }
 
 
-class Connection:
+class LoadConnection:
     """A connection to an endpoint, kept from call to call."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._http: http.client.HTTPConnection | None = None
 
-    def call(self, messages: Sequence[Message], due: float) -> Call:
+    def call(self, messages: Sequence[Message], due: float) -> TimedCall:
         """Make one call; what goes wrong is in its `error`."""
-        made = Call(due)
+        made = TimedCall(due)
         try:
             self._stream(messages, made)
         except TimeoutError:
@@ -102,7 +103,7 @@ class Connection:
             self._http.close()
             self._http = None
 
-    def _stream(self, messages: Sequence[Message], made: Call) -> None:
+    def _stream(self, messages: Sequence[Message], made: TimedCall) -> None:
         reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
         if reply.status != 200:
             made.error = f"HTTP {reply.status}"
@@ -133,7 +134,7 @@ class Connection:
 def first_model(url: str, key: str = "", timeout: float = 30.0) -> str:
     """Return the first model that a server lists. CanvasError when it does not answer."""
     try:
-        reply = Connection(Endpoint(url, "", key, timeout))._ask("GET", "models")
+        reply = LoadConnection(Endpoint(url, "", key, timeout))._ask("GET", "models")
         if reply.status != 200:
             raise CanvasError(f"{url} answers HTTP {reply.status}", "check the address and the key")
         return str(json.loads(reply.read())["data"][0]["id"])
@@ -167,7 +168,7 @@ def _open(base: str, timeout: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(parts.netloc, timeout=timeout)
 
 
-def _note(chunk: dict[str, Any], made: Call, now: float) -> None:
+def _note(chunk: dict[str, Any], made: TimedCall, now: float) -> None:
     """Add one chunk of a stream to a call."""
     if "error" in chunk:
         made.error = "an error in the stream"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.containers.load.calls import Call, Connection, Endpoint
+from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall
 from canvasrt.containers.load.prompts import Session
 from canvasrt.progress import Progress, no_progress
 
@@ -40,7 +40,7 @@ class Load:
 class Round:
     """The calls of one round; `seconds` is from the first that was due to the last end."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[TimedCall, ...]
     start: float
     seconds: float
 
@@ -158,7 +158,7 @@ def run(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
     waiting: queue.SimpleQueue[tuple[Session, float | None]] = queue.SimpleQueue()
     for session, offset in zip(sessions, _arrivals(load, len(sessions)), strict=True):
         waiting.put((session, None if offset is None else start + offset))
-    calls: list[Call] = []
+    calls: list[TimedCall] = []
     count = min(load.concurrency, len(sessions))
     threads = [
         threading.Thread(target=_work, args=(endpoint, waiting, calls), daemon=True)
@@ -188,10 +188,10 @@ def _arrivals(load: Load, count: int) -> list[float | None]:
 def _work(
     endpoint: Endpoint,
     waiting: queue.SimpleQueue[tuple[Session, float | None]],
-    calls: list[Call],
+    calls: list[TimedCall],
 ) -> None:
     """Run sessions until none is left."""
-    connection = Connection(endpoint)
+    connection = LoadConnection(endpoint)
     while True:
         try:
             session, due = waiting.get_nowait()

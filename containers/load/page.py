@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from canvasrt.containers.load.measure import COMPARED, Round, Spread, Summary
-from canvasrt.pages import block, render
+from canvasrt.pages import render, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
 
 Json = dict[str, Any]
@@ -88,28 +88,28 @@ def page(
     settings: Json,
 ) -> str:
     """Return the page as HTML. CanvasError if matplotlib is not installed."""
-    blocks = [
-        block("Throughput", "", _throughput(rounds), [(RATE_HEADS, rate_rows(summaries))]),
-        block(
+    sections = [
+        section("Throughput", "", _throughput(rounds), [(RATE_HEADS, rate_rows(summaries))]),
+        section(
             "Latency",
             "Milliseconds. First text and whole answer count from when a call was due.",
             _latency(rounds),
             [(LATENCY_HEADS, spread_rows(summaries))],
             empty="No call succeeded.",
         ),
-        block("Over time", "Each point is a call.", _timeline(rounds)),
+        section("Over time", "Each point is a call.", _timeline(rounds)),
     ]
     if ratios:
         servers = " over ".join(summaries)
-        blocks.insert(0, block("Ratios", servers, tables=[(RATIO_HEADS, ratio_rows(ratios))]))
+        sections.insert(0, section("Ratios", servers, tables=[(RATIO_HEADS, ratio_rows(ratios))]))
     if errors := error_rows(summaries):
-        blocks.append(block("Errors", tables=[(("", "what", "calls"), errors)]))
+        sections.append(section("Errors", tables=[(("", "what", "calls"), errors)]))
     failed = sum(sum(each.errors.values()) for each in summaries.values())
     calls = sum(each.calls for each in summaries.values())
     return render(
         "Load test",
         [" against ".join(summaries), describe(settings)],
-        blocks,
+        sections,
         "Written by canvasrt bench.",
         {"ok": not failed, "text": f"{calls - failed} of {calls} calls answered"},
     )

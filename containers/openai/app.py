@@ -55,9 +55,10 @@ from canvasrt.containers.openai.schema import (
     parse_body,
     read_body,
 )
-from canvasrt.containers.openai.state import FrontSettings, State
+from canvasrt.containers.openai.state import State
 from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
+from canvasrt.containers.options import FrontSettings
 
 Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest

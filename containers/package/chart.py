@@ -10,7 +10,7 @@ from typing import Any
 
 from canvasrt import __version__
 from canvasrt.containers.names import ARCHITECTURES
-from canvasrt.containers.package.sizes import GIB, Sizes
+from canvasrt.containers.package.sizes import GIB, ReplicaSizes
 from canvasrt.targets import Target
 
 CHART = "chart"
@@ -27,7 +27,7 @@ def write_chart(
     image: str,
     target: Target,
     max_batch: int | None = None,
-    sizes: Sizes | None = None,
+    sizes: ReplicaSizes | None = None,
 ) -> None:
     """Write the chart to the new folder `out`.
 
@@ -48,7 +48,7 @@ def write_chart(
 
 
 def _values(
-    image: str, target: Target, max_batch: int | None, sizes: Sizes | None
+    image: str, target: Target, max_batch: int | None, sizes: ReplicaSizes | None
 ) -> dict[str, Any]:
     """Return values by their path in values.yaml."""
     repository, tag = _split(image)
@@ -69,7 +69,7 @@ def _values(
     return values
 
 
-def _resources(sizes: Sizes, on_volume: bool) -> dict[str, Any]:
+def _resources(sizes: ReplicaSizes, on_volume: bool) -> dict[str, Any]:
     # /dev/shm counts as memory, and folders that are not on a volume count as ephemeral storage.
     memory = sizes.memory + sizes.shared
     stored = sizes.temporary + _LOGS + (0 if on_volume else sizes.cache)

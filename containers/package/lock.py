@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.containers.package.releases import TENSORRT
-from canvasrt.containers.package.requirements import Pin, canonical, requirements
+from canvasrt.containers.package.requirements import Pin, canonical_name, requirements
 from canvasrt.containers.package.tags import platform_options
 from canvasrt.errors import CanvasError
 
@@ -71,7 +71,7 @@ def _read(pins: Iterable[Pin], python: str, architecture: str) -> dict[str, list
         entries, missing = _resolve(list(left), platform_options(python, architecture))
         if missing is None:
             return {
-                f"{canonical(each['metadata']['name'])}=={each['metadata']['version']}": [
+                f"{canonical_name(each['metadata']['name'])}=={each['metadata']['version']}": [
                     each["download_info"]["url"].rpartition("/")[2],
                     each["download_info"]["archive_info"]["hashes"]["sha256"],
                 ]

@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from canvasrt.containers.names import ENGINES, IMAGE, REPOSITORY
 from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.render import render
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
-from canvasrt.containers.package.sbom import SBOM, Installed, write_sbom
+from canvasrt.containers.package.sbom import SBOM, write_sbom
 from canvasrt.containers.package.settings import architecture_of, settings_for, target_name
 from canvasrt.containers.package.sizes import sizes_of
 from canvasrt.containers.package.wheel import write_wheel
@@ -31,36 +31,6 @@ from canvasrt.staging import link_or_copy, staging
 from canvasrt.targets import TARGETS, Target, find_target
 
 _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
-
-
-@dataclass(frozen=True)
-class PackageOptions:
-    """How to make a package. `base` names an image; `python` and `tensorrt` are its versions of
-    them."""
-
-    max_batch: int | None = None
-    engines: str = "copy"
-    base: str = releases.DEFAULT_BASE
-    tag: str = "canvasrt:latest"
-    python: str = "3.12"
-    tensorrt: str | None = None
-    # Include every wheel, so that the image can be built without a network.
-    wheels: bool = False
-    # Get every wheel, to know its hash.
-    fetch: bool = False
-    # What the base image contains, if it was read.
-    contents: Sequence[Installed] = ()
-
-    def __post_init__(self) -> None:
-        if self.engines not in ("copy", "mount"):
-            raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
-
-    def on(self, base: str, python: str | None = None) -> PackageOptions:
-        """Return the options for another base image, by its name; without `python`, look its
-        version up."""
-        known = releases.python_of_name(base)
-        tensorrt = releases.tensorrt_of_name(base)
-        return replace(self, base=base, python=python or known or self.python, tensorrt=tensorrt)
 
 
 def package(
@@ -82,7 +52,7 @@ def package(
     bundles = _load(source, progress)
     manifests = [bundle.manifest for bundle in bundles.values()]
     for manifest in manifests:
-        releases.check_engine(manifest.target, options.tensorrt, options.base)
+        releases.check_tensorrt(manifest.target, options.tensorrt, options.base)
     architecture = architecture_of(manifests) or "amd64"
     pins = requirements(backends_of(manifests, options.tensorrt), options.python, architecture)
     platform = (options.python, architecture)

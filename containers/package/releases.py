@@ -81,7 +81,7 @@ def python_of(environment: Mapping[str, str]) -> str | None:
     return "3.12" if (int(match[1]), int(match[2])) >= _PYTHON_3_12_SINCE else "3.10"
 
 
-def check_engine(target: Mapping[str, Any] | None, tensorrt: str | None, image: str) -> None:
+def check_tensorrt(target: Mapping[str, Any] | None, tensorrt: str | None, image: str) -> None:
     """Raise CanvasError when an image cannot load the engines of a bundle's `target`.
 
     TensorRT only loads engines of exactly its own version, all four numbers. TensorRT-RTX and ONNX

@@ -131,13 +131,13 @@ def _closure(
         if str(wanted) in seen:
             continue
         seen.add(str(wanted))
-        name = canonical(wanted.name)
+        name = canonical_name(wanted.name)
         if name in fixed:
             found[name] = Pin(name, fixed[name], _license(name))
             waiting += [Requirement(each) for each in fixed if each.startswith(f"{name}-")]
             continue
         metadata = _metadata(name)
-        name = canonical(metadata["Name"])
+        name = canonical_name(metadata["Name"])
         found[name] = Pin(name, metadata["Version"], _license(name))
         for line in metadata.get_all("Requires-Dist") or ():
             each = Requirement(line)
@@ -179,6 +179,6 @@ def _license(name: str) -> str:
     return declared.strip()
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Return the normalized name of a distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -31,7 +31,7 @@ _LARGE = 10**9  # bytes of weights from which a CPU gains from more than two cor
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ReplicaSizes:
     """Bytes, whole cores, and seconds until a replica must be ready.
 
     `memory` is the host's, without `shared` (/dev/shm); `temporary` is /tmp.
@@ -45,7 +45,7 @@ class Sizes:
     startup: int
 
 
-def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> Sizes:
+def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -> ReplicaSizes:
     """Return the sizes for a bundle on a target, with up to `max_batch` canvases at a time.
 
     A bundle of graphs for a GPU is built at the first start, which takes longer and needs the
@@ -61,7 +61,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         kinds = (_formats(manifest) or {}).values()
         need = max(need, *(builder_memory(*each, kinds) for each in weights.items()))
         startup += total / 1e9 * BUILD_SECONDS_PER_GB
-    return Sizes(
+    return ReplicaSizes(
         memory=OVERHEAD + need,
         cpu=4 if builds or (on_cpu and total > _LARGE) else 2,
         shared=SHARED,

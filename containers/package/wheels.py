@@ -12,7 +12,7 @@ from pathlib import Path
 
 from canvasrt.cache import cache_folder
 from canvasrt.containers.package.lock import locked
-from canvasrt.containers.package.requirements import Pin, canonical
+from canvasrt.containers.package.requirements import Pin, canonical_name
 from canvasrt.containers.package.tags import platform_options
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import hash_files
@@ -73,7 +73,7 @@ def _check(pin: Pin, wheel: Path, python: str, architecture: str) -> None:
 def _find(folder: Path, pin: Pin) -> Path | None:
     for wheel in sorted(folder.glob("*.whl")):
         name, version, *_ = wheel.name.split("-")
-        if canonical(name) == pin.name and version == _escaped(pin.version):
+        if canonical_name(name) == pin.name and version == _escaped(pin.version):
             return wheel
     return None
 

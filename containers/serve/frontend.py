@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from canvasrt.containers.heartbeat import silence
-from canvasrt.containers.openai.state import FrontSettings, Phase
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.options import FrontOptions, FrontSettings, ServerPhase
 from canvasrt.containers.ports import listen, url_host
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server
@@ -69,7 +68,7 @@ class FrontEnd:
             options=options,
             heartbeat=self._heartbeat,
         )
-        self._phase: tuple[Phase, str] = ("starting", "")
+        self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: list[float] = []
 
@@ -131,7 +130,7 @@ class FrontEnd:
         self._write(self._settings.to_line())
         self.notify(*self._phase)
 
-    def notify(self, phase: Phase, detail: str = "") -> None:
+    def notify(self, phase: ServerPhase, detail: str = "") -> None:
         """Report the server's phase, which decides whether requests are accepted."""
         self._phase = (phase, detail)
         self._write(json.dumps({"phase": phase, "detail": detail}).encode() + b"\n")

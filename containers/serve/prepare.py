@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,16 +18,16 @@ from pathlib import Path
 import canvasrt
 from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
-from canvasrt.containers.openai.state import Phase
+from canvasrt.containers.options import ServerPhase
 from canvasrt.containers.processes import child_environment, die_with_parent
+from canvasrt.containers.serve.build_engines import EngineBuild, report_in
 from canvasrt.containers.serve.profiles import ServingProfile
 from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
-Notify = Callable[[Phase, str], None]
+Notify = Callable[[ServerPhase, str], None]
 _LOOK_EVERY = 0.2
-_LAST_LINES = 20
 _SPARE = 2  # free space, by the size of damaged engines, that lets them be kept
 
 
@@ -40,7 +39,7 @@ def prepare(
     stop: threading.Event,
     watch: Callable[[], None] = lambda: None,
 ) -> Path | None:
-    """Return the folder of a profile's engines, and build them first if needed; None when `stop`
+    """Return the folder of a serving profile's engines, and build them first if needed; None when `stop`
     was set.
 
     `cache` is the folder to keep them in; None stands for canvasrt's own. `notify` gets the
@@ -85,7 +84,7 @@ def set_aside_damaged(out: Path, notify: Notify, stop: threading.Event) -> bool:
 
 
 def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
-    """Return the folder in the cache for a profile's engines; its name covers all that determines
+    """Return the folder in the cache for a serving profile's engines; its name covers all that determines
     them."""
     from canvasrt.cache import cache_folder
 
@@ -104,7 +103,7 @@ def engines_folder(profile: ServingProfile, cache: Path | None) -> Path:
 def alone(
     out: Path, notify: Notify, stop: threading.Event, watch: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Hold the lock on one profile's engines, since several servers can share a cache."""
+    """Hold the lock on one serving profile's engines, since several servers can share a cache."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -135,25 +134,29 @@ def _build(
     stop: threading.Event,
     watch: Callable[[], None],
 ) -> None:
-    """Run `canvasrt build` as a child process, which returns its memory and can be ended."""
+    """Build in a child process, which returns its memory and can be ended."""
     notify("building", "")
-    command = [sys.executable, "-m", "canvasrt", "build", str(profile.path)]
-    command += ["--target", profile.target.name, "-o", str(out)]
-    command += ["--max-context", str(profile.max_context), "--max-batch", str(profile.max_batch)]
+    job = EngineBuild(
+        source=str(profile.path),
+        target=profile.target.name,
+        out=str(out),
+        max_context=profile.max_context,
+        max_batch=profile.max_batch,
+    )
     cache = out.parents[2]
     process = subprocess.Popen(
-        command,
+        job.command(),
         env={**child_environment(), "CANVASRT_CACHE": str(cache)},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
         preexec_fn=die_with_parent(),
     )
-    lines: list[str] = []
-    reader = threading.Thread(target=_report, args=(process, lines, notify), daemon=True)
+    failure: dict[str, str] = {}
+    reader = threading.Thread(target=_report, args=(process, failure, notify), daemon=True)
     reader.start()
     try:
         while process.poll() is None:
@@ -168,24 +171,24 @@ def _build(
             process.kill()
             process.wait()
     if process.returncode:
-        raise _failure(profile, lines, process.returncode)
+        how = failure.get("error") or f"it ended with exit code {process.returncode}"
+        raise CanvasError(
+            f"cannot build the engines of {profile.name} for {profile.target.name}: {how}",
+            failure.get("hint", "see the build's output in the log"),
+        )
 
 
-def _report(process: subprocess.Popen[str], lines: list[str], notify: Notify) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        text = line.strip()
-        if text:
-            lines.append(text)
-            log.info("build: %s", text)
-            notify("building", f"Now: {text}.")
-
-
-def _failure(profile: ServingProfile, lines: list[str], code: int) -> CanvasError:
-    """Return the build's error, with its own message."""
-    last = {line.partition(": ")[0]: line.partition(": ")[2] for line in lines[-_LAST_LINES:]}
-    how = last.get("error") or f"it ended with exit code {code}"
-    return CanvasError(
-        f"cannot build the engines of {profile.name} for {profile.target.name}: {how}",
-        last.get("hint", "see the build's output in the log"),
-    )
+def _report(process: subprocess.Popen[str], failure: dict[str, str], notify: Notify) -> None:
+    """Pass the build's reports on, log its other lines, and note why it failed."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        report = report_in(line)
+        if report is None:
+            if line.strip():
+                log.info("build: %s", line.strip())
+        elif "doing" in report:
+            log.info("build: %s", report["doing"])
+            notify("building", f"Now: {report['doing']}.")
+        else:
+            failure.update(report)
+            log.info("build: error: %s", report.get("error"))

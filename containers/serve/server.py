@@ -23,7 +23,7 @@ from canvasrt.containers.names import (
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
-from canvasrt.containers.options import ModelOptions
+from canvasrt.containers.options import EXIT_TIMEOUT, READY_TIMEOUT, ModelOptions
 from canvasrt.containers.ports import Ports, callable_host, url_host
 from canvasrt.containers.processes import (
     die_with_parent,
@@ -40,9 +40,7 @@ from canvasrt.containers.serve.logtail import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
 from canvasrt.errors import CanvasError, EngineError, StalledError
 
-READY_TIMEOUT = 600.0  # loading tens of gigabytes takes minutes
-EXIT_TIMEOUT = 10  # for requests in flight at shutdown
-UNLOAD_TIMEOUT = 3  # for unloading the models after that
+UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight
 PROBE_TIMEOUT = 5.0
 # Files in the scratch folder.
 _STOPPING, _HEARTBEAT, _REASON = "stopping", "heartbeat", "reason"

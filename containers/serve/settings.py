@@ -6,15 +6,22 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.options import LEVELS, FrontOptions, ModelOptions, nim, read_switch
+from canvasrt.containers.options import (
+    EXIT_TIMEOUT,
+    LEVELS,
+    READY_TIMEOUT,
+    STALL_TIMEOUT,
+    FrontOptions,
+    ModelOptions,
+    read_switch,
+)
 from canvasrt.containers.ports import Ports
-from canvasrt.containers.serve.server import EXIT_TIMEOUT, READY_TIMEOUT
-from canvasrt.containers.serve.stall import STALL_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.option import CommandOption, flags_of, option, option_of
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
@@ -35,29 +42,102 @@ def _read_path(text: str) -> Path:
     return Path(text)
 
 
+def _file(help: str, variable: str) -> dict[str, Any]:
+    return option(help, metavar="FILE", variable=variable, read=_read_path)
+
+
+def _seconds(help: str, least: float) -> dict[str, Any]:
+    return option(help, metavar="SECONDS", least=least)
+
+
 @dataclass(frozen=True)
 class Settings:
     """All options of `canvasrt serve`. `log` is a file, `-` for stderr, or None for the default
     file."""
 
-    bundle: Path | None = field(default=None, metadata=nim("NIM_MODEL_PATH", _read_path))
-    profile: str | None = field(default=None, metadata=nim("NIM_MODEL_PROFILE"))
-    cache: Path | None = field(default=None, metadata=nim("NIM_CACHE_PATH", _read_path))
+    bundle: Path | None = field(default=None, metadata=_file("", "NIM_MODEL_PATH"))  # an argument
     front: FrontOptions = field(default_factory=FrontOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     ports: Ports = field(default_factory=Ports)
-    triton_host: str = "127.0.0.1"
-    triton_behind_proxy: bool = False
-    ssl_mode: str = field(default="disabled", metadata=nim("NIM_SSL_MODE", _read_tls_mode))
-    ssl_cert: Path | None = field(default=None, metadata=nim("NIM_SSL_CERTS_PATH", _read_path))
-    ssl_key: Path | None = field(default=None, metadata=nim("NIM_SSL_KEY_PATH", _read_path))
-    ssl_ca: Path | None = field(default=None, metadata=nim("NIM_SSL_CA_CERTS_PATH", _read_path))
-    log: str | None = None
-    verbose: bool = False
-    ready_timeout: float = READY_TIMEOUT
-    exit_timeout: int = EXIT_TIMEOUT
-    stall_timeout: float = STALL_TIMEOUT
-    dry_run: bool = False
+    triton_host: str = field(
+        default="127.0.0.1",
+        metadata=option(
+            "The address for Triton's HTTP and gRPC, which check no key.", metavar="ADDRESS"
+        ),
+    )
+    triton_behind_proxy: bool = field(
+        default=False,
+        metadata=option(
+            "A proxy checks who reaches Triton's ports; needed for --triton-host with keys or TLS."
+        ),
+    )
+    profile: str | None = field(
+        default=None,
+        metadata=option(
+            "The id or name of a serving profile; see `list-model-profiles`.",
+            metavar="ID",
+            shown="the GPU's",
+            variable="NIM_MODEL_PROFILE",
+            read=str,
+        ),
+    )
+    cache: Path | None = field(
+        default=None,
+        metadata=option(
+            "The folder for engines built at the first start.",
+            metavar="DIR",
+            variable="NIM_CACHE_PATH",
+            read=_read_path,
+        ),
+    )
+    ssl_mode: str = field(
+        default="disabled",
+        metadata=option(
+            "TLS for the OpenAI API: disabled, tls or mtls.",
+            metavar="MODE",
+            variable="NIM_SSL_MODE",
+            read=_read_tls_mode,
+        ),
+    )
+    ssl_cert: Path | None = field(
+        default=None, metadata=_file("The server's certificate.", "NIM_SSL_CERTS_PATH")
+    )
+    ssl_key: Path | None = field(
+        default=None, metadata=_file("The certificate's key.", "NIM_SSL_KEY_PATH")
+    )
+    ssl_ca: Path | None = field(
+        default=None,
+        metadata=_file(
+            "The authority that signs callers' certificates, for mtls.", "NIM_SSL_CA_CERTS_PATH"
+        ),
+    )
+    log: str | None = field(
+        default=None,
+        metadata=option(
+            "The file for the servers' output; - for stderr.",
+            metavar="FILE",
+            shown="a file in the state folder",
+        ),
+    )
+    verbose: bool = field(
+        default=False, metadata=option("Copy the log to stderr.", flag="--verbose, -v")
+    )
+    ready_timeout: float = field(
+        default=READY_TIMEOUT, metadata=_seconds("How long loading the engines may take.", 0)
+    )
+    exit_timeout: int = field(
+        default=EXIT_TIMEOUT,
+        metadata=_seconds("How long requests in flight may take at shutdown.", 0),
+    )
+    stall_timeout: float = field(
+        default=STALL_TIMEOUT,
+        metadata=_seconds(
+            "How long one pass may take; after that, the server ends with exit code 4.", 1
+        ),
+    )
+    dry_run: bool = field(
+        default=False, metadata=option("Print what would be served, and where; start nothing.")
+    )
     as_json: bool = False
 
     @property
@@ -93,12 +173,12 @@ def default_log(http_port: int) -> Path:
 
 
 _GROUPS = {"front": FrontOptions, "model": ModelOptions}
-_OPTIONS: dict[str, Field[Any]] = {
-    each.name: each for kind in (Settings, FrontOptions, ModelOptions) for each in fields(kind)
+# The classes whose described fields are options of the command line.
+OPTION_CLASSES = (FrontOptions, Ports, ModelOptions, Settings)
+_OPTIONS: dict[str, CommandOption] = {
+    each.name: of for kind in OPTION_CLASSES for each in fields(kind) if (of := option_of(each))
 }
-_BY_VARIABLE = {
-    each.metadata["variable"]: each for each in _OPTIONS.values() if each.metadata.get("variable")
-}
+_BY_VARIABLE = {of.variable: name for name, of in _OPTIONS.items() if of.variable}
 # Accepted, and without effect: nothing is ever downloaded.
 _NO_DOWNLOAD = "NIM_DISABLE_MODEL_DOWNLOAD"
 VARIABLES = (*_BY_VARIABLE, _NO_DOWNLOAD, PASSTHROUGH)
@@ -147,8 +227,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         if name == _NO_DOWNLOAD:
             _read(name, read_switch, text)
         elif name in _BY_VARIABLE:
-            each = _BY_VARIABLE[name]
-            found[each.name] = _read(name, each.metadata["read"], text)
+            option_name = _BY_VARIABLE[name]
+            read = _OPTIONS[option_name].read
+            found[option_name] = _read(name, read or str, text)
         elif not _SERVICE_LINK.search(name):
             raise UsageError(
                 f"{name} is not supported",
@@ -159,10 +240,10 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _parsed(name: str, value: Any) -> Any:
     """Return an option's value; the command line's text is parsed as a variable's is."""
-    metadata = _OPTIONS[name].metadata if name in _OPTIONS else {}
-    if not isinstance(value, str) or "read" not in metadata:
+    of = _OPTIONS.get(name)
+    if of is None or of.read is None or not isinstance(value, str):
         return value
-    return _read(metadata["flag"] or f"--{name.replace('_', '-')}", metadata["read"], value)
+    return _read(flags_of(name, of)[0].partition("/")[0], of.read, value)
 
 
 def _read(label: str, read: Callable[[str], Any], text: str) -> Any:

@@ -9,7 +9,6 @@ from pathlib import Path
 from canvasrt.containers.heartbeat import silence_at
 from canvasrt.containers.processes import is_stopped
 
-STALL_TIMEOUT = 300.0  # for one pass; the first of a shape may compile kernels
 STOPPED_TIMEOUT = 5.0  # for a process that a signal has stopped
 _PROBE_EVERY = 5.0
 

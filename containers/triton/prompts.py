@@ -169,11 +169,6 @@ class PromptEncoder:
         if values.get("raw"):
             _no_chat(values, "raw")
             return _made(tokenizer.encode(text))
-        if not tokenizer.has_template:
-            raise CanvasError(
-                "the model's tokenizer has no chat template to apply to prompt",
-                "set raw to true to continue the prompt as it is, or send prompt_ids",
-            )
         chat = [{"role": "user", "content": text}]
         variables = read_template(values.get("template", "{}"))
         return _made(*tokenizer.open_chat(chat, variables, prefix))

@@ -83,7 +83,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
     return scales
 
 
-def stored(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
+def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
     format = FORMATS[packed.format]
     block_scales = _dtype(format.block_scales) if format.block_scales else FLOAT
@@ -172,7 +172,7 @@ def _items(
         packed = pack(name)
         if packed.form != forms[name]:
             raise CanvasError(f"{name} was quantized to {packed.form}, not to {forms[name]}", "")
-        yield from stored(model, name, packed)
+        yield from stored_parts(model, name, packed)
     else:
         yield external.from_graph(model.graph.initializers[name])
 

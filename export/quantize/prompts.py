@@ -49,7 +49,10 @@ class Prompts:
 
     def check(self) -> int:
         """Return the number of requests. CanvasError names the file and the unusable line."""
-        count = sum(1 for _ in self)
+        count = 0
+        for number, request in self._requests():
+            self._validate(number, request)
+            count += 1
         if not count:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
         # Lines beyond the recipe's number do not run, but a broken file is still an error.
@@ -63,19 +66,24 @@ class Prompts:
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in order, up to the recipe's number, with one line in memory at a time."""
+        return (request for _, request in self._requests())
+
+    def _requests(self) -> Iterator[tuple[int, Request]]:
+        """Yield the requests and the numbers of their lines."""
         for index, (number, line) in enumerate(self._lines()):
             if index == self.settings.prompts:
                 return
-            request = Request(self._ids(number, line), self._params(index))
-            try:
-                request.validate(self.config, self.max_context)
-            except CanvasError as error:
-                hint = error.hint.replace(
-                    "ask for fewer new tokens",
-                    "give a smaller calibration.max_new_tokens in a recipe of your own",
-                )
-                raise self._wrong(number, error.message, hint) from error
-            yield request
+            yield number, Request(self._ids(number, line), self._params(index))
+
+    def _validate(self, number: int, request: Request) -> None:
+        try:
+            request.validate(self.config, self.max_context)
+        except CanvasError as error:
+            hint = error.hint.replace(
+                "ask for fewer new tokens",
+                "give a smaller calibration.max_new_tokens in a recipe of your own",
+            )
+            raise self._wrong(number, error.message, hint) from error
 
     def _params(self, index: int) -> SamplingParams:
         """Return a prompt's parameters. Prompts that take all steps are spread evenly over the
@@ -105,17 +113,15 @@ class Prompts:
         kind, value = self._parse(number, line)
         if kind == "prompt_ids":
             return value
+        ids_hint = 'give token ids: {"prompt_ids": [...]}'
         if self.tokenizer is None:
-            raise self._wrong(
-                number, "the graphs have no tokenizer", 'give token ids: {"prompt_ids": [...]}'
-            )
+            raise self._wrong(number, "the graphs have no tokenizer", ids_hint)
+        chat = value if kind == "messages" else [{"role": "user", "content": value}]
         try:
-            if kind == "messages":
-                return self.tokenizer.encode_chat(value)
-            if self.tokenizer.has_template:
-                return self.tokenizer.encode_chat([{"role": "user", "content": value}])
-            return self.tokenizer.encode(value)
+            return self.tokenizer.encode_chat(chat)
         except CanvasError as error:
+            if not self.tokenizer.has_template:
+                raise self._wrong(number, error.message, ids_hint) from error
             raise self._wrong(number, error.message, error.hint) from error
 
     def _parse(self, number: int, line: str) -> tuple[str, Any]:

@@ -126,7 +126,7 @@ def _write(
     total = sum(graphs.manifest.files[name]["bytes"] for name in data)
     done = 0
     for name, (entry, own) in changed.items():
-        segment = _Segment(graphs.file(name), entry, own, calibration)
+        segment = _QuantizedGraph(graphs.file(name), entry, own, calibration)
         segment.write(out / name, cache, partial(_told, report, done, total))
         done += graphs.manifest.files[str(Path(name).with_suffix(".bin"))]["bytes"]
         if TABLE in own and graphs.manifest.embedding["file"] in data:
@@ -138,7 +138,7 @@ def _told(report: Progress, before: int, total: int, read: int) -> None:
     report("quantizing", before + read, total)
 
 
-class _Segment:
+class _QuantizedGraph:
     """One graph, whose weights are quantized on demand."""
 
     def __init__(

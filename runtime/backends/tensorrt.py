@@ -73,7 +73,7 @@ def check_target(
 
 
 class TensorRTBackend:
-    """Opens engines with the module that built them. Their contexts share one block of activation
+    """Opens engines with the module that built them. Their contexts share one buffer of activation
     memory."""
 
     def __init__(

@@ -21,7 +21,7 @@ from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
 from canvasrt.runtime.gpu.slots import DeviceRow
-from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Sizes, Workspace
+from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Workspace, WorkspaceSizes
 from canvasrt.runtime.model import Input, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
@@ -73,7 +73,7 @@ class DeviceModel(Model):
         engines = [segment.engine for segment in self.segments]
         for engine in [*engines, vision] if vision else engines:
             engine.prepare()
-        sizes = Sizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
+        sizes = WorkspaceSizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
         self.workspace = Workspace(self.device, config, self.segments, sizes)
         self._cache = self.workspace.cache
         self._sight = Sight(self.device, vision, config) if vision else None

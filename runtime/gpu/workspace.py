@@ -25,7 +25,7 @@ class DeviceSegment:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WorkspaceSizes:
     """The largest sizes that memory is taken for."""
 
     batch: int
@@ -41,7 +41,11 @@ class Workspace:
     """Every buffer of a model. `bytes` lists their sizes by purpose."""
 
     def __init__(
-        self, device: Device, config: ModelConfig, segments: Sequence[DeviceSegment], sizes: Sizes
+        self,
+        device: Device,
+        config: ModelConfig,
+        segments: Sequence[DeviceSegment],
+        sizes: WorkspaceSizes,
     ) -> None:
         self._device, self._config, self.segments = device, config, tuple(segments)
         self.sizes = sizes

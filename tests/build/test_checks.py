@@ -14,7 +14,7 @@ from canvasrt.build import checks
 from canvasrt.build import needs as host
 from canvasrt.build.checks import check_buildable, check_memory, check_source
 from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
-from canvasrt.build.plan import Options, Plan, plan
+from canvasrt.build.plan import BuildOptions, Plan, plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.defaults import ADAPTER_FILES
@@ -27,7 +27,7 @@ from tests.helpers.configs import RELEASED
 
 def released(target: str, precision: str, context: int = 32_768, batch: int = 4) -> Plan:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
-    options = Options(precision, max_context=context, max_batch=batch)
+    options = BuildOptions(precision, max_context=context, max_batch=batch)
     return plan(source, target, "out", options)
 
 
@@ -80,7 +80,7 @@ def test_what_is_quantized_already_is_built_as_it_is() -> None:
 
 
 def precisions(checkpoint: Path | str, names: str, precision: str | None) -> list[str]:
-    targets, options = parse_targets(names), Options(precision)
+    targets, options = parse_targets(names), BuildOptions(precision)
     plans = plan_all(checkpoint, targets, "out", options, check=False)
     return [each.precision.text for each in plans]
 
@@ -181,31 +181,31 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
 def test_options_of_the_graphs(checkpoint_files: Path) -> None:
     source = Source(checkpoint_files, replace(RELEASED), {"kind": "checkpoint"})
     assert plan(source, "cpu", "out").layers_per_segment == 6
-    assert plan(source, "cpu", "out", Options(layers_per_segment=2)).layers_per_segment == 2
+    assert plan(source, "cpu", "out", BuildOptions(layers_per_segment=2)).layers_per_segment == 2
     with pytest.raises(CanvasError, match="no calibration file at nowhere"):
-        plan(source, "rtx-5090", "out", Options(calibration=Path("nowhere")))
-    smaller = plan(source, "rtx-5090", "out", Options(layers_per_segment=2)).needs.segments[
+        plan(source, "rtx-5090", "out", BuildOptions(calibration=Path("nowhere")))
+    smaller = plan(source, "rtx-5090", "out", BuildOptions(layers_per_segment=2)).needs.segments[
         "body_0"
     ]
     assert smaller < plan(source, "rtx-5090", "out").needs.segments["body_0"]
 
 
 def test_a_calibration_that_nothing_uses_is_refused(checkpoint_files: Path, tmp_path: Path) -> None:
-    options = Options("fp32", calibration=tmp_path / "prompts.jsonl")
+    options = BuildOptions("fp32", calibration=tmp_path / "prompts.jsonl")
     with pytest.raises(UsageError, match="--calibration has no effect: fp32 needs no calibration"):
         plan_all(checkpoint_files, parse_targets("cpu"), tmp_path / "out", options)
 
 
 def test_options_that_the_model_or_the_graphs_rule_out(tmp_path: Path) -> None:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
-    for wrong in (Options(max_batch=0), Options(layers_per_segment=0)):
+    for wrong in (BuildOptions(max_batch=0), BuildOptions(layers_per_segment=0)):
         with pytest.raises(UsageError, match=r"--(max-batch|layers-per-segment) 0 is less than 1"):
             plan(source, "cpu", "out", wrong)
     made: Any = SimpleNamespace(manifest=SimpleNamespace(options={"layers_per_segment": 3}))
     graphs = replace(source, graphs=made)
     with pytest.raises(UsageError, match="holds graphs of 3 layers each"):
-        plan(graphs, "cpu", "out", Options(layers_per_segment=4))
+        plan(graphs, "cpu", "out", BuildOptions(layers_per_segment=4))
     for name in ADAPTER_FILES:
         (tmp_path / name).touch()
     with pytest.raises(UsageError, match="holds graphs, but --adapter merges into a checkpoint"):
-        plan(graphs, "cpu", "out", Options(adapters=((tmp_path, 1.0),)))
+        plan(graphs, "cpu", "out", BuildOptions(adapters=((tmp_path, 1.0),)))

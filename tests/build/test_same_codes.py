@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from canvasrt.build.graphs import quantized_from
-from canvasrt.build.plan import Options
+from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle
 from canvasrt.graphs import lowbits
 from canvasrt.pipeline import build_all, graphs_of, plan_all
@@ -23,7 +23,7 @@ Arrays = dict[str, np.ndarray]
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
     """The graphs that engines for a GPU are built from, and the CPU's bundle."""
     cpu, gpu = plan_all(
-        "demo", parse_targets("cpu,rtx-4090"), tmp_path_factory.mktemp("out"), Options("int4")
+        "demo", parse_targets("cpu,rtx-4090"), tmp_path_factory.mktemp("out"), BuildOptions("int4")
     )
     assert quantized_from(cpu) == quantized_from(gpu)
     ((_, bundle),) = build_all([cpu])

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.plan import Options, Plan
+from canvasrt.build.plan import BuildOptions, Plan
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.pipeline import build_all, graphs_of, plan_all
 from canvasrt.progress import no_progress
@@ -134,7 +134,7 @@ def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
     demo: Path, tmp_path: Path
 ) -> None:
     """As a package does at its first start."""
-    (plan,) = plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", Options())
+    (plan,) = plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", BuildOptions())
     graphs = graphs_of(plan, no_progress)
     arguments = ["build", str(graphs.path), "--target", "dgx-spark", "-o", str(tmp_path / "out")]
     code = BLOCKER.format(blocked=EXPORT_EXTRA, arguments=[*arguments, "--max-batch", "1"])
@@ -164,7 +164,7 @@ def fake_calibrate(graphs: Bundle, recipe: Any, *rest: Any) -> Any:
 def build_narrow(
     source: Path, targets: str, precision: str | None, out: Path, said: list[str] | None = None
 ) -> Sequence[tuple[Plan, Bundle]]:
-    plans = plan_all(source, parse_targets(targets), out, Options(precision, max_batch=2))
+    plans = plan_all(source, parse_targets(targets), out, BuildOptions(precision, max_batch=2))
     return build_all(plans, lambda what, *_: said.append(what) if said is not None else None)
 
 

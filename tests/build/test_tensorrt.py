@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.build import compile
-from canvasrt.build.plan import Options
+from canvasrt.build.plan import BuildOptions
 from canvasrt.build.profiles import Profile
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import EngineCache
@@ -50,7 +50,7 @@ def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
             graphs.path,
             target,
             tmp_path / name,
-            Options(**OPTIONS),
+            BuildOptions(**OPTIONS),
             progress=lambda what, *_: said.append(what),
         )
         return bundle, list(dict.fromkeys(said))
@@ -122,7 +122,7 @@ def test_several_targets_share_an_export_a_precision(
     checkpoint, out = graphs.path.parent / "checkpoint", tmp_path / "out"
     said: list[str] = []
     targets = parse_targets("cpu,rtx-4090,rtx-pro-6000")
-    plans = plan_all(checkpoint, targets, out, Options("bf16", **OPTIONS))
+    plans = plan_all(checkpoint, targets, out, BuildOptions("bf16", **OPTIONS))
     made = build_all(plans, lambda what, *_: said.append(what))
     assert [plan.precision.name for plan, _ in made] == ["fp32", "bf16", "bf16"]
     assert [line for line in dict.fromkeys(said) if not line.startswith("checking")] == [
@@ -158,7 +158,7 @@ def test_an_interrupted_build_goes_on_where_it_was(
     own = tmp_path / "own"
     compile_graph = compile.compile_graph
 
-    def interrupted(job: compile.Job, children: compile.Children) -> compile.Made:
+    def interrupted(job: compile.Job, children: compile.Children) -> compile.Compiled:
         if job.graph.stem == "head":
             raise KeyboardInterrupt
         return compile_graph(job, children)

@@ -24,7 +24,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.build import compile
-from canvasrt.build.profiles import Range
+from canvasrt.shapes import Range
 
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build.plan import Options, plan
-from canvasrt.build.source import read_source
+from canvasrt.build.plan import BuildOptions, plan
+from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.pipeline import build
@@ -28,7 +28,9 @@ def everything_in(folder: Path) -> list[str]:
 
 
 def test_graphs_become_engines_that_share_their_disk_space(graphs: Bundle, tmp_path: Path) -> None:
-    engines = build(graphs.path, "cpu", tmp_path / "engines", Options(max_context=128, max_batch=2))
+    engines = build(
+        graphs.path, "cpu", tmp_path / "engines", BuildOptions(max_context=128, max_batch=2)
+    )
     manifest = load_bundle(engines.path, kind="engines").manifest
     bodies = {entry["file"] for entry in manifest.segments if "layers" in entry}
     for name, entry in graphs.manifest.files.items():
@@ -65,11 +67,11 @@ def test_another_build_into_the_same_folder_is_refused_with_the_difference(
     graphs: Bundle, checkpoint_files: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "engines"
-    build(graphs.path, "cpu", out, Options(max_batch=2))
+    build(graphs.path, "cpu", out, BuildOptions(max_batch=2))
     with pytest.raises(CanvasError, match="max_batch 2, now 3"):
-        build(graphs.path, "cpu", out, Options(max_batch=3))
+        build(graphs.path, "cpu", out, BuildOptions(max_batch=3))
     with pytest.raises(CanvasError, match="another checkpoint"):
-        build(checkpoint_files, "cpu", out, Options(max_batch=2))
+        build(checkpoint_files, "cpu", out, BuildOptions(max_batch=2))
 
 
 def test_a_damaged_bundle_is_not_reused(graphs: Bundle, tmp_path: Path) -> None:
@@ -97,18 +99,18 @@ def test_the_command_line_has_the_same_defaults() -> None:
     from canvasrt.cli.build import build as command
 
     parameters = inspect.signature(command).parameters
-    for field in fields(Options):
+    for field in fields(BuildOptions):
         name = {"adapters": "adapter"}.get(field.name, field.name)
         assert (parameters[name].default or None) == (field.default or None), name
 
 
 def test_limits_on_the_context(checkpoint_files: Path, tmp_path: Path) -> None:
-    source = read_source(checkpoint_files)
+    source = hash_source(find_source(checkpoint_files))
     assert plan(source, "cpu", tmp_path / "out").max_context == 256  # the model's own limit
     with pytest.raises(CanvasError, match=r"257.*256"):
-        plan(source, "cpu", tmp_path / "out", Options(max_context=257))
+        plan(source, "cpu", tmp_path / "out", BuildOptions(max_context=257))
     with pytest.raises(CanvasError, match=r"16 leaves no room.*16 tokens"):
-        plan(source, "cpu", tmp_path / "out", Options(max_context=16))
+        plan(source, "cpu", tmp_path / "out", BuildOptions(max_context=16))
 
 
 def test_targets_without_a_builder_are_refused_before_anything_is_written(
@@ -122,9 +124,9 @@ def test_targets_without_a_builder_are_refused_before_anything_is_written(
 
 
 def test_a_plan_says_whether_it_fits(checkpoint_files: Path, tmp_path: Path) -> None:
-    source = read_source(checkpoint_files)
+    source = hash_source(find_source(checkpoint_files))
     assert plan(source, "cpu", tmp_path / "out").fits is None
     assert plan(source, "rtx-5090", tmp_path / "out").fits is True
-    data = plan(source, "rtx-5090", tmp_path / "out", Options(max_batch=2)).to_json()
+    data = plan(source, "rtx-5090", tmp_path / "out", BuildOptions(max_batch=2)).to_json()
     assert data["memory"]["total"] > data["memory"]["kv_cache"] > 0
     assert (data["precision"], data["builder"]) == ("nvfp4", "tensorrt-rtx")

@@ -19,7 +19,7 @@ from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.export import graphs
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.codes import Codes, read_codes
+from canvasrt.export.codes import StoredCodes, read_codes
 from canvasrt.export.graphs import export
 from canvasrt.export.quantize.packed import dequantize
 from canvasrt.export.segments import segments
@@ -297,7 +297,7 @@ def test_damaged_scales_and_shapes(
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
 
 
-def codes_of(folder: Path, name: str) -> Codes:
+def codes_of(folder: Path, name: str) -> StoredCodes:
     """Return a weight of the body as the checkpoint stores it."""
     config, _ = ModelConfig.from_checkpoint(folder)
     body = segments(config)[0]

@@ -1,3 +1,4 @@
+from tests.helpers.one_caller import model, running
 from tests.helpers.serving import _one_thread, engines, graphs, packaged, tokenizer
 
-__all__ = ["_one_thread", "engines", "graphs", "packaged", "tokenizer"]
+__all__ = ["_one_thread", "engines", "graphs", "model", "packaged", "running", "tokenizer"]

@@ -5,63 +5,21 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import random
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.openai.connections import RESERVED
-from canvasrt.containers.tensors import check_shapes
-from canvasrt.containers.triton.prompts import PromptEncoder
-from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.containers.triton.worker import CANCEL_CHECKS, Worker
-from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Block, Finished, Generator, Request
+from canvasrt.runtime.generator import Block, Finished, Generator
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
-from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+from tests.helpers.one_caller import address, ask, request
 from tests.helpers.serving import ENDLESS, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
-
-SHORT: dict[str, Any] = {"max_tokens": 3, "max_denoising_steps": 2}
-
-
-@pytest.fixture(scope="module")
-def running(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("one-caller")
-    with serving(packaged.path, folder, *ANY_PORTS, "--max-connections", "40") as found:
-        yield found
-
-
-def address(running: Serving) -> str:
-    return running.said["openai"].removeprefix("http://").partition("/")[0]
-
-
-def ask(
-    running: Serving, content: str = "12+34=", key: str = "none", **options: Any
-) -> tuple[int, Any, float, Any]:
-    """A chat's status, body, seconds, and headers."""
-    body = {"model": "canvasrt", "messages": [{"role": "user", "content": content}]}
-    connection = http.client.HTTPConnection(address(running), timeout=120)
-    begin = time.monotonic()
-    try:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        text = json.dumps({**body, **SHORT, **options})
-        connection.request("POST", "/v1/chat/completions", text, headers)
-        reply = connection.getresponse()
-        data = json.loads(reply.read())
-        return reply.status, data, time.monotonic() - begin, reply.headers
-    finally:
-        connection.close()
 
 
 @needs_triton
@@ -92,18 +50,6 @@ def test_n_long_answers_do_not_starve_a_short_request(running: Serving):
         hog.close()
     assert status == 200
     assert seconds < 3
-
-
-@pytest.fixture(scope="module")
-def model(engines: Bundle) -> Model:
-    return open_model(engines.path, threads=1)
-
-
-def request(model: Model, owner: str = "", **options: Any) -> Request:
-    params = SamplingParams.from_defaults(
-        model.sampler, model.config, **{"max_new_tokens": 4, "max_denoising_steps": 2, **options}
-    )
-    return Request([2, 5, 6], params, owner=owner)
 
 
 def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Model):
@@ -213,139 +159,6 @@ def test_a_request_has_a_deadline(model: Model):
     assert 0.4 < time.monotonic() - begin < 10
 
 
-def test_a_prompt_is_encoded_once_for_all_of_its_answers():
-    class Counting:
-        longest_token, has_template, count = 8, True, 0
-
-        def open_chat(self, *chat: Any) -> tuple[list[int], str]:
-            Counting.count += 1
-            time.sleep(0.1)
-            return [1, 2, 3], ""
-
-    encoder = PromptEncoder(Counting(), 100)  # type: ignore[arg-type]
-    values = {"messages": '[{"role": "user", "content": "a"}]'}
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: encoder.encode(values), range(8)))
-    assert Counting.count == 1
-    assert all(each.ids.tolist() == [1, 2, 3] for each in found)
-
-
-def test_text_beyond_any_context_is_not_encoded(tokenizer: Tokenizer):
-    encoder = PromptEncoder(tokenizer, 100)
-    begin = time.monotonic()
-    with pytest.raises(CanvasError, match="exceed the context of 100 tokens"):
-        encoder.encode({"prompt": "a" * 4_200_000, "raw": True})
-    assert time.monotonic() - begin < 0.5
-    most = 100 * tokenizer.longest_token
-    assert encoder.encode({"prompt": "a" * most, "raw": True}).ids.size > 0
-
-
-def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):
-    pauses, done = [], threading.Event()
-
-    def tick() -> None:
-        last = time.perf_counter()
-        while not done.is_set():
-            time.sleep(0.001)
-            pauses.append(time.perf_counter() - last)
-            last = time.perf_counter()
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    begin = time.perf_counter()
-    tokenizer.encode("12+34= shuffle abdeg " * 100_000)
-    took = time.perf_counter() - begin
-    done.set()
-    thread.join()
-    assert max(pauses) < took / 2
-
-
-def test_large_tensors_are_refused_by_their_shape():
-    for shapes, says in (
-        ({"prompt_ids": [10**9]}, "exceed the context of 4096"),
-        ({"stop": [10**9]}, "1000000000 strings"),
-        ({"prompt": [10**9]}, "not [1]"),
-        ({"seed": [10**9]}, "not [1]"),
-        ({"prompt_ids": [2, 3]}, "as one list"),
-    ):
-        with pytest.raises(CanvasError) as caught:
-            check_shapes(shapes, 4096)
-        assert says in caught.value.message + caught.value.hint
-    check_shapes({"prompt": [1], "prompt_ids": [4096], "stop": [16]}, 4096)
-
-
-@needs_triton
-def test_eight_million_token_ids_are_refused_at_once(running: Serving):
-    text = b'{"model": "canvasrt", "prompt": [' + b",".join([b"1"] * 8_000_000) + b"]}"
-
-    def send() -> str:
-        connection = http.client.HTTPConnection(address(running), timeout=60)
-        headers = {"Content-Type": "application/json"}
-        with contextlib.suppress(OSError):  # it is answered before all of it was sent
-            connection.request("POST", "/v1/completions", text, headers)
-        try:
-            return str(json.loads(connection.getresponse().read())["error"]["code"])
-        except (OSError, http.client.HTTPException):
-            return "closed"
-
-    waited = []
-    with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(send)
-        while not reply.done():
-            waited.append(ask(running)[2])
-    assert reply.result() in ("context_length_exceeded", "closed")
-    assert max(waited, default=0) < 5.0
-
-
-@needs_triton
-def test_too_many_token_ids_are_refused_before_they_are_sent_on(running: Serving):
-    text = json.dumps({"model": "canvasrt", "prompt": [1] * 5000})
-    connection = http.client.HTTPConnection(address(running), timeout=60)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", text, headers)
-    reply = json.loads(connection.getresponse().read())
-    assert reply["error"]["code"] == "context_length_exceeded"
-
-
-def test_stop_strings_take_linear_time():
-    def seconds(length: int) -> float:
-        cutter = StopCutter(["a" * length + "b"])
-        begin = time.perf_counter()
-        for _ in range(3):
-            cutter.put("a" * length)
-        return time.perf_counter() - begin
-
-    short = min(seconds(20_000) for _ in range(3))
-    assert min(seconds(200_000) for _ in range(2)) < 30 * short
-
-
-@needs_triton
-@pytest.mark.parametrize("stop", ["x" * 1001, ["y" * 5000]])
-def test_long_stop_strings_are_refused(running: Serving, stop: Any):
-    status, body, _, _ = ask(running, stop=stop)
-    assert status == 400
-    assert body["error"]["param"].startswith("stop")
-
-
-def test_blocks_are_decoded_once(tokenizer: Tokenizer):
-    decoded = 0
-
-    class Counting:
-        def decode(self, ids: list[int], keep_control: bool = False) -> str:
-            nonlocal decoded
-            decoded += len(ids)
-            return tokenizer.decode(ids)
-
-    decoder = StreamDecoder(Counting())  # type: ignore[arg-type]
-    draw = random.Random(3)
-    ids = [draw.randrange(3, 112) for _ in range(20_000)]
-    text = ""
-    for begin in range(0, len(ids), 32):
-        text += decoder.put(ids[begin : begin + 32], final=begin + 32 >= len(ids))
-    assert text == tokenizer.decode(ids)
-    assert decoded < 5 * len(ids)
-
-
 def test_cancelled_requests_cost_the_same_however_many_wait(model: Model):
     asked: list[int] = []
 
@@ -368,62 +181,3 @@ def test_cancelled_requests_cost_the_same_however_many_wait(model: Model):
     rounds = (time.monotonic() - begin) / 0.05 + 2
     worker.close()
     assert 0 < len(asked) <= rounds * (CANCEL_CHECKS + 2)
-
-
-@needs_triton
-def test_half_sent_requests_are_closed(running: Serving):
-    host, _, port = address(running).partition(":")
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        begin = time.monotonic()
-        connection.sendall(head)
-        for byte in b"ngth: 10"[:6]:  # bytes that trickle in do not help
-            time.sleep(1)
-            connection.sendall(bytes([byte]))
-        with contextlib.suppress(ConnectionResetError):
-            assert connection.recv(1) == b""
-        assert 5 < time.monotonic() - begin < 15
-
-
-@needs_triton
-def test_health_answers_when_clients_hold_every_connection(running: Serving):
-    host, _, port = address(running).partition(":")
-    held = []
-    try:
-        for _ in range(40 + RESERVED + 20):
-            each = socket.create_connection((host, int(port)), timeout=30)
-            each.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n")
-            held.append(each)
-        for path in ("live", "ready"):
-            connection = http.client.HTTPConnection(host, int(port), timeout=5)
-            connection.request("GET", f"/v1/health/{path}")
-            assert connection.getresponse().status == 200
-            connection.close()
-        assert ask(running)[1]["error"]["code"] == "too_many_connections"
-    finally:
-        for each in held:
-            each.close()
-    time.sleep(0.3)
-    assert ask(running)[0] == 200
-
-
-@needs_triton
-def test_tiny_chunks_are_cut_off(running: Serving):
-    """The body that crashes old versions of Triton, sent to the front end instead."""
-    host, _, port = address(running).partition(":")
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        begin = time.monotonic()
-        with contextlib.suppress(OSError):
-            connection.sendall(head + b"1\r\nx\r\n" * 800_000 + b"0\r\n\r\n")
-            assert connection.recv(1) == b""
-        assert time.monotonic() - begin < 5
-    assert ask(running)[0] == 200
-
-
-def test_token_ids_stay_an_array(model: Model):
-    ids = np.array([2, 5, 6], np.int32)
-    params = SamplingParams.from_defaults(model.sampler, model.config, max_new_tokens=4)
-    (result,) = Generator(model).run([Request(ids, params)])
-    assert result.prompt_token_ids == [2, 5, 6]

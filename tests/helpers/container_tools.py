@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from canvasrt.containers.deploy import daemon
-from canvasrt.containers.deploy.engine import Engine, find_engine
+from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
 from canvasrt.errors import CanvasError
 
 # Where a container runtime cannot raise limits, systemd does not run, and no bridge can be made.
@@ -42,7 +42,7 @@ def missing(what: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def docker() -> Iterator[Engine]:
+def docker() -> Iterator[ContainerEngine]:
     """docker with a daemon: the machine's, else one started for these tests. Skips where neither can be."""
     with contextlib.ExitStack() as stack:
         try:
@@ -60,7 +60,7 @@ def scratch() -> Path | None:
 
 
 @contextlib.contextmanager
-def podman() -> Iterator[Engine]:
+def podman() -> Iterator[ContainerEngine]:
     """podman, set up for a machine without systemd. Skips where there is none."""
     if shutil.which("podman") is None or shutil.which("runc") is None or os.geteuid() != 0:
         missing("podman and runc are not installed, or not root (apt: podman runc)")
@@ -83,7 +83,7 @@ def podman() -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def container(engine: Engine, image: str, *options: str) -> Iterator[str]:
+def container(engine: ContainerEngine, image: str, *options: str) -> Iterator[str]:
     """A running container's id; it is removed at the end."""
     name = engine.out("run", "--detach", *options, image).strip()
     try:
@@ -92,14 +92,14 @@ def container(engine: Engine, image: str, *options: str) -> Iterator[str]:
         engine.run("rm", "--force", "--volumes", name)
 
 
-def state(engine: Engine, name: str) -> dict[str, Any]:
+def state(engine: ContainerEngine, name: str) -> dict[str, Any]:
     """What the engine says about a container's state."""
     found = engine.inspect("container", name)
     assert found is not None
     return found["State"]
 
 
-def inside(engine: Engine, name: str, code: str, timeout: float = 120) -> Any:
+def inside(engine: ContainerEngine, name: str, code: str, timeout: float = 120) -> Any:
     """Runs Python with the tests' packages in the network of a container; what it prints, as JSON."""
     process = enter(engine, name, code)
     out, _ = process.communicate(timeout=timeout)
@@ -107,7 +107,7 @@ def inside(engine: Engine, name: str, code: str, timeout: float = 120) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-def enter(engine: Engine, name: str, code: str) -> subprocess.Popen[str]:
+def enter(engine: ContainerEngine, name: str, code: str) -> subprocess.Popen[str]:
     """The same, as a process that runs."""
     pid = str(state(engine, name)["Pid"])
     command = ["nsenter", "--target", pid, "--net", sys.executable, "-c", code]

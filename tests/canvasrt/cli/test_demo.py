@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from canvasrt.checkpoints.locate import demo_checkpoint
-from canvasrt.cli.walkthrough import DECISIONS, QUESTIONS, SCHEMA, Row, judge
+from canvasrt.cli.walkthrough import DECISIONS, QUESTIONS, SCHEMA, Asked, judge
 from canvasrt.demo.tasks import is_correct, task_of
 from canvasrt.errors import CanvasError
 from tests.helpers.serving import needs_triton
@@ -84,8 +84,8 @@ def test_it_asks_a_question_of_every_task():
     assert {task_of(question).name for question in QUESTIONS} == set(TASKS)
 
 
-def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> Row:
-    return Row(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
+def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> Asked:
+    return Asked(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
 
 
 def test_one_wrong_answer_is_forgiven_and_three_are_not():

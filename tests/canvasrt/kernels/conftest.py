@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build.plan import Options
+from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.pipeline import build
 
@@ -15,7 +15,7 @@ from canvasrt.pipeline import build
 WIDTHS = {"num_experts": 8, "top_k_experts": 4, "vocab_size": 4096}
 # A calibration that is made up: the kernels do not depend on it.
 AMAX = 8.0
-OPTIONS = Options(max_context=4096, max_batch=4)
+OPTIONS = BuildOptions(max_context=4096, max_batch=4)
 
 Released = Callable[[str, str], Bundle]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from canvasrt.kernels.parse import Kernel, Tensor
+from canvasrt.kernels.parse import Kernel, KernelTensor
 from canvasrt.kernels.resolve import match, resolve
 from canvasrt.kernels.shapes import Node, Shapes
 
@@ -42,8 +42,10 @@ def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
 def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
     """A tensor's shape is known to kernels that read it later, and sizes that the profile fixes are numbers."""
     shapes = Shapes({}, {"norm": Node([("x", BODY)], [("y", BODY)])})
-    written = Kernel("a", "kgen", (), (), (Tensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",))
-    read = Kernel("b", "kgen", (Tensor("t_1", "Float", (-1, 2816)),), (), (), "", ())
+    written = Kernel(
+        "a", "kgen", (), (), (KernelTensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",)
+    )
+    read = Kernel("b", "kgen", (KernelTensor("t_1", "Float", (-1, 2816)),), (), (), "", ())
     first, second = resolve([written, read], shapes, {"length": 256})
     assert first.outputs[0].dims == ("batch", 256, 2816)
     assert second.inputs[0].dims == ("256*batch", 2816)
@@ -57,9 +59,9 @@ def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
     kernel = Kernel(
         "k",
         "kgen",
-        (Tensor("a_1", "Int32", (1, 1, -1)),),
+        (KernelTensor("a_1", "Int32", (1, 1, -1)),),
         (),
-        (Tensor("t_1", "Int32", (1, 8, -1)),),
+        (KernelTensor("t_1", "Int32", (1, 8, -1)),),
         "",
         ("count", "less"),  # the builder names them in any order
     )
@@ -69,6 +71,6 @@ def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
 
 
 def test_a_shape_that_nothing_tells_stays_unknown() -> None:
-    lost = Kernel("a", "kgen", (Tensor("t", "Float", (-1, 5)),), (), (), "", ())
+    lost = Kernel("a", "kgen", (KernelTensor("t", "Float", (-1, 5)),), (), (), "", ())
     (found,) = resolve([lost], Shapes({}, {}))
     assert found.inputs[0].dims == ("?", 5)

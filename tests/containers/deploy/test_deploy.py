@@ -13,21 +13,23 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.deploy import deploy as deploying
-from canvasrt.containers.deploy.command import Options, run_command
-from canvasrt.containers.deploy.engine import Engine, find_engine
+from canvasrt.containers.deploy.command import run_command
+from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
+from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package, open_package
-from canvasrt.containers.package.package import PackageOptions, package
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 from tests.helpers import container_tools
 
-DOCKER, PODMAN = Engine("docker"), Engine("podman")
+DOCKER, PODMAN = ContainerEngine("docker"), ContainerEngine("podman")
 CPU = Package("canvasrt:latest", None, "image", {"canvasrt.target": "cpu"}, "amd64")
 GPU = Package("canvasrt:latest", None, "image", {"canvasrt.target": "rtx-5090"}, "amd64")
 
 
-def words(package: Package, engine: Engine = DOCKER, **options: object) -> str:
-    return shlex.join(run_command(package, Options(**options), engine))  # type: ignore[arg-type]
+def words(package: Package, engine: ContainerEngine = DOCKER, **options: object) -> str:
+    return shlex.join(run_command(package, DeployOptions(**options), engine))  # type: ignore[arg-type]
 
 
 def test_the_container_is_hardened():
@@ -116,7 +118,7 @@ def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):
 
 
 def test_an_image_of_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Engine, "architecture", "arm64")
+    monkeypatch.setattr(ContainerEngine, "architecture", "arm64")
     with pytest.raises(CanvasError, match="is for amd64, but this machine is arm64"):
         deploying.check_architecture(GPU, DOCKER)
 
@@ -127,7 +129,7 @@ def test_a_port_in_use_is_refused():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CanvasError, match=f"port {port} on 127.0.0.1 is in use") as refused:
-            deploying.check_ports(Options(port=port))
+            deploying.check_ports(DeployOptions(port=port))
     assert "--port" in refused.value.hint
 
 

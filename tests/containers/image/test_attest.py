@@ -22,9 +22,9 @@ from canvasrt.containers.image.attest import (
     read_signer,
 )
 from canvasrt.containers.image.base import Base, read_base
-from canvasrt.containers.image.blobs import Blobs, Entry
+from canvasrt.containers.image.blobs import Blobs, LayerEntry
 from canvasrt.containers.image.layout import Image, write_archive, write_layout
-from canvasrt.containers.package.package import PackageOptions
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
@@ -51,7 +51,7 @@ def keys(tmp_path: Path) -> Keys:
 def write(folder: Path, content: bytes) -> Image:
     folder.mkdir()
     blobs = Blobs(folder)
-    layer = blobs.add_layer([Entry("opt/canvasrt/x", content=content)], "t", compress=False)
+    layer = blobs.add_layer([LayerEntry("opt/canvasrt/x", content=content)], "t", compress=False)
     return write_layout(folder, Base(folder, CONFIG, (), ""), blobs, [layer], {}, "image:1")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from canvasrt.containers.image.base import Base, read_base
-from canvasrt.containers.image.blobs import Blobs, Entry
+from canvasrt.containers.image.blobs import Blobs, LayerEntry
 from canvasrt.containers.image.layout import write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.errors import CanvasError
@@ -36,7 +36,7 @@ def base(tmp_path: Path) -> Path:
     folder.mkdir()
     blobs = Blobs(folder)
     layers = [
-        blobs.add_layer([Entry(f"usr/{n}", content=bytes([n]) * 2000)], "t", compress=n > 0)
+        blobs.add_layer([LayerEntry(f"usr/{n}", content=bytes([n]) * 2000)], "t", compress=n > 0)
         for n in range(2)
     ]
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
@@ -312,14 +312,14 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     blobs = Blobs(folder)
     python = "usr/lib/python3/dist-packages"
     below = [
-        Entry("var/lib/dpkg/status", content=STATUS.replace("3.0.2-1", "old").encode()),
-        Entry("usr/lib/os-release", content=b'NAME="x"\nID=ubuntu\n'),
-        Entry(f"{python}/pip-24.0.dist-info/METADATA", content=b"Name: pip"),
-        Entry(f"{python}/numpy-1.26.4.dist-info/METADATA", content=b"Name: numpy"),
+        LayerEntry("var/lib/dpkg/status", content=STATUS.replace("3.0.2-1", "old").encode()),
+        LayerEntry("usr/lib/os-release", content=b'NAME="x"\nID=ubuntu\n'),
+        LayerEntry(f"{python}/pip-24.0.dist-info/METADATA", content=b"Name: pip"),
+        LayerEntry(f"{python}/numpy-1.26.4.dist-info/METADATA", content=b"Name: numpy"),
     ]
     above = [
-        Entry("var/lib/dpkg/status", content=STATUS.encode()),
-        Entry(f"{python}/.wh.pip-24.0.dist-info", content=b""),
+        LayerEntry("var/lib/dpkg/status", content=STATUS.encode()),
+        LayerEntry(f"{python}/.wh.pip-24.0.dist-info", content=b""),
     ]
     layers = [blobs.add_layer(each, "t", compress=True) for each in (below, above)]
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")

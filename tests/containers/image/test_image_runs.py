@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.deploy.engine import Engine
+from canvasrt.containers.deploy.engine import ContainerEngine
 from canvasrt.containers.image.base import read_base
 from canvasrt.containers.image.blobs import Blobs
-from canvasrt.containers.image.build import Made, write_image
+from canvasrt.containers.image.build import WrittenImage, write_image
 from canvasrt.containers.image.layout import write_archive
 from canvasrt.containers.image.standin import TAG as BASE
 from canvasrt.containers.image.standin import standin
 from canvasrt.containers.image.verify import verify_image
-from canvasrt.containers.package.package import PackageOptions, package
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
 from tests.conftest import Command
 from tests.helpers import container_tools as tools
 from tests.helpers.serving import needs_triton
@@ -102,7 +103,7 @@ def base(_kept: None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) -> WrittenImage:
     out = tmp_path_factory.mktemp("image") / "image.tar"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_TOKEN", SECRET)
@@ -113,21 +114,21 @@ def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def docker(made: Made) -> Iterator[Engine]:
+def docker(made: WrittenImage) -> Iterator[ContainerEngine]:
     with tools.docker() as engine:
         assert TAG in engine.out("load", "--input", str(made.image.path))
         yield engine
 
 
 @pytest.fixture(scope="module")
-def running(docker: Engine) -> Iterator[str]:
+def running(docker: ContainerEngine) -> Iterator[str]:
     """A container, hardened and without a network, whose health check has turned healthy."""
     with tools.container(docker, TAG, *tools.HARDENED) as name:
         healthy(docker, name)
         yield name
 
 
-def healthy(engine: Engine, name: str) -> None:
+def healthy(engine: ContainerEngine, name: str) -> None:
     deadline = time.monotonic() + 60
     while tools.state(engine, name)["Health"]["Status"] != "healthy":
         assert tools.state(engine, name)["Running"], engine.logs(name, 40)
@@ -135,16 +136,18 @@ def healthy(engine: Engine, name: str) -> None:
         time.sleep(0.2)
 
 
-def test_what_is_added_to_the_base_is_small(made: Made):
+def test_what_is_added_to_the_base_is_small(made: WrittenImage):
     assert made.other_bytes < 10**9
     assert made.engine_bytes > 10**6
 
 
-def test_the_image_is_whole(made: Made):
+def test_the_image_is_whole(made: WrittenImage):
     assert verify_image(made.image.path).manifest.digest == made.manifest.digest
 
 
-def test_another_run_gives_the_same_image(made: Made, base: Path, engines: Bundle, tmp_path: Path):
+def test_another_run_gives_the_same_image(
+    made: WrittenImage, base: Path, engines: Bundle, tmp_path: Path
+):
     again = write_image(
         engines.path, tmp_path / "layout", format="oci", base=base, options=PackageOptions(tag=TAG)
     )
@@ -153,7 +156,7 @@ def test_another_run_gives_the_same_image(made: Made, base: Path, engines: Bundl
     assert (tmp_path / "archive.tar").read_bytes() == made.image.path.read_bytes()
 
 
-def test_no_layer_holds_a_secret_or_what_only_building_needs(made: Made):
+def test_no_layer_holds_a_secret_or_what_only_building_needs(made: WrittenImage):
     image = read_base(made.image.path)
     text = json.dumps(image.config).encode()
     assert not _SECRETS.search(text)
@@ -181,7 +184,7 @@ def test_no_layer_holds_a_secret_or_what_only_building_needs(made: Made):
     assert seen > 1000
 
 
-def test_its_labels_say_what_it_is(made: Made, docker: Engine, engines: Bundle):
+def test_its_labels_say_what_it_is(made: WrittenImage, docker: ContainerEngine, engines: Bundle):
     found = docker.inspect("image", TAG)
     assert found is not None
     labels = found["Config"]["Labels"]
@@ -195,12 +198,12 @@ def test_its_labels_say_what_it_is(made: Made, docker: Engine, engines: Bundle):
     assert found["Id"] == made.image.image_id
 
 
-def test_it_answers_over_three_protocols(docker: Engine, running: str):
+def test_it_answers_over_three_protocols(docker: ContainerEngine, running: str):
     said = tools.inside(docker, running, _THREE_PROTOCOLS)
     assert said["http"] == said["grpc"] == said["openai"]
 
 
-def test_it_runs_as_nobody_in_particular(docker: Engine, running: str):
+def test_it_runs_as_nobody_in_particular(docker: ContainerEngine, running: str):
     status = docker.out("exec", running, "cat", "/proc/1/status")
     facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     assert facts["Uid"].split() == ["1000"] * 4
@@ -210,12 +213,12 @@ def test_it_runs_as_nobody_in_particular(docker: Engine, running: str):
     assert docker.run("exec", running, "touch", "/opt/canvasrt/x").returncode != 0
 
 
-def test_nims_commands_work_inside(docker: Engine):
+def test_nims_commands_work_inside(docker: ContainerEngine):
     said = docker.out("run", "--rm", *tools.HARDENED, TAG, "list-model-profiles")
     assert "onnxruntime-fp32" in said
 
 
-def test_a_stop_under_load_loses_no_request(docker: Engine):
+def test_a_stop_under_load_loses_no_request(docker: ContainerEngine):
     with tools.container(docker, TAG, *tools.HARDENED) as name:
         healthy(docker, name)
         client = tools.enter(docker, name, _LOAD)
@@ -230,7 +233,9 @@ def test_a_stop_under_load_loses_no_request(docker: Engine):
         assert tools.state(docker, name)["ExitCode"] == 0
 
 
-def test_a_corrupt_engine_is_one_clear_line(docker: Engine, engines: Bundle, tmp_path: Path):
+def test_a_corrupt_engine_is_one_clear_line(
+    docker: ContainerEngine, engines: Bundle, tmp_path: Path
+):
     damaged = tmp_path / "engines"
     shutil.copytree(engines.path, damaged)
     body = damaged / "body_0.bin"
@@ -243,7 +248,7 @@ def test_a_corrupt_engine_is_one_clear_line(docker: Engine, engines: Bundle, tmp
 
 
 def test_docker_builds_the_same_without_a_network(
-    docker: Engine, base: Path, engines: Bundle, tmp_path: Path
+    docker: ContainerEngine, base: Path, engines: Bundle, tmp_path: Path
 ):
     write_archive(base, BASE, tmp_path / "base.tar")
     docker.out("load", "--input", str(tmp_path / "base.tar"))
@@ -275,7 +280,7 @@ def test_docker_builds_the_same_without_a_network(
         assert writable.split() == ["/opt/nim/.cache"]
 
 
-def test_a_dead_server_is_restarted(docker: Engine):
+def test_a_dead_server_is_restarted(docker: ContainerEngine):
     """As in the compose file: an init, the variable, a restart policy."""
     options = ("--init", "--restart", "unless-stopped", "--env", "CANVASRT_END_UNHEALTHY=1")
     often = ("--health-interval", "1s", "--stop-signal", "SIGKILL")
@@ -293,7 +298,7 @@ def test_a_dead_server_is_restarted(docker: Engine):
         assert found["RestartCount"] == 1
 
 
-def test_podman_runs_it_too(made: Made):
+def test_podman_runs_it_too(made: WrittenImage):
     with tools.podman() as engine:
         assert TAG in engine.out("load", "--input", str(made.image.path))
         with tools.container(engine, f"localhost/{TAG}", *tools.HARDENED) as name:
@@ -315,7 +320,9 @@ def free_ports() -> tuple[str, ...]:
     return tuple(found)
 
 
-def test_deploy_runs_it_until_it_is_ready(docker: Engine, made: Made, command: Command):
+def test_deploy_runs_it_until_it_is_ready(
+    docker: ContainerEngine, made: WrittenImage, command: Command
+):
     ports = free_ports()
     options = ("--network", "host", "--name", "canvasrt-deployed", "--env", "CANVASRT_THREADS=1")
     options += ports
@@ -332,7 +339,9 @@ def test_deploy_runs_it_until_it_is_ready(docker: Engine, made: Made, command: C
         docker.run("rm", "--force", "--volumes", "canvasrt-deployed")
 
 
-def test_deploy_shows_the_log_of_what_fails(docker: Engine, made: Made, command: Command):
+def test_deploy_shows_the_log_of_what_fails(
+    docker: ContainerEngine, made: WrittenImage, command: Command
+):
     options = ("--network", "host", "--name", "canvasrt-failing", *free_ports())
     done = command("deploy", TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
     assert done.returncode == 1
@@ -343,7 +352,7 @@ def test_deploy_shows_the_log_of_what_fails(docker: Engine, made: Made, command:
     assert docker.inspect("container", "canvasrt-failing") is None
 
 
-def test_deploy_says_when_docker_has_no_gpu_runtime(docker: Engine, command: Command):
+def test_deploy_says_when_docker_has_no_gpu_runtime(docker: ContainerEngine, command: Command):
     """A package for a GPU, by its label; docker here has nothing to give it one with."""
     text = f"FROM {TAG}\nLABEL canvasrt.target=rtx-5090\n"
     subprocess.run(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from canvasrt.containers.load import page
-from canvasrt.containers.load.calls import Connection, Endpoint, first_model
+from canvasrt.containers.load.calls import Endpoint, LoadConnection, first_model
 from canvasrt.containers.load.measure import Load, Spread, Summary, ratios, run, take_turns
 from canvasrt.containers.load.prompts import SETS, built_in, from_file
 from canvasrt.errors import CanvasError
@@ -96,7 +96,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def test_a_call_is_timed(endpoint: Endpoint) -> None:
     start = time.perf_counter()
-    call = Connection(endpoint).call([{"role": "user", "content": "x"}], start)
+    call = LoadConnection(endpoint).call([{"role": "user", "content": "x"}], start)
     assert not call.error
     assert call.text == "p0 p1 p2 p3 "
     assert call.first == pytest.approx(FIRST, abs=SLACK)

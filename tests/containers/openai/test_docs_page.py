@@ -20,8 +20,8 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.openai import app as application
 from canvasrt.containers.openai.document import document
 from canvasrt.containers.openai.schema import OWN
-from canvasrt.containers.openai.state import FrontSettings, State
-from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.containers.openai.state import State
+from canvasrt.containers.options import FrontOptions, FrontSettings, ModelOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from canvasrt.containers.package.chart import write_chart
-from canvasrt.containers.package.sizes import Sizes
+from canvasrt.containers.package.sizes import ReplicaSizes
 from canvasrt.targets import TARGETS, find_target
 
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
@@ -270,7 +270,7 @@ def test_no_folder_of_a_pod_is_without_a_limit(tmp_path: Path) -> None:
 
 
 def test_resources_follow_target_and_model(tmp_path: Path) -> None:
-    sizes = Sizes(
+    sizes = ReplicaSizes(
         memory=21 * GIB, cpu=4, shared=GIB, temporary=GIB // 4, cache=50 * GIB, startup=1234
     )
     write_chart(tmp_path / "h100", "canvasrt:1", find_target("h100"), sizes=sizes)

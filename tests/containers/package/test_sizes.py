@@ -14,7 +14,7 @@ from canvasrt.containers.package.sizes import (
     BUILD_SECONDS_PER_GB,
     OVERHEAD,
     TEMPORARY,
-    Sizes,
+    ReplicaSizes,
     sizes_of,
 )
 from canvasrt.targets import find_target
@@ -43,7 +43,7 @@ def engines_for(manifest: Manifest, name: str, **changed: Any) -> Manifest:
     return Manifest({**data, **changed})
 
 
-def sizes(manifest: Manifest, name: str) -> Sizes:
+def sizes(manifest: Manifest, name: str) -> ReplicaSizes:
     return sizes_of(manifest, find_target(name), 4)
 
 

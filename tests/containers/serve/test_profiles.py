@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -268,7 +269,7 @@ def test_graphs_are_built_once_into_the_cache(
     assert ("building", "") in reports
     assert any("Now: " in detail for _, detail in reports)
     # The second time nothing is built: not even a program to build with is there.
-    monkeypatch.setattr(preparing.sys, "executable", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere")
     assert prepare(graphs, profile, tmp_path, notify, stop) == out
 
 
@@ -279,6 +280,17 @@ def test_a_build_that_fails_says_why(graphs: Bundle, tmp_path: Path, reports: li
         prepare(graphs, wrong, tmp_path, lambda *report: reports.append(report), threading.Event())
     assert caught.value.hint.startswith("give at most")
     assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_a_build_that_crashes_is_no_crash_of_the_server(
+    graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (profile,) = profiles_of(graphs)
+    crash = [sys.executable, "-c", "import os; print('{not json'); os.abort()"]
+    monkeypatch.setattr(preparing.EngineBuild, "command", lambda job: crash)
+    with pytest.raises(CanvasError, match="exit code -6") as caught:
+        prepare(graphs, profile, tmp_path, lambda *said: None, threading.Event())
+    assert caught.value.hint == "see the build's output in the log"
 
 
 def test_a_build_can_be_interrupted(graphs: Bundle, tmp_path: Path):

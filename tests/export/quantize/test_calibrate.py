@@ -321,8 +321,10 @@ def test_text_is_put_into_the_chat_template(tiny: Tiny, tmp_path: Path) -> None:
     expected = with_template.tokenizer.encode_chat(chat)
     assert [list(each.prompt_token_ids) for each in with_template] == [expected, expected]
     plain = replace(with_template, tokenizer=Tokenizer(core, None))
-    assert list(next(iter(plain)).prompt_token_ids) == core.encode("12+34=").ids
-    with pytest.raises(CanvasError, match=r"line 2: the bundle's tokenizer has no chat template"):
+    with pytest.raises(CanvasError, match=r"line 1: the model's tokenizer has no chat template"):
+        plain.check()
+    file.write_text(json.dumps(lines[1]) + "\n")
+    with pytest.raises(CanvasError, match=r"line 1: the model's tokenizer has no chat template"):
         plain.check()
 
 

@@ -15,7 +15,7 @@ from canvasrt.build.checks import check_source
 from canvasrt.build.memory import estimate
 from canvasrt.build.plan import plan
 from canvasrt.build.precision import Precision
-from canvasrt.build.source import read_source
+from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.quantize import quantize
@@ -115,7 +115,7 @@ def test_bundles_say_what_their_cache_is(graphs: Path, on_cpu: Model) -> None:
     assert on_cpu.bundle is not None
     assert on_cpu.bundle.manifest.options["recipe"]["kv_cache"] == "fp8"
     for target, wanted in (("cpu", 4), ("rtx-5090", 1)):
-        made = plan(read_source(graphs), target, graphs.parent / "out")
+        made = plan(hash_source(find_source(graphs)), target, graphs.parent / "out")
         model = on_cpu.config
         need = estimate(model, "fp8", made.max_context, made.max_batch, on_cpu=target == "cpu")
         assert made.kv_cache == "fp8"
@@ -130,4 +130,4 @@ def test_where_such_graphs_are_refused(graphs: Path) -> None:
     with pytest.raises(CanvasError, match="quantized to fp8 and only run as engines"):
         open_model(graphs, check=False)
     with pytest.raises(CanvasError, match="quantized from fp32, but engines for rtx-5090"):
-        check_source(find_target("rtx-5090"), Precision("fp8"), read_source(graphs))
+        check_source(find_target("rtx-5090"), Precision("fp8"), hash_source(find_source(graphs)))

@@ -1,0 +1,127 @@
+"""Options of a command that are described on the fields of dataclasses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import typer
+
+from canvasrt.option import CommandOption, flags_of, option_of
+
+Command = Callable[..., None]
+
+
+def with_fields(
+    argument: str, *kinds: type, unset: bool = False, only: Collection[str] = ()
+) -> Callable[[Command], Command]:
+    """Give a command an option per described field of the dataclasses, in place of an argument.
+
+    The command gets an instance of the one class there. With `unset`, it gets a mapping instead: the fields' values by
+    option name, None for an option that was not given. `only` names the fields to take.
+    """
+    found = {
+        option_name(kind, each): _argument(kind, each, unset)
+        for kind in kinds
+        for each in fields(kind)
+        if (of := option_of(each)) and of.help and (not only or each.name in only)
+    }
+
+    def make(values: dict[str, Any]) -> Any:
+        if unset:
+            return values
+        (kind,) = kinds
+        chosen = {name: value for name, value in values.items() if value is not None}
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in chosen.items()})
+
+    return lambda command: with_options(command, argument, found, make)
+
+
+def with_options(
+    command: Command,
+    argument: str,
+    options: Mapping[str, inspect.Parameter],
+    make: Callable[[dict[str, Any]], Any],
+) -> Command:
+    """Return a command with these options in place of an argument, which gets what `make` makes of their values."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for each in signature.parameters.values():
+        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += options.values() if each.name == argument else own
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        values = {name: given.pop(name) for name in options}
+        command(**given, **{argument: make(values)})
+
+    del wrapped.__wrapped__  # Typer would read its signature instead
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
+
+
+def option_name(kind: type, field: Field[Any]) -> str:
+    """Return the name of a field's option: with the class's `SUFFIX`, if it has one."""
+    return field.name + getattr(kind, "SUFFIX", "")
+
+
+def _argument(kind: type, field: Field[Any], unset: bool) -> inspect.Parameter:
+    of = option_of(field)
+    assert of is not None
+    name = option_name(kind, field)
+    default = None if unset else _default(field)
+    value, is_optional = _type(kind, field)
+    annotation: Any = value | None if default is None or is_optional else value
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=list(default) or None if isinstance(default, tuple) else default,
+        annotation=Annotated[annotation, _typer_option(name, field, of, unset)],
+    )
+
+
+def _typer_option(name: str, field: Field[Any], of: CommandOption, unset: bool) -> Any:
+    help = f"{of.help.removesuffix('.')}; {of.variable}." if of.variable else of.help
+    return typer.Option(
+        *flags_of(name, of),
+        metavar=of.metavar,
+        min=of.least,
+        max=of.most,
+        show_default=of.shown or _shown(_default(field), unset),
+        help=help,
+    )
+
+
+def _shown(default: Any, unset: bool) -> str | bool:
+    """Return the default that the help shows. Typer knows it itself, except where None stands for it."""
+    if default in (None, ()) or isinstance(default, bool):
+        return False
+    if not unset:
+        return True
+    if isinstance(default, float):
+        return f"{default:g}"
+    return ",".join(default) if isinstance(default, tuple) else str(default)
+
+
+def _default(field: Field[Any]) -> Any:
+    return None if field.default is MISSING else field.default
+
+
+def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
+    """Return the type of an option's value, and whether it may be None. Lists given as one text are text."""
+    found = eval(str(field.type), vars(sys.modules[kind.__module__]))  # noqa: S307
+    is_optional = get_origin(found) in (Union, types.UnionType)
+    if is_optional:
+        (found,) = (each for each in get_args(found) if each is not type(None))
+    of = option_of(field)
+    if get_origin(found) is not None:  # a sequence of texts
+        return (str if of is not None and of.read else list[str]), is_optional
+    assert found in (int, float, bool, str, Path), field.name
+    return found, is_optional

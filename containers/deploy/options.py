@@ -1,0 +1,122 @@
+"""The options of `canvasrt deploy`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
+from canvasrt.errors import UsageError
+from canvasrt.option import option, port_option
+
+DEPLOY_TIMEOUT = 3600.0  # seconds to become ready, for a package that builds engines first
+_SIZE = r"\d+[bkmgBKMG]?"
+
+
+@dataclass(frozen=True)
+class DeployOptions:
+    """How a package is run. UsageError for a value that no docker accepts."""
+
+    name: str = field(default="canvasrt", metadata=option("The container's name.", metavar="NAME"))
+    listen: str = field(
+        default="127.0.0.1",
+        metadata=option("The address to listen on; 0.0.0.0 for all.", metavar="ADDRESS"),
+    )
+    port: int = field(
+        default=API_PORT,
+        metadata=port_option("Port of the OpenAI API, health and metrics.", least=1),
+    )
+    grpc_port: int | None = field(
+        default=None,
+        metadata=port_option(
+            "Port of Triton's gRPC API, which checks no key; not together with API keys.",
+            least=1,
+            shown="closed",
+        ),
+    )
+    http_port: int | None = field(
+        default=None,
+        metadata=port_option(
+            "Port of Triton's HTTP API, which checks no key; not together with API keys.",
+            least=1,
+            shown="closed",
+        ),
+    )
+    gpus: str = field(
+        default="all",
+        metadata=option("Which GPUs to use; only for GPU targets.", metavar="all|N[,N...]"),
+    )
+    cache: str = field(
+        default="canvasrt-cache",
+        metadata=option(
+            "Where to keep engines that are built at the first start.", metavar="VOLUME|DIR"
+        ),
+    )
+    engines: Path | None = field(
+        default=None,
+        metadata=option("The engines to mount, for an image without any.", metavar="DIR"),
+    )
+    shm_size: str = field(
+        default="1g",
+        metadata=option("Size of the shared memory, for Triton's tensors.", metavar="SIZE"),
+    )
+    memory: str | None = field(default=None, metadata=option("Memory limit.", metavar="SIZE"))
+    cpus: float | None = field(default=None, metadata=option("CPU limit.", metavar="N"))
+    network: str | None = field(
+        default=None, metadata=option('Docker network to join, or "host".', metavar="NAME")
+    )
+    variables: Sequence[str] = field(
+        default=(),
+        metadata=option(
+            "An environment variable; without a value, this shell's is passed on. May be given several times.",
+            flag="--env",
+            metavar="NAME[=VALUE]",
+        ),
+    )
+    variables_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "A file of environment variables, for example with API keys.",
+            flag="--env-file",
+            metavar="FILE",
+        ),
+    )
+
+    @property
+    def published(self) -> dict[int, int]:
+        """This machine's ports, by those of the container."""
+        ports = {API_PORT: self.port, GRPC_PORT: self.grpc_port, HTTP_PORT: self.http_port}
+        return {inside: outside for inside, outside in ports.items() if outside is not None}
+
+    @property
+    def own_ports(self) -> dict[int, int]:
+        """The ports that the container itself uses on the host's network, by their defaults."""
+        return {
+            API_PORT: self.port,
+            GRPC_PORT: self.grpc_port or GRPC_PORT,
+            HTTP_PORT: self.http_port or HTTP_PORT,
+        }
+
+    @property
+    def opens_triton(self) -> bool:
+        """Whether callers outside the container are to reach Triton's own ports."""
+        inside = self.network in ("host", "none")
+        return not inside and (self.grpc_port, self.http_port) != (None, None)
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("--name", self.name, r"[a-zA-Z0-9][\w.-]+", "letters, digits, _, . and -"),
+            ("--gpus", self.gpus, r"all|\d+(,\d+)*", "all, or numbers separated by commas"),
+            ("--shm-size", self.shm_size, _SIZE, "a size such as 512m or 1g"),
+            ("--memory", self.memory, _SIZE, "a size such as 512m or 1g"),
+        )
+        for flag, value, pattern, wanted in checks:
+            if value is not None and not re.fullmatch(pattern, value):
+                raise UsageError(f"{flag} is {value!r}", f"give {wanted}")
+        if self.cpus is not None and not self.cpus > 0:
+            raise UsageError(f"--cpus is {self.cpus:g}", "give a number above 0")
+        for variable in self.variables:
+            if not variable.partition("=")[0]:
+                raise UsageError(f"--env {variable!r} has no name", "give --env NAME=VALUE")

@@ -1,0 +1,60 @@
+"""How to make a package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from canvasrt.containers.package import releases
+from canvasrt.errors import UsageError
+from canvasrt.option import option
+
+if TYPE_CHECKING:
+    from canvasrt.containers.package.sbom import Installed
+
+
+@dataclass(frozen=True)
+class PackageOptions:
+    """How to make a package. `base` names an image; `python` and `tensorrt` are its versions of them."""
+
+    tag: str = field(
+        default="canvasrt:latest", metadata=option("The image's name.", metavar="NAME[:TAG]")
+    )
+    engines: str = field(
+        default="copy",
+        metadata=option(
+            "Copy the engines into the image, or mount them when it runs.", metavar="copy|mount"
+        ),
+    )
+    # Without them, `docker build` needs a network.
+    wheels: bool = field(
+        default=False,
+        metadata=option("Include all wheels, to build the image without a network."),
+    )
+    max_batch: int | None = field(
+        default=None,
+        metadata=option(
+            "Maximum number of requests denoised together.",
+            metavar="N",
+            least=1,
+            shown="the engines'",
+        ),
+    )
+    base: str = releases.DEFAULT_BASE
+    python: str = "3.12"
+    tensorrt: str | None = None
+    # Get every wheel, to know its hash.
+    fetch: bool = False
+    # What the base image contains, if it was read.
+    contents: Sequence[Installed] = ()
+
+    def __post_init__(self) -> None:
+        if self.engines not in ("copy", "mount"):
+            raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
+
+    def on(self, base: str, python: str | None = None) -> PackageOptions:
+        """Return the options for another base image, by its name; without `python`, look its version up."""
+        known = releases.python_of_name(base)
+        tensorrt = releases.tensorrt_of_name(base)
+        return replace(self, base=base, python=python or known or self.python, tensorrt=tensorrt)

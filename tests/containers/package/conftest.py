@@ -1,0 +1,41 @@
+"""Engines with another target in their manifest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle, write_manifest
+
+Relabelled = Callable[..., Path]
+
+
+@pytest.fixture
+def relabelled(engines: Bundle, tmp_path: Path) -> Relabelled:
+    """The CPU's engines with another target in their manifest: what a package of a GPU's looks like."""
+
+    def make(name: str, backend: str = "", version: str = "", **options: Any) -> Path:
+        folder = tmp_path / "relabelled" / (name or "graphs")
+        shutil.copytree(engines.path, folder)
+        (folder / "manifest.json").unlink()
+        manifest = engines.manifest
+        target = {"name": name, "backend": backend, "builder_version": version}
+        write_manifest(
+            folder,
+            kind="engines" if name else "graphs",
+            made_from=manifest.made_from,
+            options={**manifest.options, **options},
+            model=manifest.model,
+            sampler=manifest.sampler,
+            segments=manifest.segments,
+            embedding=manifest.embedding,
+            tokenizer=manifest.tokenizer,
+            target=target if name else None,
+        )
+        return folder
+
+    return make

@@ -1,0 +1,93 @@
+"""What a package needs: its Python packages, and an image that can load its engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.package import releases
+from canvasrt.containers.package.options import PackageOptions
+from canvasrt.containers.package.package import package
+from canvasrt.containers.package.requirements import read_requirements, requirements
+from canvasrt.errors import CanvasError
+from tests.containers.package.conftest import Relabelled
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt-rtx", "tensorrt"])
+def test_an_image_needs_only_what_serving_needs(backend: str):
+    pins = requirements({backend: "1.7.1.116"}, "3.12")
+    names = {pin.name for pin in pins}
+    assert not names & {"torch", "transformers", "onnx", "onnxscript", "nvidia-modelopt", "pip"}
+    assert ("onnxruntime" in names) == (backend == "onnxruntime")
+    assert ("cuda-bindings" in names) == (backend != "onnxruntime")
+    assert ("tensorrt-rtx-cu13-libs" in names) == (backend == "tensorrt-rtx")
+    assert [pin.version for pin in pins if pin.name.startswith("tensorrt")] == (
+        {"onnxruntime": [], "tensorrt-rtx": ["1.7.1.116"] * 4, "tensorrt": ["1.7.1.116"]}[backend]
+    )
+
+
+def test_the_requirements_close_over_what_they_need():
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    names = {pin.name.replace("-", "_") for pin in requirements({"onnxruntime": None}, "3.11")}
+    for name in ("huggingface-hub", "fastapi", "rich", "onnxruntime"):
+        for line in requires(name) or ():
+            needed = Requirement(line)
+            if needed.marker is None:
+                assert needed.name.lower().replace("-", "_") in names, line
+
+
+def test_engines_go_only_into_an_image_that_can_load_them(relabelled: Relabelled, tmp_path: Path):
+    engines = relabelled("h100", "tensorrt", "11.1.0.106")
+    options = PackageOptions()
+    fitting = options.on("nvcr.io/nvidia/tritonserver:26.07-py3")
+    made = package(engines, tmp_path / "fitting", options=fitting)
+    assert 'TRT_VERSION%%+*}" != "11.1.0.106"' in (made.path / "Dockerfile").read_text()
+    assert "tensorrt-cu13-bindings==11.1.0.106" in map(str, read_requirements(made.path))
+    other = options.on("nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3")
+    with pytest.raises(CanvasError, match=r"11\.1\.0\.106.* has 10\.14\.1\.48"):
+        package(engines, tmp_path / "other", options=other)
+    with pytest.raises(CanvasError, match="is not known") as refused:
+        package(engines, tmp_path / "unknown", options=options.on("somewhere/triton:1"))
+    assert "26.07-py3" in refused.value.hint
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_image_tells_its_tensorrt_itself():
+    assert releases.tensorrt_of({"TRT_VERSION": "11.3.0.99+cuda13.4"}) == "11.3.0.99"
+    assert releases.tensorrt_of({}, ["nvcr.io/nvidia/tritonserver:24.09-py3"]) == "10.4.0.26"
+    assert releases.tensorrt_of({}, ["tritonserver-of-mine:24.09-py3"]) is None
+    assert releases.python_of({"NVIDIA_TRITON_SERVER_VERSION": "24.11"}) == "3.10"
+    assert releases.python_of_name(releases.DEFAULT_BASE) == "3.12"
+
+
+def test_a_package_of_several_targets(engines: Bundle, relabelled: Relabelled, tmp_path: Path):
+    rtx = relabelled("rtx-5090", "tensorrt-rtx", "1.7.1.116", precision="nvfp4")
+    made = package([engines.path, rtx], tmp_path / "package")
+    assert made.manifest.options["targets"] == ["cpu", "rtx-5090"]
+    for place in ("engines/cpu/manifest.json", "engines/rtx-5090/manifest.json", "chart/cpu"):
+        assert (made.path / place).exists()
+    dockerfile = (made.path / "Dockerfile").read_text()
+    assert "engines/cpu/ package/engines/cpu/" in dockerfile
+    assert 'canvasrt.precision="fp32,nvfp4"' in dockerfile
+    assert "NVIDIA_VISIBLE_DEVICES" in dockerfile
+    assert "capabilities: [gpu]" in (made.path / "compose.yaml").read_text()
+    assert "tensorrt-rtx==1.7.1.116" in map(str, read_requirements(made.path))
+
+
+def test_bundles_that_do_not_go_together_are_refused(
+    engines: Bundle, relabelled: Relabelled, tmp_path: Path
+):
+    with pytest.raises(CanvasError, match="two bundles are for cpu"):
+        package([engines.path, engines.path], tmp_path / "twice")
+    spark = relabelled("dgx-spark", "tensorrt-rtx", "1.7.1.116")
+    rtx = relabelled("rtx-4090", "tensorrt-rtx", "1.7.1.116")
+    with pytest.raises(CanvasError, match="amd64 and arm64"):
+        package([spark, rtx], tmp_path / "hosts")
+    old = relabelled("rtx-5090", "tensorrt-rtx", "1.6.1.120")
+    with pytest.raises(CanvasError, match=r"two versions of tensorrt-rtx"):
+        package([old, rtx], tmp_path / "versions")

@@ -1,0 +1,46 @@
+"""The bill of materials: what it lists, its form, and that an edited one is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+
+
+def test_the_bill_of_materials_lists_what_is_inside(packaged: Bundle, engines: Bundle):
+    bom = json.loads((packaged.path / "sbom.cdx.json").read_text())
+    by_type: dict[str, list[Any]] = {}
+    for component in bom["components"]:
+        by_type.setdefault(component["type"], []).append(component)
+    names = {component["name"] for component in by_type["library"]}
+    assert {"numpy", "tokenizers", "onnxruntime", "fastapi", "tritonclient"} <= names
+    files = {each["name"]: each["hashes"][0]["content"] for each in by_type["file"]}
+    for name, entry in engines.manifest.files.items():
+        assert files[f"engines/{name}"] == entry["sha256"]
+    (model,) = by_type["machine-learning-model"]
+    assert model["hashes"][0]["content"] == engines.manifest.digest
+
+
+def test_the_bill_of_materials_is_valid_cyclonedx(packaged: Bundle):
+    pytest.importorskip("jsonschema")
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    text = (packaged.path / "sbom.cdx.json").read_text()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+
+
+def test_an_edited_bill_of_materials_is_found(packaged: Bundle, tmp_path: Path):
+    from canvasrt.containers.image.verify import check_sbom
+
+    bom = json.loads((packaged.path / "sbom.cdx.json").read_text())
+    files = json.loads((packaged.path / "image" / "manifest.json").read_text())["files"]
+    assert check_sbom(bom, files, "here") == len(bom["components"])
+    bom["components"] = [each for each in bom["components"] if "body_0.bin" not in each["name"]]
+    with pytest.raises(CanvasError, match=r"body_0\.bin"):
+        check_sbom(bom, files, "here")

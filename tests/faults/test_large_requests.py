@@ -1,0 +1,167 @@
+"""Texts, tensors and stop strings of any size: what they cost, and when they are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.containers.tensors import check_shapes
+from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.stops import StopCutter
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+from tests.helpers.one_caller import address, ask
+from tests.helpers.serving import needs_triton
+from tests.helpers.serving_process import Serving
+
+
+def test_a_prompt_is_encoded_once_for_all_of_its_answers():
+    class Counting:
+        longest_token, has_template, count = 8, True, 0
+
+        def open_chat(self, *chat: Any) -> tuple[list[int], str]:
+            Counting.count += 1
+            time.sleep(0.1)
+            return [1, 2, 3], ""
+
+    encoder = PromptEncoder(Counting(), 100)  # type: ignore[arg-type]
+    values = {"messages": '[{"role": "user", "content": "a"}]'}
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: encoder.encode(values), range(8)))
+    assert Counting.count == 1
+    assert all(each.ids.tolist() == [1, 2, 3] for each in found)
+
+
+def test_text_beyond_any_context_is_not_encoded(tokenizer: Tokenizer):
+    encoder = PromptEncoder(tokenizer, 100)
+    begin = time.monotonic()
+    with pytest.raises(CanvasError, match="exceed the context of 100 tokens"):
+        encoder.encode({"prompt": "a" * 4_200_000, "raw": True})
+    assert time.monotonic() - begin < 0.5
+    most = 100 * tokenizer.longest_token
+    assert encoder.encode({"prompt": "a" * most, "raw": True}).ids.size > 0
+
+
+def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):
+    pauses, done = [], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            pauses.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    tokenizer.encode("12+34= shuffle abdeg " * 100_000)
+    took = time.perf_counter() - begin
+    done.set()
+    thread.join()
+    assert max(pauses) < took / 2
+
+
+def test_large_tensors_are_refused_by_their_shape():
+    for shapes, says in (
+        ({"prompt_ids": [10**9]}, "exceed the context of 4096"),
+        ({"stop": [10**9]}, "1000000000 strings"),
+        ({"prompt": [10**9]}, "not [1]"),
+        ({"seed": [10**9]}, "not [1]"),
+        ({"prompt_ids": [2, 3]}, "as one list"),
+    ):
+        with pytest.raises(CanvasError) as caught:
+            check_shapes(shapes, 4096)
+        assert says in caught.value.message + caught.value.hint
+    check_shapes({"prompt": [1], "prompt_ids": [4096], "stop": [16]}, 4096)
+
+
+@needs_triton
+def test_eight_million_token_ids_are_refused_at_once(running: Serving):
+    text = b'{"model": "canvasrt", "prompt": [' + b",".join([b"1"] * 8_000_000) + b"]}"
+
+    def send() -> str:
+        connection = http.client.HTTPConnection(address(running), timeout=60)
+        headers = {"Content-Type": "application/json"}
+        with contextlib.suppress(OSError):  # it is answered before all of it was sent
+            connection.request("POST", "/v1/completions", text, headers)
+        try:
+            return str(json.loads(connection.getresponse().read())["error"]["code"])
+        except (OSError, http.client.HTTPException):
+            return "closed"
+
+    waited = []
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(send)
+        while not reply.done():
+            waited.append(ask(running)[2])
+    assert reply.result() in ("context_length_exceeded", "closed")
+    assert max(waited, default=0) < 5.0
+
+
+@needs_triton
+def test_too_many_token_ids_are_refused_before_they_are_sent_on(running: Serving):
+    text = json.dumps({"model": "canvasrt", "prompt": [1] * 5000})
+    connection = http.client.HTTPConnection(address(running), timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", text, headers)
+    reply = json.loads(connection.getresponse().read())
+    assert reply["error"]["code"] == "context_length_exceeded"
+
+
+def test_stop_strings_take_linear_time():
+    def seconds(length: int) -> float:
+        cutter = StopCutter(["a" * length + "b"])
+        begin = time.perf_counter()
+        for _ in range(3):
+            cutter.put("a" * length)
+        return time.perf_counter() - begin
+
+    short = min(seconds(20_000) for _ in range(3))
+    assert min(seconds(200_000) for _ in range(2)) < 30 * short
+
+
+@needs_triton
+@pytest.mark.parametrize("stop", ["x" * 1001, ["y" * 5000]])
+def test_long_stop_strings_are_refused(running: Serving, stop: Any):
+    status, body, _, _ = ask(running, stop=stop)
+    assert status == 400
+    assert body["error"]["param"].startswith("stop")
+
+
+def test_blocks_are_decoded_once(tokenizer: Tokenizer):
+    decoded = 0
+
+    class Counting:
+        def decode(self, ids: list[int], keep_control: bool = False) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return tokenizer.decode(ids)
+
+    decoder = StreamDecoder(Counting())  # type: ignore[arg-type]
+    draw = random.Random(3)
+    ids = [draw.randrange(3, 112) for _ in range(20_000)]
+    text = ""
+    for begin in range(0, len(ids), 32):
+        text += decoder.put(ids[begin : begin + 32], final=begin + 32 >= len(ids))
+    assert text == tokenizer.decode(ids)
+    assert decoded < 5 * len(ids)
+
+
+def test_token_ids_stay_an_array(model: Model):
+    ids = np.array([2, 5, 6], np.int32)
+    params = SamplingParams.from_defaults(model.sampler, model.config, max_new_tokens=4)
+    (result,) = Generator(model).run([Request(ids, params)])
+    assert result.prompt_token_ids == [2, 5, 6]
