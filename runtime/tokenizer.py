@@ -168,6 +168,11 @@ class Tokenizer:
         ids: list[int] = encoded.ids
         return ids
 
+    def control_id(self, text: str) -> int | None:
+        """Return the id of a token, or None if the vocabulary lacks it."""
+        id: int | None = self._core.token_to_id(text)
+        return id
+
     def spell(self, ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary has it; an unknown one is empty."""
         return [self._core.id_to_token(id) or "" for id in ids]

@@ -31,12 +31,30 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
     `schema` is the JSON schema of the tool's parameters: it decides whether a bare `042` is a
     string. CallError for anything else.
     """
+    try:
+        whole = json.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ):  # nearly always: the model's own syntax has no quotes around names
+        whole = None
+    if isinstance(whole, dict) and _is_finite(whole):
+        return whole
     reader = _Reader(text)
     arguments = reader.object(schema or {}, 0)
     reader.skip()
     if reader.place != len(text):
         raise CallError(f"text follows the arguments: {text[reader.place :][:20]!r}")
     return arguments
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether no number in a JSON value is infinite or not a number."""
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 class _Reader:

@@ -178,6 +178,8 @@ class Run:
             error.message = error.message.replace("max_new_tokens", budget)
         elif (error.param or "").partition(".")[0] == "grammar":
             named = named_format(error.param or "")
+            if "tool_calls" in str(self._inputs[0].get("grammar", ""))[:24]:
+                named = "tools"
             error.message = error.message.replace(error.param or "", named, 1)
             error.param = named
         elif error.param not in type(self._body).model_fields or error.param in _PROMPTS:

@@ -20,12 +20,13 @@ _HEADERS = {
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-code, td:first-child { font-family: ui-monospace, monospace; }
+code, td:first-child { font-family: ui-monospace, monospace; white-space: nowrap; }
 summary { cursor: pointer; padding: .4rem 0; border-top: 1px solid #8886; }
 summary code { font-weight: 600; }
+details, h3 + table { overflow-x: auto; }
 table { border-collapse: collapse; margin: .5rem 0 1rem; }
 td, th { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; }
-td { overflow-wrap: anywhere; }
+td + td { overflow-wrap: anywhere; min-width: 8rem; }
 """
 
 

@@ -340,14 +340,16 @@ def _json(schema: Json) -> Json:
 
 
 def fields(schema: Json, schemas: Mapping[str, Json]) -> Sequence[tuple[str, str, bool, str]]:
-    """Return a body's fields: name, type, whether it is required, and what it is."""
+    """Return a body's fields, required ones first: name, type, whether it is required, and what it
+    is."""
     if "$ref" in schema:
         schema = schemas[schema["$ref"].removeprefix(_REF)]
     required = schema.get("required", ())
-    return [
+    found = [
         (name, shown(each, schemas), name in required, _about(each))
         for name, each in schema.get("properties", {}).items()
     ]
+    return sorted(found, key=lambda each: not each[2])
 
 
 def _about(schema: Json) -> str:
@@ -373,4 +375,6 @@ def shown(schema: Json, schemas: Mapping[str, Json]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is not None and high is not None:
         return f"{text} from {low} to {high}"
+    if "exclusiveMinimum" in schema:
+        return f"{text} above {schema['exclusiveMinimum']}"
     return f"{text} of at least {low}" if low is not None else text

@@ -56,7 +56,7 @@ def inputs_of(
         raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
     options = _options(request)
     seed = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
-    return [{**prompt, **options, "seed": seed + i} for prompt in prompts for i in range(n)]
+    return [{**options, **prompt, "seed": seed + i} for prompt in prompts for i in range(n)]
 
 
 def _chat(request: ChatRequest) -> dict[str, Any]:
@@ -98,6 +98,7 @@ def _options(request: Sampling) -> dict[str, Any]:
     if isinstance(request, CompletionRequest) and request.logprobs is not None:
         # Completions have one number for both.
         given |= {"logprobs": True, "top_logprobs": request.logprobs}
+    # A call that must come has a grammar of its own.
     given["grammar"] = grammar_of(request.response_format)
     given["stop"] = request.stop
     given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None

@@ -192,6 +192,14 @@ def _image(image: dict[str, Any], where: str, found: _Found) -> tuple[bytes, str
         ) from None
 
 
+def has_images(messages: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a message has an image."""
+    parts = (each.get("content") for each in messages)
+    lists = (each for each in parts if isinstance(each, list))
+    kinds = (part.get("type") for each in lists for part in each if isinstance(part, dict))
+    return any(kind == "image_url" for kind in kinds)
+
+
 def is_remote(url: str) -> bool:
     """Return whether a URL leads to another machine."""
     return url[:8].lower().startswith(("http://", "https://"))

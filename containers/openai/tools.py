@@ -8,7 +8,8 @@ from typing import Any
 
 from canvasrt.containers.openai.answer import CALL, AnswerReader
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.functions import NamedTool, Tool, ToolChoice
+from canvasrt.containers.openai.functions import Function, NamedTool, Tool, ToolChoice
+from canvasrt.containers.openai.messages import has_images
 from canvasrt.containers.openai.schema import ChatRequest
 
 
@@ -58,11 +59,55 @@ def template_inputs(request: ChatRequest) -> dict[str, Any]:
     inputs: dict[str, Any] = {"control": True}
     if variables:
         inputs["template"] = json.dumps(variables)
+    grammar = call_grammar(request)
     if isinstance(request.tool_choice, NamedTool):
-        inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}{{"
+        # Behind a name, only the grammar can tell where the arguments begin.
+        brace = "" if grammar else "{"
+        inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}{brace}"
     elif request.tool_choice == "required":
         inputs["prefix"] = f"{CALL}call:"
+    if grammar:
+        inputs["grammar"] = json.dumps(grammar)
     return inputs
+
+
+def call_grammar(request: ChatRequest) -> dict[str, Any] | None:
+    """Return the grammar that makes calls follow the tools' schemas, or None if none is wanted.
+
+    A call that must come follows its schema unless `strict` is false; one that may come, only if it
+    is true. What grammars do not support goes before them, except under `strict`.
+    """
+    found = schemas(request)
+    if found is None:
+        return None
+    functions = [each.function for each in request.tools or ()]
+    choice, begun = request.tool_choice, "nothing"
+    if isinstance(choice, NamedTool):
+        functions = [each for each in functions if each.name == choice.function.name]
+        begun = "name"
+    elif choice == "required":
+        begun = "call"
+    strict = any(each.strict for each in functions)
+    if begun == "nothing" and (not strict or request.response_format is not None):
+        return None
+    others = has_images(request.messages) or any(
+        getattr(request, name) for name in ("logprobs", "settle_steps")
+    )
+    if not strict and (others or all(each.strict is False for each in functions)):
+        return None
+    return {
+        "type": "tool_calls",
+        "tools": {each.name: _enforced(each, begun) for each in functions},
+        "begun": begun,
+        "parallel": request.parallel_tool_calls is not False,
+        "strict": strict,
+    }
+
+
+def _enforced(function: Function, begun: str) -> dict[str, Any]:
+    if function.strict is False or (begun == "nothing" and not function.strict):
+        return {}
+    return function.parameters or {}
 
 
 def reader_of(request: ChatRequest) -> Callable[[], AnswerReader]:

@@ -7,6 +7,7 @@ import threading
 from functools import lru_cache
 
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.calls import call_grammar, control_ids
 from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -28,14 +29,21 @@ def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> State:
     if not isinstance(spec, dict):
         raise CanvasError("grammar is not an object", 'send {"type": "json_schema", "schema": {}}')
     with _lock:
-        vocabulary = _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+        control = frozenset[int]()
+        if spec.get("type") == "tool_calls":
+            control = control_ids(tokenizer)
+            spec = {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}
+        config = model.config
+        vocabulary = _vocabulary(tokenizer, config.vocab_size, config.eos_token_ids, control)
         # The order of a schema's keys counts: answers have it too.
         return _compiled(json.dumps(spec), vocabulary)
 
 
-@lru_cache(maxsize=1)
-def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
-    return Vocabulary(tokenizer, size, ends)
+@lru_cache(maxsize=2)
+def _vocabulary(
+    tokenizer: Tokenizer, size: int, ends: tuple[int, ...], control: frozenset[int]
+) -> Vocabulary:
+    return Vocabulary(tokenizer, size, ends, control)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -44,13 +44,22 @@ def _rank(text: bytes) -> float:
 class Vocabulary:
     """The tokens' bytes, as llguidance wants them. Building it takes a second for a large one."""
 
-    def __init__(self, tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        size: int,
+        ends: tuple[int, ...],
+        control: frozenset[int] = frozenset(),
+    ) -> None:
+        """`control` are the special tokens that grammars may have."""
         llguidance = require("llguidance", "serve")
         self.size, self.ends = size, ends
         found = [tokenizer.token_bytes(token) for token in range(size)]
         self.special = [token for token, text in enumerate(found) if not text]
         names = [text or b"\xff<%d>" % n for n, text in enumerate(found)]
         wrapped = _Wrapped(ends[0], names, self.special, tokenizer)
+        # Strings of a grammar never are special tokens; `<[id]>` is.
+        self.masked = [token for token in self.special if token not in control]
         inner = llguidance.TokenizerWrapper(wrapped)
         self.tokenizer = llguidance.LLTokenizer(inner, n_vocab=size)
         # What to try first when an answer must come to its end.
@@ -95,7 +104,7 @@ class State:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         mask = np.unpackbits(bits, bitorder="little")[: self._vocabulary.size].astype(bool)
-        mask[self._vocabulary.special] = False
+        mask[self._vocabulary.masked] = False
         mask[list(self._vocabulary.ends)] = False
         return np.flatnonzero(mask)
 

@@ -50,7 +50,7 @@ function body() {
   };
   const fields = {
     seed: "seed", max_denoising_steps: "steps", max_tokens: "tokens",
-    t_max: "t_max", t_min: "t_min", settle_steps: "settle",
+    temperature: "temperature", settle_steps: "settle",
   };
   for (const [name, id] of Object.entries(fields)) {
     const text = $(id).value.trim();

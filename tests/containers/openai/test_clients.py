@@ -1,16 +1,20 @@
-"""Clients of other kinds: curl, and the benchmark that others use."""
+"""Clients of other kinds: curl, tritonclient, and the benchmark that others use."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import queue
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from canvasrt.containers.tensors import inputs_of
 from tests.helpers.agents import WEATHER
 from tests.helpers.scripted import Script, Served
 from tests.helpers.serving import needs_triton
@@ -83,6 +87,49 @@ def test_triton_generates_over_http(acting_server: Served, acting: Script) -> No
         env={"no_proxy": "*"},
     )
     assert json.loads(done.stdout)["text"] == "Hello there."
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_tritonclient(acting_server: Served, acting: Script, protocol: str) -> None:
+    """NVIDIA's own client, over both protocols, without anything of ours."""
+    module = importlib.import_module(f"tritonclient.{protocol}")
+    port = getattr(acting_server.server.ports, protocol)
+    values = {"prompt": np.array([b"Hello"], object)}
+    values["entropy_bound"] = np.array([acting.choose("plain")["entropy_bound"]], np.float32)
+    inputs = []
+    for name, value in values.items():
+        kind = "BYTES" if value.dtype == object else "FP32"
+        inputs.append(module.InferInput(name, value.shape, kind))
+        inputs[-1].set_data_from_numpy(value)
+    with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        assert client.is_model_ready("canvasrt")
+        names = {each.name for each in inputs_of("canvasrt")}
+        metadata = client.get_model_metadata("canvasrt")
+        told = metadata["inputs"] if protocol == "http" else metadata.inputs
+        assert {each["name"] if protocol == "http" else each.name for each in told} == names
+        answer = client.infer("canvasrt", inputs)
+        assert answer.as_numpy("text")[0].decode() == "Hello there."
+        assert answer.as_numpy("finish_reason")[0] == b"stop"
+
+
+def test_tritonclient_streams(acting_server: Served, acting: Script) -> None:
+    module = importlib.import_module("tritonclient.grpc")
+    prompt = module.InferInput("prompt", (1,), "BYTES")
+    prompt.set_data_from_numpy(np.array([b"Hello"], object))
+    script = module.InferInput("entropy_bound", (1,), "FP32")
+    script.set_data_from_numpy(np.array([acting.choose("plain")["entropy_bound"]], np.float32))
+    results: queue.Queue[Any] = queue.Queue()
+    with module.InferenceServerClient(f"127.0.0.1:{acting_server.server.ports.grpc}") as client:
+        client.start_stream(lambda result, error: results.put((result, error)))
+        client.async_stream_infer("canvasrt_stream", [prompt, script])
+        events = []
+        while "final" not in events:
+            result, error = results.get(timeout=60)
+            assert error is None
+            events.append(result.as_numpy("event")[0].decode())
+        client.stop_stream()
+    assert events == ["block", "final"]
+    assert result.as_numpy("text")[0].decode() == "Hello there."
 
 
 AIPERF = os.environ.get("CANVASRT_AIPERF") or shutil.which("aiperf")

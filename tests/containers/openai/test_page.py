@@ -130,6 +130,27 @@ def test_the_slider_goes_back_through_the_steps(front: FrontEnd, visit: Any) -> 
     assert page.locator("#canvas").text_content() != noisy
 
 
+def test_there_is_one_temperature(front: FrontEnd, openai: Any, visit: Any) -> None:
+    page = visit(front)
+    asked = {"seed": "7", "steps": "6", "tokens": "40", "settle": "0"}
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "12+34=", **asked, temperature="0")
+    assert sent.value.post_data_json["temperature"] == 0
+    expected = openai.chat.completions.create(
+        model="canvasrt",
+        messages=[{"role": "user", "content": "12+34="}],
+        temperature=0,
+        seed=7,
+        max_tokens=40,
+        extra_body={"max_denoising_steps": 6},
+    )
+    assert page.locator("#answer").text_content() == expected.choices[0].message.content
+    assert page.inner_text("#f-steps") == str(expected.usage.denoising_steps)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "12+34=", **asked, temperature="")
+    assert not {"temperature", "t_min", "t_max"} & set(sent.value.post_data_json)
+
+
 def test_a_wrong_setting_is_explained(front: FrontEnd, visit: Any) -> None:
     page = visit(front)
     sync_api.expect(page.locator("#light")).to_have_class("on")
@@ -176,9 +197,7 @@ def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None
 def test_a_decision_is_shown_as_bars(front: FrontEnd, openai: Any, visit: Any) -> None:
     page = visit(front)
     sync_api.expect(page.locator("#light")).to_have_class("on")
-    if page.locator("#mode").is_hidden():
-        assert page.request.get(f"{front.url}/decisions").status == 404
-        pytest.skip("this server has no decisions")
+    assert page.locator("#mode").is_visible()
     page.check("[name=mode][value=decide]", force=True)
     page.locator("#settings").evaluate("each => { each.open = true }")
     page.fill("#prompt", "the train is late")

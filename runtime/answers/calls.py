@@ -1,0 +1,64 @@
+"""Grammars of tool calls: their arguments are JSON that follows the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.tokenizer import CALL, CALL_END, CONTROL, THOUGHT, THOUGHT_END, Tokenizer
+
+# What the prompt has already begun.
+BEGUN = ("nothing", "call", "name")
+_NAME = re.compile(r"[\w.:-]{1,128}")
+
+
+def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    """Return a Lark grammar of answers that call tools.
+
+    `spec` has `tools`, schemas by name; `begun`, what the prompt ends with: `name` for a whole
+    `<|tool_call>call:name`, `call` for `<|tool_call>call:`, or `nothing`, after which text and
+    thoughts may come first; `parallel`, whether more calls may follow; and `strict`, without which
+    keywords that cannot be enforced are ignored. CanvasError names what is wrong.
+    """
+    tools, begun = spec.get("tools"), spec.get("begun")
+    if not isinstance(tools, dict) or not tools or begun not in BEGUN:
+        raise CanvasError("grammar has no tools", f"give tools, and begun: {', '.join(BEGUN)}")
+    token = {}
+    for text in (CALL, CALL_END, THOUGHT, THOUGHT_END):
+        if (id := tokenizer.control_id(text)) is None:
+            raise CanvasError(f"the model has no token {text}", "leave out tools")
+        token[text] = f"<[{id}]>"
+    end, rules = token[CALL_END], []
+    for number, (name, schema) in enumerate(tools.items()):
+        if not _NAME.fullmatch(name) or not isinstance(schema, dict):
+            raise CanvasError(f"grammar has the tool {name!r}", "give schemas by name")
+        rules.append(f"args{number}: {_json(schema, bool(spec.get('strict')))}")
+    ways = [f"{json.dumps(name)} args{number}" for number, name in enumerate(tools)]
+    rules.append("one: " + " | ".join(f"{way} {end}" for way in ways))
+    rules.append(f'call: {token[CALL]} "call:" one')
+    more = " call*" if spec.get("parallel") else ""
+    if begun == "name":
+        rules.append(f"start: args0 {end}")
+    elif begun == "call":
+        rules.append(f"start: one{more}")
+    else:
+        rules.append("TEXT: /(?s:.+)/")
+        rules.append(f"said: TEXT | {token[THOUGHT]} | {token[THOUGHT_END]}")
+        rules.append(f"start: said* (call{more})?")
+    return "\n".join(rules)
+
+
+def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens around thoughts and calls, which other grammars may not have."""
+    found = (tokenizer.control_id(text) for text in CONTROL)
+    return frozenset(id for id in found if id is not None)
+
+
+def _json(schema: Mapping[str, Any], strict: bool) -> str:
+    options = {"whitespace_flexible": False, "lenient": not strict}
+    # Arguments are an object, whatever else the schema says of them.
+    whole = {"type": "object", **schema, "x-guidance": options}
+    return f"%json {json.dumps(whole)}"

@@ -1,0 +1,229 @@
+"""Arguments of tool calls follow the tools' schemas, on a model with random weights: nothing else could
+make them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel
+
+from canvasrt.bundle import load_bundle
+from canvasrt.containers.openai.schema import ChatRequest
+from canvasrt.containers.openai.tools import call_grammar
+from canvasrt.export.graphs import export
+from canvasrt.runtime.answers.calls import call_grammar as lark
+from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.random_models import random_model
+from tests.helpers.scripted import client_of, core, gemma_template, serving
+from tests.helpers.serving import needs_triton
+
+pytestmark = needs_triton
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 5},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "units": {"enum": ["metric", "imperial"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FLAG = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {"weather": CITY, "lamp": FLAG}
+FEW: Any = {"max_denoising_steps": 3}
+OPENING = str(core().token_to_id("<|tool_call>"))
+
+
+def tool(name: str, **more: Any) -> Any:
+    function = {"name": name, "parameters": SCHEMAS[name], **more}
+    return {"type": "function", "function": function}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """The real client of a server whose model is random, with Gemma's tokens and template."""
+    folder = tmp_path_factory.mktemp("agent")
+    checkpoint, tokenizer = folder / "checkpoint", core()
+    shape = {"vocab_size": tokenizer.get_vocab_size(), "num_hidden_layers": 2, "hidden_size": 64}
+    random_model(shape, canvas=64).save_pretrained(checkpoint)
+    ids = {name: tokenizer.token_to_id(name) for name in ("<|image>", "<|image|>", "<image|>")}
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= dict(
+        zip(("boi_token_id", "image_token_id", "eoi_token_id"), ids.values(), strict=True)
+    )
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    ends = [tokenizer.token_to_id(each) for each in ("<eos>", "<turn|>", "<|tool_response>")]
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
+    (checkpoint / "chat_template.jinja").write_text(gemma_template())
+    export(str(checkpoint), folder / "graphs")
+    with serving(load_bundle(folder / "graphs", check=False)) as served, client_of(served) as made:
+        yield made
+
+
+def ask(client: OpenAI, **options: Any) -> Any:
+    given = {"max_tokens": 256, "seed": 1, "extra_body": FEW, **options}
+    return client.chat.completions.create(model="canvasrt", messages=HELLO, **given).choices[0]
+
+
+def valid(calls: Any) -> int:
+    """Check each call against its tool's schema; return how many there are."""
+    for call in calls:
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    return len(calls)
+
+
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("strict", [None, True])
+def test_a_named_tool(client: OpenAI, seed: int, strict: bool | None) -> None:
+    tools = [tool("lamp"), tool("weather", strict=strict)]
+    choice = ask(client, tools=tools, tool_choice=NAMED, seed=seed)
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert valid([call])
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_required_tool(client: OpenAI, seed: int, parallel: bool) -> None:
+    tools = [tool("lamp"), tool("weather")]
+    options: Any = {"tool_choice": "required", "parallel_tool_calls": parallel}
+    choice = ask(client, tools=tools, seed=seed, **options)
+    count = valid(choice.message.tool_calls)
+    assert count == 1 if not parallel else count >= 1
+    assert choice.message.content is None
+
+
+def test_it_is_streamed(client: OpenAI) -> None:
+    options: Any = {"tools": [tool("weather")], "tool_choice": "required", "max_tokens": 256}
+    chunks = client.chat.completions.create(
+        model="canvasrt", messages=HELLO, stream=True, seed=1, extra_body=FEW, **options
+    )
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    whole = ask(client, **options).message.tool_calls
+    assert "".join(part.function.arguments or "" for part in parts) == "".join(
+        call.function.arguments for call in whole
+    )
+
+
+class Lamp(BaseModel):
+    on: bool
+
+
+def test_the_parse_helper(client: OpenAI) -> None:
+    reply = client.chat.completions.parse(
+        model="canvasrt",
+        messages=HELLO,
+        tools=[pydantic_function_tool(Lamp, name="lamp")],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=256,
+        extra_body=FEW,
+    )
+    (call,) = reply.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Lamp)
+
+
+def test_the_streaming_helper(client: OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="canvasrt",
+        messages=HELLO,
+        tools=[pydantic_function_tool(Lamp, name="lamp")],
+        max_tokens=256,
+        seed=1,
+        extra_body={**FEW, "logit_bias": {OPENING: 40}},
+    ) as stream:
+        events = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in events
+    for call in final.choices[0].message.tool_calls or ():
+        assert isinstance(call.function.parsed_arguments, Lamp)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_strict_tool_that_may_be_called(client: OpenAI, seed: int) -> None:
+    """A bias makes the model open a call; what follows is up to the grammar."""
+    extra = {**FEW, "logit_bias": {OPENING: 40}}
+    choice = ask(client, tools=[tool("weather", strict=True)], seed=seed, extra_body=extra)
+    assert valid(choice.message.tool_calls)
+    extra["logit_bias"] = {OPENING: -100}
+    free = ask(client, tools=[tool("weather", strict=True)], seed=seed, extra_body=extra)
+    assert not free.message.tool_calls
+    assert free.message.content
+
+
+def test_what_cannot_be_enforced(client: OpenAI) -> None:
+    unknown = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    strict = {"type": "function", "function": {"name": "f", "parameters": unknown, "strict": True}}
+    loose = {"type": "function", "function": {"name": "f", "parameters": unknown}}
+    with pytest.raises(BadRequestError, match="uniqueItems") as caught:
+        ask(client, tools=[strict], tool_choice="required")
+    assert caught.value.param == "tools"
+    ask(client, tools=[loose], tool_choice="required")
+    with pytest.raises(BadRequestError, match="logprobs"):
+        ask(client, tools=[tool("lamp", strict=True)], tool_choice="required", logprobs=True)
+    ask(client, tools=[tool("lamp")], tool_choice="required", logprobs=True)
+
+
+@pytest.mark.parametrize(
+    ("strict", "choice", "enforced"),
+    [
+        (None, "auto", False),
+        (True, "auto", True),
+        (False, "auto", False),
+        (None, "required", True),
+        (False, "required", False),
+        (None, NAMED, True),
+        (False, NAMED, False),
+        (True, "none", False),
+    ],
+)
+def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -> None:
+    body = {"model": "m", "messages": HELLO, "tool_choice": choice}
+    request = ChatRequest(**body, tools=[tool("weather", strict=strict)])
+    assert (call_grammar(request) is not None) == enforced
+
+
+@pytest.mark.parametrize(
+    ("begun", "text", "fits"),
+    [
+        ("name", '{"on":true}<tool_call|>', True),
+        ("name", '{"on":1}<tool_call|>', False),
+        ("call", 'lamp{"on":false}<tool_call|><|tool_call>call:lamp{"on":true}<tool_call|>', True),
+        ("call", 'light{"on":false}<tool_call|>', False),
+        ("nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>', True),
+        ("nothing", "<|channel>thought\nso<channel|>Just text, call:lamp{} and all", True),
+        ("nothing", "Hm.<|tool_call>lamp", False),
+        ("nothing", 'Hm.<|tool_call>call:lamp{"on":true}<tool_call|>more', False),
+    ],
+)
+def test_the_grammar(begun: str, text: str, fits: bool) -> None:
+    tokenizer = Tokenizer(core(), None)
+    size = core().get_vocab_size()
+    control = frozenset(range(20))
+    spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
+    words = Vocabulary(tokenizer, size, (1,), control)
+    state = compile_grammar({"type": "grammar", "grammar": lark(spec, tokenizer)}, words, "grammar")
+    for token in tokenizer.encode(text, False):
+        if token not in state.allowed():
+            assert not fits
+            return
+        state = state.advanced(token)
+    assert state.accepts == fits
