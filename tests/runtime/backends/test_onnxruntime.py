@@ -1,0 +1,44 @@
+"""What sessions share on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, save
+
+from canvasrt.runtime.backends import onnxruntime as backend
+from canvasrt.runtime.backends.onnxruntime import SMALL_PASS, OrtBackend
+
+
+def graph(folder: Path) -> Path:
+    info = [helper.make_tensor_value_info(each, TensorProto.FLOAT, ["n"]) for each in "xy"]
+    made = helper.make_graph([helper.make_node("Exp", ["x"], ["y"])], "exp", info[:1], info[1:])
+    save(
+        helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=11),
+        folder / "exp.onnx",
+    )
+    return folder / "exp.onnx"
+
+
+@pytest.mark.parametrize(("work", "shared"), [(SMALL_PASS, "1"), (SMALL_PASS - 1, "")])
+def test_sessions_of_a_large_model_share_one_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: int, shared: str
+) -> None:
+    seen: list[ort.SessionOptions] = []
+    real = backend._options
+    monkeypatch.setattr(backend, "_options", lambda threads: seen.append(real(threads)) or seen[-1])
+    opened = OrtBackend(threads=1, work=work)
+    segments = [opened.open(name, graph(tmp_path)) for name in ("first", "second")]
+    x = np.linspace(-2, 2, 7, dtype=np.float32)
+    for segment in segments:
+        np.testing.assert_allclose(segment.run({"x": x})["y"], np.exp(x), rtol=1e-6)
+    key = "session.use_env_allocators"
+    for options in seen:
+        try:
+            found = options.get_session_config_entry(key)
+        except RuntimeError:
+            found = ""
+        assert found == shared
