@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build.graphs import is_cached
+from canvasrt.build.cache_keys import is_cached
 from canvasrt.build.needs import check_disk, check_memory_here, same_disk
 from canvasrt.build.plan import Plan
 from canvasrt.build.precision import Precision, parse_precision

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.checks import check_buildable, check_plan, check_space
-from canvasrt.build.graphs import (
+from canvasrt.build.cache_keys import (
     exported_from,
     exported_precision,
     is_quantized_here,
     quantized_from,
 )
+from canvasrt.build.checks import check_buildable, check_plan, check_space
 from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, plan
 from canvasrt.build.precision import choose
 from canvasrt.build.source import find_source, hash_source

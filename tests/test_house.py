@@ -178,6 +178,14 @@ def test_tests_mirror_the_source_and_do_not_import_each_other() -> None:
                     assert not any(each.startswith("test_") for each in parts), f"{path}: {name}"
 
 
+def test_the_table_of_folders_names_every_folder() -> None:
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    packages = {path.parent.relative_to(ROOT) for path in modules().values()}
+    others = {path.parent.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md")}
+    for folder in packages | others | {Path("tests"), Path("tests/helpers"), Path("tests/faults")}:
+        assert f"`{folder.as_posix()}/`" in table, f"docs/design.md does not name {folder}"
+
+
 # A serving image contains neither torch nor the exporter's libraries, so graphs for a CPU are
 # lowered at build time.
 FORBIDDEN = ("torch", "canvasrt.export", "transformers", "onnx", "onnxscript", "onnx_ir")

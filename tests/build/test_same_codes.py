@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from canvasrt.build.graphs import quantized_from
+from canvasrt.build.cache_keys import quantized_from
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle
 from canvasrt.graphs import lowbits
