@@ -172,10 +172,10 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
     plans = [released("rtx-5090", "nvfp4"), released("rtx-pro-6000", "nvfp4")]
     checks.check_space(plans)
     (total,) = needed.values()
-    assert total == pytest.approx(50e9 + 2 * 15.4e9, rel=0.03)
+    assert total == pytest.approx(50e9 + 2 * 16.1e9, rel=0.03)
     checks.check_space([*plans, released("dgx-spark", "nvfp4")])
     (more,) = needed.values()
-    assert more - total == pytest.approx(15.4e9, rel=0.03)
+    assert more - total == pytest.approx(16.1e9, rel=0.03)
 
 
 def test_options_of_the_graphs(checkpoint_files: Path) -> None:
