@@ -41,7 +41,7 @@ def main() -> None:
         repository_of(bundle) as repository,
         Server(repository, ports=ports, model=options, log=Path(os.devnull)) as server,
         FrontEnd.over(server, FrontOptions(port=0, log_level="WARNING")) as front,
-        Client(f"127.0.0.1:{server.ports.grpc}", "grpc") as grpc,
+        Client(f"127.0.0.1:{server.ports.grpc}", "grpc", keep_stream=True) as grpc,
     ):
         sides: dict[str, Ask] = {
             "in process": _in_process(bundle.path),

@@ -114,12 +114,12 @@ def redrawn(
     open_ones = (uniforms <= rest) | (uniforms >= 1 - rest) | (output.canvas != output.argmax)
     places = np.flatnonzero(output.accepted & open_ones)
     if not places.size:  # most steps: scoring reads the whole vocabulary's table
-        return output, places, np.empty((0, 0), np.float32)
+        return output, places, np.empty((0, output.hidden.shape[1]), np.float32)
     logits = head.logits(output.hidden[places]) / temperature
     tokens = draw(logits, uniforms[places], params)
     changed = tokens != output.canvas[places]
     if not changed.any():
-        return output, places[:0], np.empty((0, 0), np.float32)
+        return output, places[:0], np.empty((0, output.hidden.shape[1]), np.float32)
     places, tokens, logits = places[changed], tokens[changed], logits[changed]
     mass = np.exp(logits - logits.max(axis=-1, keepdims=True))
     soft = head.mean_embedding(mass / mass.sum(axis=-1, keepdims=True))

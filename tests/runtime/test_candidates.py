@@ -14,7 +14,9 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.candidates import biased, candidates
 from canvasrt.runtime.generator import Draft, Generator, Request
 from canvasrt.runtime.host_head import HostHead
+from canvasrt.runtime.host_sampler import redrawn, told_step
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair, warpers_of
@@ -104,6 +106,34 @@ def test_candidates_are_those_of_the_warpers(change: dict) -> None:
     logits = np.random.default_rng(0).normal(0, 3, (200, 300)).astype(np.float32)
     left = warpers_of(params)(None, torch.from_numpy(logits))
     assert (candidates(logits, params) == np.isfinite(left.numpy())).all()
+
+
+@pytest.mark.parametrize("change", RESTRICTED, ids=str)
+def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair, change: dict) -> None:
+    """Over many steps of which most draws are uncertain: the same canvas and hidden states."""
+    head, config, random = tiny.model.host_head, tiny.model.config, np.random.default_rng(0)
+    changed = shifted = 0
+    for step in range(1, 31):
+        hidden = random.normal(0, 1, (config.canvas_length, config.hidden_size))
+        hidden = (hidden * random.uniform(0.1, 4)).astype(np.float32)
+        uniforms = random.random(config.canvas_length, np.float32)
+        noise = random.integers(0, config.vocab_size, config.canvas_length)
+        free = SamplingParams(entropy_bound=1e6, max_denoising_steps=30, t_min=0.05, t_max=0.6)
+        params = replace(free, **change)
+        before = told_step(head, hidden, {}, free, step, uniforms, noise)
+        wanted = told_step(head, hidden, {}, params, step, uniforms, noise)
+        temperature = params.temperature_at(step)
+        output = DenoiseOutput(**vars(before), hidden=hidden)
+        found, places, states = redrawn(head, output, params, temperature, uniforms)
+        assert (found.canvas == wanted.canvas).all()
+        assert np.allclose(states, wanted.next_hidden[places], atol=1e-5)
+        rest = np.setdiff1d(np.arange(config.canvas_length), places)
+        assert (before.next_hidden[rest] == wanted.next_hidden[rest]).all()
+        changed += len(places)
+        shifted += int(((before.canvas == before.argmax) & (wanted.canvas != before.argmax)).sum())
+    assert changed > 30
+    # A draw of the likeliest token can become another one: the shares of others grow.
+    assert shifted > 0 or change not in ({"top_k": 3}, {"top_p": 0.5})
 
 
 def test_few_places_are_scored(tiny: Pair, prompt: Prompt, monkeypatch) -> None:

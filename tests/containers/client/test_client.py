@@ -100,3 +100,29 @@ def test_triton_streams_over_grpc_alone():
     with Client("127.0.0.1:1", "http") as client:
         with pytest.raises(UsageError, match="Triton does not stream over http"):
             next(client.stream({"prompt": "x"}))
+
+
+@needs_triton
+def test_a_kept_stream_takes_request_after_request(server: Server):
+    """Also after one that was left early, and one that failed."""
+    asked = {"prompt": "12+34=", "seed": 7, "max_new_tokens": 40, "max_denoising_steps": 6}
+    url = f"127.0.0.1:{server.ports.grpc}"
+
+    def answers(client: Client) -> list[tuple[str, list[int]]]:
+        return [(event.event, event.token_ids) for event in client.stream(asked)]
+
+    with Client(url, "grpc") as other, Client(url, "grpc", keep_stream=True) as client:
+        expected = answers(other)
+        assert [answers(client) for _ in range(3)] == [expected] * 3
+        kept = client._idle
+        assert kept is not None
+        assert answers(client) == expected
+        assert client._idle is kept
+        for event in client.stream({**asked, "max_new_tokens": 400}):
+            assert event.event == "block"
+            break
+        assert answers(client) == expected
+        with pytest.raises(CanvasError, match="seed"):
+            list(client.stream({**asked, "max_denoising_steps": 0, "seed": -1}))
+        assert answers(client) == expected
+        assert other._idle is None
