@@ -21,7 +21,7 @@ def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
     for run in ("first", "again"):
         train(seed=3, steps=2, out=tmp_path / run, save_every=100)
     first, again = (
-        load_file(tmp_path / run / "checkpoint/model.safetensors") for run in ("first", "again")
+        load_file(tmp_path / run / "first/model.safetensors") for run in ("first", "again")
     )
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
