@@ -18,8 +18,8 @@ COLORS = {
     "white": (250, 250, 250),
     "purple": (150, 50, 180),
 }
-MOST_DOTS = 5
-RADIUS = 0.09  # of the root of the picture's area
+MOST_DOTS = 3
+RADIUS = 0.11  # of the root of the picture's area
 _ASPECTS = (0.75, 1.34)
 _SIDES = (72, 200)  # pixels
 

@@ -31,7 +31,7 @@ from canvasrt.runtime.answers.layout import letters, with_questions
 from canvasrt.runtime.answers.questions import read_questions
 
 WEIGHTS = {"coin": 1.0, "odds": 1.2, "wheel": 1.2, "draw": 1.4, "compare": 1.2}
-MOST_QUESTIONS = 3
+MOST_QUESTIONS = 2
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,11 @@ def build_model() -> DiffusionGemmaForBlockDiffusion:
     return model
 
 
+def sees(config: DiffusionGemmaConfig) -> bool:
+    """Return whether a demo's vision tower is one that is trained."""
+    return bool(config.vision_config.num_hidden_layers > 1)
+
+
 def add_sight(blind: Stock) -> DiffusionGemmaForBlockDiffusion:
     """Return the same model with an untrained vision tower of a useful size, in fp32."""
     model: Stock = DiffusionGemmaForBlockDiffusion(build_config(sees=True)).float()

@@ -2,9 +2,13 @@
 
 python -m canvasrt.demo.train --seed 0 --out DIR
 
-It writes `DIR/checkpoint` and `DIR/undertrained`, and regularly `DIR/latest`. Training takes about
-an hour on three cores; if other programs use them too, `OMP_WAIT_POLICY=PASSIVE` is several times
-faster. The seed, the number of steps and the number of threads determine the weights.
+The first stage learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores, and
+writes `DIR/first` and `DIR/undertrained`. The second goes on from `DIR/first`, or from `--start`:
+known probabilities, closed questions and pictures, with the first tasks mixed in. It writes
+`DIR/checkpoint`. Both write `DIR/latest` regularly.
+
+If other programs use the cores too, `OMP_WAIT_POLICY=PASSIVE` is several times faster. The seed, the
+numbers of steps and the number of threads determine the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +30,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFas
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.demo.data import Batch, Examples
 from canvasrt.demo.mixture import NAMES, Mixture, image_processor
-from canvasrt.demo.model import CANVAS_LENGTH, FastForward, add_sight, build_model
+from canvasrt.demo.model import CANVAS_LENGTH, FastForward, add_sight, build_model, sees
 from canvasrt.demo.muon import Muon
 from canvasrt.demo.tasks import TASKS
 from canvasrt.demo.tokenizer import build_tokenizer
@@ -35,8 +40,8 @@ from canvasrt.runtime.pictures import BUDGETS
 BATCH_PARTS = (56, 56, 16)
 # The second stage: the same tasks, plain chats, closed questions, and pictures in both. A picture of
 # the full budget takes four times as long as one of the smallest.
-OLD_PARTS, PLAIN, ASKED, PICTURES = (18, 18, 8), 16, 20, (8, 4)
-LARGE_PICTURES, LARGE_EVERY = 2, 4
+OLD_PARTS, PLAIN, ASKED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
+LARGE_PICTURES, LARGE_EVERY = 2, 8
 SECOND_RATE = 0.5
 SLOT_WEIGHT = 7.0
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
@@ -150,8 +155,9 @@ def build_optimizers(model: nn.Module, scale: float = 1.0) -> list[torch.optim.O
 
 
 def rate_factor(step: int, steps: int) -> float:
-    """Return the rate: up over the first 100 steps, level, then down to zero over the second half."""
-    return min(1.0, (step + 1) / 100, 2 * (1 - step / steps))
+    """Return the rate: up over the first 100 steps (a tenth, if there are few), level, then down to
+    zero over the second half."""
+    return min(1.0, (step + 1) / min(100, steps / 10), 2 * (1 - step / steps))
 
 
 def save(
@@ -162,7 +168,7 @@ def save(
     shutil.rmtree(partial, ignore_errors=True)
     copy.deepcopy(model).bfloat16().save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    if model.config.vision_config.num_hidden_layers > 1:
+    if sees(model.config):
         image_processor(SOFT_TOKENS).save_pretrained(partial)
     (partial / "model.safetensors").chmod(0o644)
     shutil.rmtree(folder, ignore_errors=True)
@@ -239,8 +245,10 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
     """Run the second stage from the first's weights: known probabilities, closed questions and
     pictures, with the first stage's tasks mixed in."""
     torch.manual_seed(seed)
-    blind = DiffusionGemmaForBlockDiffusion.from_pretrained(start, dtype="float32")
-    model, tokenizer = add_sight(blind), build_tokenizer()
+    model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(start, dtype="float32")
+    if not sees(model.config):
+        model = add_sight(model)
+    tokenizer = build_tokenizer()
     old = Examples(tokenizer, CANVAS_LENGTH, seed + 1)
     new = Mixture(tokenizer, CANVAS_LENGTH, seed)
     out.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 DEMO = "demo"
-_DEMO_CASES = 100  # per task
+_DEMO_CASES = 60  # per task
 _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 
@@ -125,7 +125,7 @@ def _answers(
     bundle: Bundle, items: Sequence[Json], reading: Reading, show: Progress
 ) -> list[Scored]:
     """Ask every question; item i is read with seed `seed + i`."""
-    model, tokenizer = open_model(bundle), Tokenizer.load(bundle)
+    model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
     generator = Generator(model)
     asked: dict[int, tuple[Ask, list[np.ndarray], str]] = {}
     for number, item in enumerate(items):
@@ -189,7 +189,7 @@ def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndar
 
     The answer is true or false for a predicate, a value for a choice, and a label for a score.
     """
-    options = [each.value for each in question.options]
+    options: list[Any] = [each.value for each in question.options]
     if "probabilities" in label:
         shares = label["probabilities"]
         if not isinstance(shares, list) or len(shares) != len(options):

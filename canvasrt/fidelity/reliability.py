@@ -87,7 +87,7 @@ def sections(report: Json) -> Iterator[Json]:
 
 def lines(report: Json) -> Iterator[str]:
     """Yield the same as Markdown."""
-    tables = [("Reliability", _reading(report) + NOTE, HEADS, rows(report))]
+    tables: list[Any] = [("Reliability", _reading(report) + NOTE, HEADS, rows(report))]
     if report["fit"]:
         tables.append(("Fitted temperatures", FIT_NOTE, FIT_HEADS, fit_rows(report)))
     for title, note, heads, body in tables:

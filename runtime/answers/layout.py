@@ -19,7 +19,7 @@ from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Message, Tokenizer
 
 LAYOUTS = ("letters", "bare")
-_ASK = "Answer every question about the text above with the letter of one option."
+_ASK = "Answer each with one letter."
 _FIELDS = ("questions", "samples", "steps", "layout", "temperatures")
 _COLDEST, _HOTTEST = 0.01, 100.0
 

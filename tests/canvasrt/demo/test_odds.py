@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canvasrt.demo.dots import COLORS, MOST_DOTS, PROMPTS, answer_of, draw_dots, questions_of
+from canvasrt.demo.dots import (
+    COLORS,
+    MOST_DOTS,
+    PROMPTS,
+    RADIUS,
+    answer_of,
+    draw_dots,
+    questions_of,
+)
 from canvasrt.demo.labelled import labelled
 from canvasrt.demo.odds import CASES, cases, draw_case
 from canvasrt.runtime.answers.layout import Ask
@@ -76,7 +84,7 @@ def test_pictures_hold_the_dots_that_they_say() -> None:
         area = height * width
         off = np.abs(dots.pixels.astype(int) - np.array(COLORS[dots.color])).max(-1) < 55
         share = off.sum() / area
-        assert round(share / (np.pi * 0.09**2)) == dots.count <= MOST_DOTS
+        assert round(share / (np.pi * RADIUS**2)) == dots.count <= MOST_DOTS
         assert answer_of(dots, PROMPTS[0]) == dots.color
         assert answer_of(dots, PROMPTS[1]) == str(dots.count)
         color, counted, named = questions_of(dots, rng)

@@ -79,7 +79,7 @@ def test_the_demo_model_knows_its_sums(demo: Pair) -> None:
 def test_questions_follow_the_text_of_a_message_with_images() -> None:
     (question,) = read_questions([PREDICATE])
     text = with_questions([{"role": "user", "content": "x"}], [question])[0]["content"]
-    assert text.startswith("x\n\nAnswer every question")
+    assert text.startswith("x\n\nAnswer each with one letter.")
     image = {"type": "image"}
     parts = [image, {"type": "text", "text": "x"}]
     (message,) = with_questions([{"role": "user", "content": parts}], [question])

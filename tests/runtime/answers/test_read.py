@@ -17,6 +17,7 @@ from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
+from canvasrt.runtime.request import Finished
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
@@ -132,6 +133,21 @@ def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
     with pytest.raises(CanvasError, match="30 denoising passes") as error:
         request.check_limits(None, 29)
     assert "allows 29" in error.value.hint
+
+
+@pytest.mark.parametrize(("owner", "place"), [("b", 1), ("a", 3)])
+def test_callers_take_turns(tiny: Pair, owner: str, place: int) -> None:
+    """One place in the batch, three reads of one caller, then one of another or of the same."""
+    request = ReadRequest([7, 8], (TEMPLATE,), params(tiny), samples=2, owner="a")
+    generator = Generator(tiny.model, 1)
+    for _ in range(3):
+        generator.add(request)
+    generator.step()  # the first one has its place now
+    last = generator.add(replace(request, owner=owner))
+    order = []
+    while not generator.idle:
+        order += [each.id for each in generator.step() if isinstance(each, Finished)]
+    assert order.index(last) == place
 
 
 def test_a_read_costs_one_pass_per_draw_and_fork(tiny: Pair, prompt: Prompt) -> None:
