@@ -1,5 +1,5 @@
-"""Closed questions of the demo whose right probabilities are known, as `canvasrt verify --decisions`
-reads them."""
+"""Closed questions of the demo with their answers or known probabilities, as
+`canvasrt verify --decisions` reads them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,54 @@ import random
 from typing import Any
 
 from canvasrt.demo.dots import draw_dots, questions_of
-from canvasrt.demo.odds import CASES, cases
+from canvasrt.demo.odds import CASES, Case, cases
+from canvasrt.demo.tasks import TASKS, questions
 from canvasrt.extras import require
 
+_SUMS = ("add", "subtract")
+_OFF = (1, -1, 10)  # what wrong sums differ by
 
-def labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return `count` held-out cases per task, asked with letters and bare, and `count` pictures."""
-    found = []
-    for task in CASES:
-        for case in cases(task, count, seed=seed):
-            asked = [{**each.data, "probabilities": case.shares(each)} for each in case.questions]
-            group = {"group": task}
-            found.append({"input": case.state, "questions": asked, **group})
-            whole = {
-                "type": "choice",
-                "instructions": "?",
-                "choices": [{"value": value} for value in case.outcomes],
-                "probabilities": list(case.probabilities),
-            }
-            bare = {"layout": "bare", "group": f"{task}, bare"}
-            found.append({"input": case.prompt, "questions": [whole], **bare})
-    rng = random.Random(f"pictures:held-out:{seed}")
-    for _ in range(count):
-        found.append(_picture(rng))
+
+def labelled(count: int, more: bool, seed: int = 0) -> list[dict[str, Any]]:
+    """Return `count` held-out sums and differences, each with wrong ones to choose from.
+
+    With `more`, also what the second stage of the training teaches: `count` cases of each task with
+    known probabilities, asked with letters and bare, and as many pictures.
+    """
+    found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]
+    if more:
+        for task in CASES:
+            for case in cases(task, count, seed=seed):
+                found += _known(case)
+        rng = random.Random(f"pictures:held-out:{seed}")
+        found += [_picture(rng) for _ in range(count)]
     return found
+
+
+def _sum(task: str, prompt: str) -> dict[str, Any]:
+    right = int(TASKS[task].answer(prompt, random.Random(0)))
+    asked = {
+        "type": "choice",
+        "instructions": "?",
+        "choices": [{"value": str(right + off)} for off in (0, *_OFF)],
+        "answer": str(right),
+    }
+    return {"input": prompt, "layout": "bare", "group": f"{task}, bare", "questions": [asked]}
+
+
+def _known(case: Case) -> list[dict[str, Any]]:
+    asked = [{**each.data, "probabilities": case.shares(each)} for each in case.questions]
+    whole = {
+        "type": "choice",
+        "instructions": "?",
+        "choices": [{"value": value} for value in case.outcomes],
+        "probabilities": list(case.probabilities),
+    }
+    bare = {"layout": "bare", "group": f"{case.task}, bare"}
+    return [
+        {"input": case.state, "questions": asked, "group": case.task},
+        {"input": case.prompt, "questions": [whole], **bare},
+    ]
 
 
 def _picture(rng: random.Random) -> dict[str, Any]:

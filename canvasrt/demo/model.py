@@ -84,7 +84,7 @@ def build_config(sees: bool = False) -> DiffusionGemmaConfig:
         bos_token_id=tok.BOS,
     )
     # The class always builds a vision tower. One that sees nothing is as small as possible.
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads, positions = 1, 16
     if sees:
         size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -149,7 +149,8 @@ def build_model() -> DiffusionGemmaForBlockDiffusion:
 
 def sees(config: DiffusionGemmaConfig) -> bool:
     """Return whether a demo's vision tower is one that is trained."""
-    return bool(config.vision_config.num_hidden_layers > 1)
+    vision: Any = config.vision_config
+    return bool(vision.num_hidden_layers > 1)
 
 
 def add_sight(blind: Stock) -> DiffusionGemmaForBlockDiffusion:

@@ -160,9 +160,7 @@ def rate_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / min(100, steps / 10), 2 * (1 - step / steps))
 
 
-def save(
-    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast, folder: Path
-) -> None:
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write the Hugging Face layout in bf16 to a temporary folder, then move it into place."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -185,7 +183,7 @@ class Plan:
     rate: float = 1.0
 
 
-def fit(model: nn.Module, plan: Plan, snapshot: Callable[[int, nn.Module], None]) -> nn.Module:
+def fit(model: Any, plan: Plan, snapshot: Callable[[int, Any], None]) -> Any:
     """Train a model, and return the running average of its weights.
 
     `snapshot` gets that average after each step, and its number.
@@ -231,7 +229,7 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
     examples = Examples(tokenizer, CANVAS_LENGTH, seed)
     out.mkdir(parents=True, exist_ok=True)
 
-    def snapshot(step: int, averaged: nn.Module) -> None:
+    def snapshot(step: int, averaged: Any) -> None:
         if step == round(steps * UNDERTRAINED_AT):
             save(averaged, tokenizer, out / "undertrained")
         if step % save_every == 0:
@@ -258,7 +256,7 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
         small = new.pictures(*PICTURES, min(BUDGETS))
         return [*old.batches(OLD_PARTS), *new.plain(PLAIN), *new.asked(ASKED), *small, *large]
 
-    def snapshot(step: int, averaged: nn.Module) -> None:
+    def snapshot(step: int, averaged: Any) -> None:
         if step % save_every == 0:
             save(averaged, tokenizer, out / "latest")
 

@@ -26,7 +26,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 DEMO = "demo"
-_DEMO_CASES = 60  # per task
+_DEMO_CASES = 140  # per task
 _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 
@@ -52,7 +52,7 @@ def measure_decisions(
     measured at the temperatures of the other half. CanvasError names what is wrong with the file.
     """
     show = progress or no_progress
-    items = labelled(_DEMO_CASES) if file == DEMO else read_labelled(Path(file))
+    items = _of_demo(bundle) if file == DEMO else read_labelled(Path(file))
     scored = _answers(bundle, items, reading, show)
     report = {
         "file": file,
@@ -67,6 +67,12 @@ def measure_decisions(
             raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
         report["fit"] = {"temperatures": fit(scored), **_by_part(cross_fitted(scored))}
     return report
+
+
+def _of_demo(bundle: Bundle) -> list[Json]:
+    """Return the demo's questions: those of its second stage only for a tower that it trained."""
+    vision = bundle.manifest.model.vision or {}
+    return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 
 
 def _by_part(scored: Sequence[Scored]) -> Json:

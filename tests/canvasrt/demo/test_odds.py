@@ -20,6 +20,7 @@ from canvasrt.demo.dots import (
 )
 from canvasrt.demo.labelled import labelled
 from canvasrt.demo.odds import CASES, cases, draw_case
+from canvasrt.fidelity.decisions import right_of
 from canvasrt.runtime.answers.layout import Ask
 from tests.helpers.reference import Pair
 
@@ -94,17 +95,22 @@ def test_pictures_hold_the_dots_that_they_say() -> None:
 
 
 def test_labelled_questions_are_questions() -> None:
-    items = labelled(3)
-    assert {each["group"] for each in items} == {*CASES, *(f"{n}, bare" for n in CASES), "pictures"}
+    sums = {"add, bare", "subtract, bare"}
+    assert {each["group"] for each in labelled(3, more=False)} == sums
+    items = labelled(3, more=True)
+    bare = {f"{name}, bare" for name in CASES}
+    assert {each["group"] for each in items} == {*sums, *CASES, *bare, "pictures"}
     for item in items:
+        labels = ("answer", "probabilities")
         asked = [
-            {name: value for name, value in each.items() if name != "probabilities"}
+            {name: value for name, value in each.items() if name not in labels}
             for each in item["questions"]
         ]
         read = Ask.from_json({"questions": asked, "layout": item.get("layout", "letters")})
         for question, each in zip(read.questions, item["questions"], strict=True):
-            assert len(each["probabilities"]) == len(question.options)
-            assert sum(each["probabilities"]) == pytest.approx(1)
+            shares = right_of(question, each, "questions[0]")
+            assert len(shares) == len(question.options)
+            assert sum(shares) == pytest.approx(1)
 
 
 def test_training_canvases_are_those_of_reads(demo: Pair) -> None:

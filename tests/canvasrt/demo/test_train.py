@@ -47,8 +47,6 @@ def test_the_second_stage_goes_on_from_the_first(tmp_path, monkeypatch):
     assert all(torch.equal(one[name], two[name]) for name in two)
     moved = {name for name in one if name not in start or not torch.equal(one[name], start[name])}
     assert any("experts" in name for name in moved)
-    tower = {name for name in one if "vision" in name}
-    assert tower <= moved
     model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(
         tmp_path / "one/checkpoint"
     )
