@@ -194,12 +194,20 @@ def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None
 
 
 def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
-    """Return the token that ends an answer: the one that closes a turn, if the model has it."""
+    """Return the token that ends an answer: the one that closes a turn, if the model has it.
+
+    CanvasError for a model without either.
+    """
     ids = model.config.eos_token_ids
-    if tokenizer is None:
-        return ids[0]
-    turn = tokenizer.encode("<turn|>", False)
-    return turn[0] if len(turn) == 1 and turn[0] in ids else ids[0]
+    turn = [] if tokenizer is None else tokenizer.encode("<turn|>", False)
+    if len(turn) == 1 and (turn[0] in ids or not ids):
+        return turn[0]
+    if not ids:
+        raise CanvasError(
+            "the checkpoint names no token that ends an answer",
+            "add eos_token_id to its generation_config.json, and build it again",
+        )
+    return ids[0]
 
 
 def _packed(
