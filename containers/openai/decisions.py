@@ -165,8 +165,8 @@ class Decisions:
 
     async def _chat(self, given: Any) -> Chat:
         """Return the chat in `input`, with its images fetched and decoded."""
+        messages = _messages(given)
         try:
-            messages = _messages(given)
             if self._fetcher is not None:
                 await inline(messages, self._fetcher)
             return read_messages(messages)
