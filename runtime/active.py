@@ -14,7 +14,7 @@ from canvasrt.runtime.host_sampler import redrawn, told_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Wants
-from canvasrt.runtime.pictures import groups_of, uncut
+from canvasrt.runtime.pictures import groups_of, next_part
 from canvasrt.runtime.prefix import Chunk, chunks_of
 from canvasrt.runtime.request import (
     Block,
@@ -89,12 +89,8 @@ class ActiveRequest:
             size = self.chunks[0].size if self.chunks else most
             return EncodeInput(self.row, self.pending[:size])
         groups = self._groups[len(self._whole) - len(self.pending) :]
-        groups = groups[: uncut(groups, most)]
-        tokens = self.pending[: len(groups)]
-        seen = [self._model.see(self._pictures[n]) for n in np.unique(groups[groups >= 0])]
-        if not seen:
-            return EncodeInput(self.row, tokens)
-        return EncodeInput(self.row, tokens, groups, np.concatenate(seen))
+        part = next_part(self.pending, groups, self._pictures, most, self._model.see)
+        return EncodeInput(self.row, *part)
 
     def encoded(self, count: int) -> Chunk | None:
         """Count `count` tokens as encoded; return their chunk if they are part of a prompt of text."""

@@ -81,7 +81,7 @@ class Generator:
     def add(self, request: Work) -> int:
         """Queue a request and return its id. Raises CanvasError if it can never run."""
         request.validate(self.model.config, self.model.max_context)
-        if isinstance(request, Request) and request.pictures:
+        if isinstance(request, (Request, ReadRequest)) and request.pictures:
             self.model.check_sight(request.pictures)
         if isinstance(request, Request) and request.params.on_host:
             names = " and ".join(request.params.on_host)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,21 @@ def uncut(groups: np.ndarray, most: int) -> int:
         return min(len(groups), most)
     (inside,) = np.nonzero(groups == groups[most])
     return int(inside[0]) or len(inside)
+
+
+def next_part(
+    tokens: np.ndarray,
+    groups: np.ndarray,
+    pictures: Sequence[Picture],
+    most: int,
+    see: Callable[[Picture], np.ndarray],
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Return the tokens to encode together, at most `most`, their groups, and the soft tokens of
+    the images among them: None twice if there are none."""
+    groups = groups[: uncut(groups, most)]
+    tokens = tokens[: len(groups)]
+    seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
+    return (tokens, groups, np.concatenate(seen)) if seen else (tokens, None, None)
 
 
 def _decode(data: bytes) -> np.ndarray:

@@ -98,7 +98,6 @@ def _of_bundle(
     bundle: Path, asked: dict[str, Any], text: str, seed: int, threads: Any, device: Any
 ) -> dict[str, Any]:
     from canvasrt.runtime.answers.layout import Ask
-    from canvasrt.runtime.answers.questions import answers
     from canvasrt.runtime.answers.read import ReadResult
     from canvasrt.runtime.generator import Generator
     from canvasrt.runtime.open import open_model
@@ -112,7 +111,7 @@ def _of_bundle(
     (result,) = Generator(model).run([request])
     assert isinstance(result, ReadResult)
     return {
-        "answers": answers(wanted.questions, result.draws),
+        "answers": wanted.answers(result.draws),
         "seed": result.seed,
         "passes": sum(result.steps),
         "prompt_tokens": len(result.prompt_token_ids),

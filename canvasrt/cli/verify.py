@@ -29,7 +29,7 @@ Report = Annotated[
         "--report",
         metavar="DIR",
         show_default=False,
-        help="Write the comparison to this folder, as report.json, report.md and report.html.",
+        help="Write what is measured to this folder, as report.json, report.md and report.html.",
     ),
 ]
 Questions = Annotated[
@@ -43,6 +43,24 @@ Questions = Annotated[
 ]
 
 
+Decisions = Annotated[
+    str | None,
+    typer.Option(
+        "--decisions",
+        metavar="FILE",
+        show_default=False,
+        help="Measure probabilities on labelled questions: JSON Lines or YAML, or demo.",
+    ),
+]
+Samples = Annotated[
+    int, typer.Option("--samples", metavar="N", min=1, max=64, help="Draws per labelled question.")
+]
+Steps = Annotated[
+    int, typer.Option("--steps", metavar="N", min=1, max=48, help="Steps per labelled read.")
+]
+Fit = Annotated[
+    bool, typer.Option("--fit", help="Also fit a temperature for each type of question.")
+]
 Key = Annotated[
     Path | None,
     typer.Option(
@@ -59,10 +77,15 @@ def verify(
     reference: Reference = None,
     report: Report = None,
     questions: Questions = 25,
+    decisions: Decisions = None,
+    samples: Samples = 1,
+    steps: Steps = 1,
+    fit: Fit = False,
     key: Key = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check every file of a bundle against its hash and, with --reference, its results.
+    """Check every file of a bundle against its hash, with --reference its results, and with
+    --decisions its probabilities.
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
@@ -70,20 +93,28 @@ def verify(
     from canvasrt.containers.image.verify import is_image
     from canvasrt.errors import CanvasError, UsageError
 
-    if report is not None and reference is None:
+    if report is not None and reference is None and decisions is None:
         raise UsageError("--report needs --reference", "add --reference CHECKPOINT")
+    if decisions is None and (fit or samples != 1 or steps != 1):
+        raise UsageError("--fit, --samples and --steps need --decisions", "add --decisions FILE")
     if is_image(bundle):
-        if reference is not None:
-            raise UsageError(
-                "--reference does not support images", "verify the bundle instead of the image"
-            )
+        for name, given in (("--reference", reference), ("--decisions", decisions)):
+            if given is not None:
+                raise UsageError(
+                    f"{name} does not support images", "verify the bundle instead of the image"
+                )
         _verify_image(bundle, key, as_json)
         return
     if key is not None:
         raise UsageError(f"--key needs an image, and {bundle} is not one", "leave out --key")
     checkpoint = None if reference is None else resolve(reference)
-    found, quality = _check(bundle, checkpoint, reference, questions, report)
-    _show(found, quality, reference, report, as_json)
+    found, quality, read = _check(
+        bundle,
+        (checkpoint, reference, questions),
+        (decisions, samples, steps, fit),
+        report,
+    )
+    _show(found, quality, read, reference, report, as_json)
     if quality is not None and not quality["ok"]:
         from canvasrt.fidelity import failures
 
@@ -95,33 +126,45 @@ def verify(
 
 def _check(
     path: Path,
-    checkpoint: Path | None,
-    reference: str | None,
-    questions: int,
+    compared: tuple[Path | None, str | None, int],
+    asked: tuple[str | None, int, int, bool],
     report: Path | None,
-) -> tuple[Bundle, dict[str, Any] | None]:
-    """Check the files, and compare with the checkpoint if there is one."""
+) -> tuple[Bundle, dict[str, Any] | None, dict[str, Any] | None]:
+    """Check the files, compare with the checkpoint if there is one, and ask labelled questions."""
     from canvasrt.bundle import load_bundle
     from canvasrt.containers.image.verify import check_package
 
+    (checkpoint, reference, questions), (file, samples, steps, fit) = compared, asked
+    quality = read = None
     with progress() as show:
         found = load_bundle(path, progress=lambda done, total: show("checking files", done, total))
         check_package(found)
-        if checkpoint is None:
-            return found, None
-        from canvasrt.fidelity import check_report_folder, measure, write_report
+        if report is not None:
+            from canvasrt.fidelity import check_report_folder
 
-        if report is not None:
             check_report_folder(report)
-        quality = measure(found, checkpoint, questions, show)
-        if report is not None:
+        if file is not None:
+            from canvasrt.fidelity.decisions import Reading, measure_decisions
+
+            read = measure_decisions(found, file, Reading(samples, steps), fit, show)
+        if checkpoint is not None:
+            from canvasrt.fidelity import measure
+
+            quality = {**measure(found, checkpoint, questions, show), "decisions": read}
+    if report is not None:
+        from canvasrt.fidelity import write_decisions, write_report
+
+        if quality is not None:
             write_report(quality, f"{path.name} against {reference}", report)
-    return found, quality
+        elif read is not None:
+            write_decisions(read, f"{path.name} on {file}", report)
+    return found, quality, read
 
 
 def _show(
     bundle: Bundle,
     quality: dict[str, Any] | None,
+    read: dict[str, Any] | None,
     reference: str | None,
     report: Path | None,
     as_json: bool,
@@ -139,7 +182,9 @@ def _show(
     if quality is not None:
         from canvasrt.fidelity import finite
 
-        data["quality"] = finite(quality)
+        data["quality"] = finite({k: v for k, v in quality.items() if k != "decisions"})
+    if read is not None:
+        data["decisions"] = read
 
     def render(console: Any) -> None:
         console.print(
@@ -149,8 +194,10 @@ def _show(
             console.print(f"not in the manifest, and unused: {', '.join(unlisted)}")
         if quality is not None:
             _draw(console, quality, str(reference))
-            if report is not None:
-                console.print(f"report: {report / 'report.html'}")
+        if read is not None:
+            _draw_decisions(console, read)
+        if report is not None:
+            console.print(f"report: {report / 'report.html'}")
 
     emit(data, as_json, render)
 
@@ -179,6 +226,17 @@ def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
             plain = [[cell.strip("*") for cell in row] for row in rows]
             console.print(table(heads, plain))
     console.print(f"\n{markdown.verdict(quality)}")
+
+
+def _draw_decisions(console: Any, read: dict[str, Any]) -> None:
+    """Print how good the probabilities are."""
+    from canvasrt.console import table
+    from canvasrt.fidelity import reliability
+
+    console.print(table(reliability.HEADS, reliability.rows(read)))
+    if read["fit"]:
+        console.print(table(reliability.FIT_HEADS, reliability.fit_rows(read)))
+    console.print(reliability.verdict(read))
 
 
 def _verify_image(path: Path, key: Path | None, as_json: bool) -> None:

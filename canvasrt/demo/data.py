@@ -29,12 +29,20 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """``prefix`` is padded on the left. ``tasks`` are indices into ``TASKS``."""
+    """``prefix`` is padded on the left. ``tasks`` are indices into the task names.
+
+    Where the right probabilities are known: ``targets`` has those of every token, without a look at
+    the block, and ``slots`` is True where they leave the block open. Pictures come as patches.
+    """
 
     prefix: Tensor  # [batch, longest prefix]
     padding: Tensor  # [batch, longest prefix], True for padding
     block: Tensor  # [batch, canvas length]
     tasks: Tensor  # [batch]
+    targets: Tensor | None = None  # [batch, canvas length, vocabulary]
+    slots: Tensor | None = None  # bool [batch, canvas length]
+    pixels: Tensor | None = None  # [pictures, patches, 3 * patch^2] in [0, 1]
+    places: Tensor | None = None  # [pictures, patches, 2], (x, y) of each patch
 
 
 class Examples:

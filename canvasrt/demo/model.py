@@ -23,9 +23,12 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
+from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.demo import tokenizer as tok
 
 CANVAS_LENGTH = 32
+# Pixels of a patch, and patches of a soft token, each way.
+PATCH, POOL = 4, 3
 
 # A module of the stock class, whose attributes have no types.
 Stock = Any
@@ -35,8 +38,11 @@ ENCODER_LAYER_SCALARS = (1.0, 0.875, 1.125, 0.9375)
 DECODER_LAYER_SCALARS = (1.125, 1.0, 0.875, 1.0625)
 
 
-def build_config() -> DiffusionGemmaConfig:
-    """Return the released configuration's fields, at a size that a CPU can train."""
+def build_config(sees: bool = False) -> DiffusionGemmaConfig:
+    """Return the released configuration's fields, at a size that a CPU can train.
+
+    `sees`: with a vision tower that is worth training.
+    """
     # The class accepts these without declaring them.
     undeclared: dict[str, Any] = {
         "global_head_dim": 64,
@@ -77,17 +83,21 @@ def build_config() -> DiffusionGemmaConfig:
         eos_token_id=tok.EOS,
         bos_token_id=tok.BOS,
     )
-    # The class always builds a vision tower. The demo never sees an image, so it is as small as
-    # possible.
+    # The class always builds a vision tower. One that sees nothing is as small as possible.
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads, positions = 1, 16
+    if sees:
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        # The longest picture is one soft token high.
+        heads, positions = 2, SOFT_TOKENS * POOL
     vision = Gemma4VisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
+        **size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         head_dim=16,
-        patch_size=4,
-        position_embedding_size=16,
+        patch_size=PATCH,
+        pooling_kernel_size=POOL,
+        position_embedding_size=positions,
     )
     return DiffusionGemmaConfig(
         text_config=text,
@@ -137,6 +147,36 @@ def build_model() -> DiffusionGemmaForBlockDiffusion:
     return model
 
 
+def sees(config: DiffusionGemmaConfig) -> bool:
+    """Return whether a demo's vision tower is one that is trained."""
+    vision: Any = config.vision_config
+    return bool(vision.num_hidden_layers > 1)
+
+
+def add_sight(blind: Stock) -> DiffusionGemmaForBlockDiffusion:
+    """Return the same model with an untrained vision tower of a useful size, in fp32."""
+    model: Stock = DiffusionGemmaForBlockDiffusion(build_config(sees=True)).float()
+    model.generation_config = build_generation_config()
+    known = {name: value for name, value in blind.state_dict().items() if "vision" not in name}
+    left_out = model.load_state_dict(known, strict=False)
+    assert not left_out.unexpected_keys
+    assert all("vision" in each for each in left_out.missing_keys)
+    tower = model.model.encoder.vision_tower
+    nn.init.zeros_(tower.patch_embedder.position_embedding_table)
+    for name, parameter in tower.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.orthogonal_(parameter)
+        elif name.endswith("q_norm.weight"):
+            nn.init.constant_(parameter, parameter.numel() ** -0.5)
+    # As large as the embeddings of text.
+    scale = (
+        model.model.decoder.embed_tokens.weight.std() * model.config.text_config.hidden_size**0.5
+    )
+    projection = model.model.encoder.embed_vision.embedding_projection.weight
+    nn.init.normal_(projection, std=float(scale.detach()) * projection.shape[1] ** -0.5)
+    return model
+
+
 @dataclass
 class Prefix:
     """What the canvas attends to: every layer's keys and values of left-padded clean tokens."""
@@ -153,13 +193,18 @@ class FastForward:
     def __init__(self, model: Stock) -> None:
         self.config = model.config.text_config
         self.decoder = model.model.decoder
+        self.see = model.model.encoder.get_image_features
         self.encoder_scalars = [
             layer.layer_scalar for layer in model.model.encoder.language_model.layers
         ]
         self.decoder_scalars = [layer.layer_scalar for layer in self.decoder.layers]
 
-    def encode(self, tokens: Tensor, padding: Tensor) -> Prefix:
-        """Run a causal pass over left-padded clean tokens [batch, length]."""
+    def encode(self, tokens: Tensor, padding: Tensor, features: Tensor | None = None) -> Prefix:
+        """Run a causal pass over left-padded clean tokens [batch, length].
+
+        `features` [soft tokens of the whole batch, width] take the places of its image tokens.
+        Those of one image see each other.
+        """
         length = tokens.shape[1]
         age = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         # A padded query sees itself; otherwise its softmax would have nothing to sum.
@@ -169,6 +214,12 @@ class FastForward:
             "sliding_attention": causal & (age < self.config.sliding_window),
         }
         hidden = self._embed(tokens)
+        if features is not None:
+            inside = tokens == tok.IMAGE
+            hidden = hidden.masked_scatter(inside[..., None], features)
+            group = (inside & ~inside.roll(1, -1)).cumsum(-1)
+            same = (group[:, :, None] == group[:, None, :]) & inside[:, :, None] & inside[:, None]
+            masks = {kind: mask | same[:, None] for kind, mask in masks.items()}
         rotary = self._rotary(hidden, 0, length)
         prefix = Prefix([], [], padding, hidden.new_zeros(()))
         for layer, kind, scalar in zip(

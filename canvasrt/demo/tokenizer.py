@@ -31,8 +31,12 @@ CHAT_TEMPLATE = """\
 {%- if message['content'] is string -%}
 {{- message['content'] | trim -}}
 {%- else -%}
-{%- for item in message['content'] if item['type'] == 'text' -%}
+{%- for item in message['content'] -%}
+{%- if item['type'] == 'text' -%}
 {{- item['text'] | trim -}}
+{%- elif item['type'] == 'image' -%}
+{{- '<|image|>' -}}
+{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {{- '<turn|>\\n' -}}

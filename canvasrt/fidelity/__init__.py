@@ -1,6 +1,13 @@
 """The quality report of `canvasrt verify --reference`: how close a bundle is to transformers."""
 
 from canvasrt.fidelity.report import failures, finite, measure
-from canvasrt.fidelity.write import check_report_folder, write_report
+from canvasrt.fidelity.write import check_report_folder, write_decisions, write_report
 
-__all__ = ["check_report_folder", "failures", "finite", "measure", "write_report"]
+__all__ = [
+    "check_report_folder",
+    "failures",
+    "finite",
+    "measure",
+    "write_decisions",
+    "write_report",
+]

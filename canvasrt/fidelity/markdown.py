@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from canvasrt.fidelity.reliability import lines
+
 Json = dict[str, Any]
 
 
@@ -48,6 +50,8 @@ def _lines(report: Json, title: str) -> Iterator[str]:
     if report["answers"]:
         rows = answer_rows(report)
         yield from _section("Exact answers", answers_note(report), ANSWER_HEADS, rows)
+    if report.get("decisions"):
+        yield from lines(report["decisions"])
     if report["pace"]:
         yield from _section("Pace", pace_note(report), PACE_HEADS, pace_rows(report))
     if report["segments"]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from canvasrt.fidelity import markdown as text
 from canvasrt.fidelity.plots import plots
+from canvasrt.fidelity.reliability import sections as reliability_sections
 from canvasrt.pages import render, section
 
 Json = dict[str, Any]
@@ -36,6 +37,8 @@ def _blocks(report: Json, drawn: Json) -> Iterator[Json]:
         answers = [(text.ANSWER_HEADS, text.answer_rows(report))]
         note = text.answers_note(report)
         yield section("Exact answers", note, drawn["answers"], answers) | {"last_is_total": True}
+    if report.get("decisions"):
+        yield from reliability_sections(report["decisions"])
     if report["pace"]:
         pace = [(text.PACE_HEADS, text.pace_rows(report))]
         yield section("Pace", text.pace_note(report), drawn.get("pace"), pace)

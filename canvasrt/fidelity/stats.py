@@ -59,7 +59,7 @@ class Series:
 Interval = tuple[float, float]
 
 
-def wilson(right: int, asked: int) -> Interval:
+def wilson(right: float, asked: int) -> Interval:
     """Return the 95% interval of a share (Wilson 1927)."""
     share, z = right / asked, Z95**2 / asked
     middle = share + z / 2

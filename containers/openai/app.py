@@ -95,7 +95,7 @@ class Front:
         fetcher = Fetcher() if self.options.allow_remote_images else None
         limits = Limits(self.options.max_n, self.options.about.get("max_context"))
         self._completions = Completions(self._upstream, self.metrics, fingerprint, limits, fetcher)
-        self.decisions = Decisions(self._upstream, self.metrics)
+        self.decisions = Decisions(self._upstream, self.metrics, fetcher)
         self.tokens = Tokens(self._upstream, limits.max_context)
         yield
         await self._upstream.close()

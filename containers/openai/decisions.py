@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -14,16 +14,21 @@ from starlette.responses import JSONResponse, Response
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.inputs import image_inputs
+from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import CALLER
+from canvasrt.containers.openai.remote import Fetcher, inline
+from canvasrt.containers.openai.responses import renamed
 from canvasrt.containers.openai.schema import Note, Strict
 from canvasrt.containers.openai.upstream import Upstream
 from canvasrt.containers.tensors import OWNER
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import default_prompt
 from canvasrt.runtime.answers.questions import text_of
+from canvasrt.runtime.pictures import BUDGETS
 
-Messages = list[dict[str, str]]
+_OWN = ("samples", "steps", "layout", "temperatures")
 _ROLES = {"user": "user", "developer": "system", "system": "system", "assistant": "assistant"}
 MAX_OPTIONS = 26  # of a System One question
 
@@ -35,16 +40,19 @@ class _Ask(Strict):
     samples: int | None = None
     steps: int | None = None
     layout: str | None = None
+    temperatures: dict[str, float] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    image_tokens: Literal[BUDGETS] | None = None  # type: ignore[valid-type]
 
-    def inputs(self, messages: Messages, questions: list[Any]) -> dict[str, Any]:
+    def inputs(self, chat: Chat, questions: list[Any]) -> dict[str, Any]:
         """Return the inputs of the served model."""
-        own = {name: getattr(self, name) for name in ("samples", "steps", "layout")}
+        own = {name: getattr(self, name) for name in _OWN}
         asked = {name: value for name, value in own.items() if value is not None}
         return {
-            "messages": json.dumps(messages),
+            "messages": json.dumps(chat.messages),
             "questions": json.dumps({"questions": questions, **asked}),
             "seed": self.seed or 0,
+            **image_inputs(chat, self.image_tokens),
         }
 
 
@@ -78,13 +86,18 @@ class InfillRequest(Strict):
 class Decisions:
     """Answers requests with questions, or with gaps, through one upstream."""
 
-    def __init__(self, upstream: Upstream, metrics: FrontMetrics) -> None:
+    def __init__(
+        self, upstream: Upstream, metrics: FrontMetrics, fetcher: Fetcher | None = None
+    ) -> None:
+        """Without a `fetcher`, remote images are refused."""
         self._upstream = upstream
         self._metrics = metrics
+        self._fetcher = fetcher
 
     async def decide(self, request: Request, body: DecisionRequest) -> Response:
         """Answer in OpenAI's shape."""
-        inputs = body.inputs(_messages(body.input), body.questions)
+        chat = await self._chat(body.input)
+        inputs = body.inputs(chat, body.questions)
         final = await unless_disconnected(request.receive, self._ask(inputs, request))
         count = len(final.prompt_token_ids)
         usage = {
@@ -112,7 +125,8 @@ class Decisions:
         state = body.state if isinstance(body.state, str) else json.dumps(body.state)
         if not state.strip():
             raise bad_request("state is empty.", "state", "invalid_value")
-        inputs = body.inputs([{"role": "user", "content": state}], list(asked.values()))
+        chat = Chat([{"role": "user", "content": state}], [])
+        inputs = body.inputs(chat, list(asked.values()))
         try:
             final = await unless_disconnected(request.receive, self._ask(inputs, request))
         except ApiError as error:
@@ -149,6 +163,16 @@ class Decisions:
         own = {"seed": final.seed}
         return JSONResponse({"model": body.model, **found, "usage": usage, "canvasrt": own})
 
+    async def _chat(self, given: Any) -> Chat:
+        """Return the chat in `input`, with its images fetched and decoded."""
+        messages = _messages(given)
+        try:
+            if self._fetcher is not None:
+                await inline(messages, self._fetcher)
+            return read_messages(messages)
+        except ApiError as error:
+            raise renamed(error) from None
+
     async def _ask(self, inputs: Mapping[str, Any], request: Request) -> StreamEvent:
         """Return the one event that answers."""
         owner = {OWNER: str(request.scope.get(CALLER, ""))}
@@ -158,7 +182,7 @@ class Decisions:
         return final
 
 
-def _messages(given: Any) -> Messages:
+def _messages(given: Any) -> list[dict[str, Any]]:
     """Return the chat in `input`: a string, or messages and calls of tools with their outputs."""
     try:
         if isinstance(given, str):
@@ -171,19 +195,45 @@ def _messages(given: Any) -> Messages:
         raise bad_request(f"{error.message}: {error.hint}.", path, "invalid_value") from None
 
 
-def _message(item: Any, path: str) -> dict[str, str]:
+def _message(item: Any, path: str) -> dict[str, Any]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = item.get("role")
         if role not in _ROLES:
             raise CanvasError(f"{path}.role is {role!r}", f"give one of {', '.join(_ROLES)}")
-        return {"role": _ROLES[role], "content": text_of(item.get("content"), f"{path}.content")}
+        return {"role": _ROLES[role], "content": _content(item.get("content"), f"{path}.content")}
     if kind in ("function_call", "custom_tool_call"):
         given = item.get("arguments" if kind == "function_call" else "input")
         return {"role": "assistant", "content": f"{item.get('name')}: {given}"}
     if kind in ("function_call_output", "custom_tool_call_output"):
         return {"role": "user", "content": text_of(item.get("output"), f"{path}.output")}
     raise CanvasError(f"{path} is not a message", "give messages, calls or their outputs")
+
+
+def _content(content: Any, path: str) -> str | list[dict[str, Any]]:
+    """Return the text of a message; with images, a chat's parts."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return text_of(content, path)
+    return [
+        _image(each, f"{path}[{i}]")
+        if _is_image(each)
+        else {"type": "text", "text": text_of([each], f"{path}[{i}]")}
+        for i, each in enumerate(content)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "image_url")
+
+
+def _image(part: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return an image part as a chat has it."""
+    image = part.get("image_url")
+    if isinstance(image, str):
+        image = {"url": image, "detail": part.get("detail")}
+    if not isinstance(image, dict):
+        raise CanvasError(f"{path} has no image_url", "give a data URL")
+    return {"type": "image_url", "image_url": image}
 
 
 def _own_question(question: Any, name: str) -> dict[str, Any]:

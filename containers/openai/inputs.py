@@ -10,7 +10,7 @@ from typing import Any
 
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.formats import grammar_of
-from canvasrt.containers.openai.messages import read_messages
+from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.schema import (
     MAX_ANSWERS,
     OWN,
@@ -61,15 +61,21 @@ def inputs_of(
 
 def _chat(request: ChatRequest) -> dict[str, Any]:
     chat = read_messages(request.messages, request.ignored)
-    inputs = {"messages": json.dumps(chat.messages), **template_inputs(request)}
-    if chat.images:
-        most = request.image_tokens or _IMAGE_TOKENS
-        inputs["images"] = [file for file, _ in chat.images]
-        # OpenAI's low detail is the smallest budget; a higher one than the request's is not to be had.
-        inputs["image_tokens"] = [
-            min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images
-        ]
-    return inputs
+    return {
+        "messages": json.dumps(chat.messages),
+        **template_inputs(request),
+        **image_inputs(chat, request.image_tokens),
+    }
+
+
+def image_inputs(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
+    """Return a chat's images, and the most soft tokens of each; nothing for a chat without any."""
+    if not chat.images:
+        return {}
+    most = image_tokens or _IMAGE_TOKENS
+    # OpenAI's low detail is the smallest budget; a higher one than the request's is not to be had.
+    budgets = [min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images]
+    return {"images": [file for file, _ in chat.images], "image_tokens": budgets}
 
 
 def _check_size(prompts: Sequence[dict[str, Any]], n: int, max_context: int | None) -> None:

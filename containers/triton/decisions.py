@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,18 @@ from canvasrt.containers.tensors import read_messages
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import InfillResult, filled
 from canvasrt.runtime.answers.layout import Ask
-from canvasrt.runtime.answers.questions import answers
 from canvasrt.runtime.answers.read import ReadRequest, ReadResult
 from canvasrt.runtime.generator import Event, Finished, Result
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tokenizer import Tokenizer
 
 
 def read_decisions(
-    values: Mapping[str, Any], model: Model, tokenizer: Tokenizer | None
+    values: Mapping[str, Any],
+    model: Model,
+    tokenizer: Tokenizer | None,
+    pictures: Sequence[Picture] = (),
 ) -> tuple[Ask, ReadRequest]:
     """Return the questions of a caller's inputs, and the read that answers them. CanvasError names
     the path of what is wrong."""
@@ -37,7 +40,7 @@ def read_decisions(
         messages = read_messages(values["messages"])
     else:
         messages = [{"role": "user", "content": values["prompt"]}]
-    return ask, ask.request(messages, model, tokenizer, int(values.get("seed") or 0))
+    return ask, ask.request(messages, model, tokenizer, int(values.get("seed") or 0), pictures)
 
 
 class _Replies:
@@ -64,7 +67,7 @@ class DecisionReplies(_Replies):
 
     def _shown(self, result: Result) -> Mapping[str, Any]:
         assert isinstance(result, ReadResult)
-        return {"answers": answers(self._ask.questions, result.draws)}
+        return {"answers": self._ask.answers(result.draws)}
 
 
 class InfillReplies(_Replies):

@@ -56,10 +56,8 @@ def read_request(
     params = SamplingParams.from_defaults(model.sampler, model.config, **given)
     params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
     if "questions" in values:
-        if "images" in values:
-            raise CanvasError("questions are not supported with images", "send text alone")
         encoder.check(values)
-        ask, read = read_decisions(values, model, encoder.tokenizer)
+        ask, read = read_decisions(values, model, encoder.tokenizer, _pictures(values, model))
         read.check_limits(options.max_steps, options.max_passes)
         return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
     stops = check_stops(values.get("stop") or ())

@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.questions import Question, read_questions
+from canvasrt.runtime.answers.questions import TYPES, Question, read_questions, tempered
 from canvasrt.runtime.answers.read import MAX_SAMPLES, MAX_STEPS, ReadRequest
 from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.pictures import Picture, insert
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Message, Tokenizer
 
 LAYOUTS = ("letters", "bare")
-_ASK = "Answer every question about the text above with the letter of one option."
-_FIELDS = ("questions", "samples", "steps", "layout")
+_ASK = "Answer each with one letter."
+_FIELDS = ("questions", "samples", "steps", "layout", "temperatures")
+_COLDEST, _HOTTEST = 0.01, 100.0
 
 
 @dataclass(frozen=True)
 class Ask:
     """Questions, and how to read them. `letters` lists them with lettered options in the prompt and
     reads letters, many to a canvas. `bare` leaves the prompt as it is, and the whole answer is one
-    of the question's own options, a canvas each."""
+    of the question's own options, a canvas each. `temperatures` by type of question divide the
+    log-probabilities of options; 1 leaves them alone."""
 
     questions: tuple[Question, ...]
     samples: int = 1
     steps: int = 1
     layout: Literal["letters", "bare"] = "letters"
+    temperatures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: Any) -> Ask:
-        """Read questions, samples, steps and layout. CanvasError names the path of what is wrong."""
+        """Read the fields of a request. CanvasError names the path of what is wrong."""
         if not isinstance(data, Mapping):
             raise CanvasError("questions is not an object", "give a list as its field questions")
         for name in data:
@@ -46,13 +52,19 @@ class Ask:
         layout = data.get("layout", "letters")
         if layout not in LAYOUTS:
             raise CanvasError(f"layout is {layout!r}", f"give one of {', '.join(LAYOUTS)}")
-        return cls(tuple(read_questions(data.get("questions"))), samples, steps, layout)
+        questions = tuple(read_questions(data.get("questions")))
+        return cls(questions, samples, steps, layout, _temperatures(data.get("temperatures")))
 
     def request(
-        self, messages: Sequence[Message], model: Model, tokenizer: Tokenizer, seed: int
+        self,
+        messages: Sequence[Message],
+        model: Model,
+        tokenizer: Tokenizer,
+        seed: int,
+        pictures: Sequence[Picture] = (),
     ) -> ReadRequest:
-        """Return the read that answers the questions about a chat. CanvasError if some label or
-        template does not fit."""
+        """Return the read that answers the questions about a chat with these images. CanvasError if
+        some label or template does not fit."""
         make = _letters if self.layout == "letters" else _bare
         templates = make(self.questions, model, tokenizer)
         asked = messages if self.layout == "bare" else with_questions(messages, self.questions)
@@ -60,7 +72,16 @@ class Ask:
             model.sampler, model.config, seed=seed, max_denoising_steps=self.steps
         )
         ids = tokenizer.encode_chat(asked)
-        return ReadRequest(ids, templates, params, self.samples)
+        if pictures:
+            ids = insert(ids, pictures, model.config)
+        return ReadRequest(ids, templates, params, self.samples, pictures=pictures)
+
+    def answers(self, draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+        """Return every question's answer, in order, from probabilities `[samples, options]` each."""
+        return [
+            question.answer(tempered(each, self.temperatures.get(question.type, 1.0)))
+            for question, each in zip(self.questions, draws, strict=True)
+        ]
 
 
 def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -> list[Message]:
@@ -69,7 +90,35 @@ def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -
     *before, last = messages
     if last["role"] != "user":
         return [*messages, {"role": "user", "content": text}]
-    return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+    return [*before, {**last, "content": _followed(last["content"], text)}]
+
+
+def _followed(content: Any, text: str) -> Any:
+    """Return a message's content with `text` at its end, after an empty line."""
+    if isinstance(content, str):
+        return f"{content}\n\n{text}"
+    *parts, last = content
+    if last["type"] != "text":
+        return [*content, {"type": "text", "text": text}]
+    return [*parts, {**last, "text": f"{last['text']}\n\n{text}"}]
+
+
+def _temperatures(data: Any) -> dict[str, float]:
+    """Return temperatures by type of question."""
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping):
+        raise CanvasError("temperatures is not an object", 'give {"choice": 1.5} and the like')
+    for name, value in data.items():
+        if name not in TYPES:
+            raise CanvasError(f"temperatures.{name} is unknown", f"give {', '.join(TYPES)}")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not _COLDEST <= value <= _HOTTEST:
+            raise CanvasError(
+                f"temperatures.{name} is {value!r}",
+                f"give a number from {_COLDEST:g} to {_HOTTEST:g}",
+            )
+    return dict(data)
 
 
 def _asked(number: int, question: Question) -> str:
@@ -111,7 +160,8 @@ def _letters(
         if len(groups) == 1 or not numbered:
             break
     return tuple(
-        _template([(n, *pieces[n]) for n in group], newline, end, filler, model) for group in groups
+        _template([(n, *pieces[n]) for n in group], newline, (end,), filler, model)
+        for group in groups
     )
 
 
@@ -124,12 +174,15 @@ def _bare(
     for number, question in enumerate(questions):
         texts = [tokenizer.encode(option.text, False) for option in question.options]
         labels = labels_of(texts, end, filler, question.options_path)
-        if labels.width + 1 > model.canvas_length:
+        # Labels of several lengths hold the end of the answer themselves.
+        last = (end,) if len({len(text) for text in texts}) == 1 else ()
+        size = labels.width + len(last)
+        if size > model.canvas_length:
             raise CanvasError(
-                f"{question.options_path} needs {labels.width + 1} tokens",
+                f"{question.options_path} needs {size} tokens",
                 f"a canvas has {model.canvas_length}: give shorter options",
             )
-        made.append(_template([(number, (), labels)], (), end, filler, model))
+        made.append(_template([(number, (), labels)], (), last, filler, model))
     return tuple(made)
 
 
@@ -141,12 +194,20 @@ def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None
 
 
 def end_of_answer(model: Model, tokenizer: Tokenizer | None) -> int:
-    """Return the token that ends an answer: the one that closes a turn, if the model has it."""
+    """Return the token that ends an answer: the one that closes a turn, if the model has it.
+
+    CanvasError for a model without either.
+    """
     ids = model.config.eos_token_ids
-    if tokenizer is None:
-        return ids[0]
-    turn = tokenizer.encode("<turn|>", False)
-    return turn[0] if len(turn) == 1 and turn[0] in ids else ids[0]
+    turn = [] if tokenizer is None else tokenizer.encode("<turn|>", False)
+    if len(turn) == 1 and (turn[0] in ids or not ids):
+        return turn[0]
+    if not ids:
+        raise CanvasError(
+            "the checkpoint names no token that ends an answer",
+            "add eos_token_id to its generation_config.json, and build it again",
+        )
+    return ids[0]
 
 
 def _packed(
@@ -173,7 +234,7 @@ def _packed(
 def _template(
     parts: Sequence[tuple[int, tuple[int, ...], Labels]],
     newline: tuple[int, ...],
-    end: int,
+    end: tuple[int, ...],
     filler: int,
     model: Model,
 ) -> Template:
@@ -184,6 +245,6 @@ def _template(
         tokens += [*newline, *lead] if tokens else lead
         slots.append(Slot(question, len(tokens), labels))
         tokens += labels.tokens[0]
-    tokens.append(end)
+    tokens += end
     size = next(each for each in model.canvas_sizes if each >= len(tokens))
     return Template((*tokens, *[filler] * (size - len(tokens))), tuple(slots))

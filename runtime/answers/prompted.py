@@ -8,23 +8,32 @@ import numpy as np
 
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import EncodeInput
+from canvasrt.runtime.pictures import Picture, groups_of, next_part
 from canvasrt.runtime.prefix import Chunk, chunks_of
 
 
 class Prompted:
-    """Tokens that wait for their encoding, prompt first; the generator takes them chunk by chunk."""
+    """Tokens that wait for their encoding, prompt first; the generator takes them chunk by chunk.
+
+    A prompt with `pictures` is all that is ever encoded.
+    """
 
     # It keeps its place in the batch until it has ended: a search may be under way.
     parks = False
 
-    def __init__(self, prompt: Sequence[int], model: Model) -> None:
+    def __init__(
+        self, prompt: Sequence[int], model: Model, pictures: Sequence[Picture] = ()
+    ) -> None:
         self.row = model.new_row()
         self.owner = ""
         self.passes = self.turn = 0  # in all, and since it got its place
         self.pending = np.array(prompt, np.int64)
         # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
-        self.chunks = chunks_of(self.pending, model.prefill_chunk)
-        self.shares = True
+        self.shares = not pictures
+        self.chunks = chunks_of(self.pending, model.prefill_chunk) if self.shares else []
+        self._pictures = pictures
+        self._groups = groups_of(self.pending, pictures, model.config)
+        self._see = model.see
         self.prompt = [int(token) for token in prompt]
         self.cached = 0
         self._chunk_size = model.prefill_chunk
@@ -41,6 +50,10 @@ class Prompted:
 
     def next_chunk(self) -> EncodeInput:
         """Return the tokens to encode next."""
+        if self._pictures:
+            groups = self._groups[-self.pending.size :]
+            part = next_part(self.pending, groups, self._pictures, self._chunk_size, self._see)
+            return EncodeInput(self.row, *part)
         size = self.chunks[0].size if self.chunks else self._chunk_size
         return EncodeInput(self.row, self.pending[:size])
 

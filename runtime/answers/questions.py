@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +141,7 @@ def _part(part: Any, path: str) -> str:
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
     if kind in ("input_image", "image_url"):
-        raise CanvasError(f"{path} is an image, which this server does not read", "send text")
+        raise CanvasError(f"{path} is an image, and only input takes them", "send text")
     raise CanvasError(f"{path} is not a part of a text", "give input_text or input_json")
 
 
@@ -151,6 +151,12 @@ def _error(draws: np.ndarray) -> float | None:
     return None if count < 2 else float(draws.std(ddof=1) / count**0.5)
 
 
-def answers(questions: Sequence[Question], draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """Return every question's answer, in order."""
-    return [q.answer(each) for q, each in zip(questions, draws, strict=True)]
+def tempered(draws: np.ndarray, temperature: float) -> np.ndarray:
+    """Return probabilities `[..., options]` with their logarithms divided by a temperature."""
+    if temperature == 1:
+        return draws
+    # A probability of zero stays zero.
+    with np.errstate(divide="ignore"):
+        logs = np.log(draws) / temperature
+    shares = np.exp(logs - logs.max(axis=-1, keepdims=True))
+    return np.asarray(shares / shares.sum(axis=-1, keepdims=True))

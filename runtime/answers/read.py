@@ -18,6 +18,7 @@ from canvasrt.runtime.host_sampler import told_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden, hidden_input
+from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.request import Event, Finished, FinishReason, Result, Timings
 from canvasrt.runtime.sampling import SamplingParams
 
@@ -37,9 +38,11 @@ class ReadRequest:
     params: SamplingParams
     samples: int = 1
     owner: str = ""  # the caller, between whom the passes are shared
+    pictures: Sequence[Picture] = ()  # one for each run of image tokens in the prompt
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for an empty or foreign prompt, or one that does not fit the context."""
+        groups_of(self.prompt_token_ids, self.pictures, config)
         count, room = len(self.prompt_token_ids), max(len(t.tokens) for t in self.templates)
         if not count or not all(0 <= t < config.vocab_size for t in self.prompt_token_ids):
             raise CanvasError(
@@ -81,7 +84,7 @@ class ActiveRead(Prompted):
     """
 
     def __init__(self, id: int, request: ReadRequest, model: Model, added: float) -> None:
-        super().__init__(request.prompt_token_ids, model)
+        super().__init__(request.prompt_token_ids, model, request.pictures)
         self.id = id
         self.finished = False
         self._request = request

@@ -44,15 +44,33 @@ class _Only(LogitsProcessor):
         return scores.masked_fill(~self.mask[None], float("-inf"))
 
 
-def cache_of(reference: Reference, prompt: Sequence[int]) -> DynamicCache:
-    """The cache of an encoded prompt."""
+def cache_of(
+    reference: Reference, prompt: Sequence[int], images: Mapping[str, torch.Tensor] | None = None
+) -> DynamicCache:
+    """The cache of an encoded prompt, with its images as transformers' processor returns them."""
     model = reference.model
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.tensor([list(prompt)])
+    seen: dict[str, object] = {}
+    if images is not None:
+        seen = {
+            "pixel_values": images["pixel_values"].float(),
+            "image_position_ids": images["image_position_ids"],
+            "attention_mask": model.model.encoder.create_masks_for_generate(
+                config=model.config,
+                inputs_embeds=torch.empty(*ids.shape, 0),
+                attention_mask=None,
+                past_key_values=cache,
+                position_ids=torch.arange(len(prompt))[None],
+                mm_token_type_ids=(ids == model.config.image_token_id).long(),
+            ),
+        }
     with torch.no_grad():
         model.model.encoder(
-            input_ids=torch.tensor([list(prompt)]),
+            input_ids=ids,
             past_key_values=cache,
             position_ids=torch.arange(len(prompt))[None],
+            **seen,
         )
     return cache
 

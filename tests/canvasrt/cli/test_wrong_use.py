@@ -29,6 +29,7 @@ WRONG = {
     "verify a b": "b",
     "verify a --questions -1": "--questions",
     "verify a --report r": "--report needs --reference",
+    "verify a --fit": "--fit, --samples and --steps need --decisions",
     # making
     "export": "CHECKPOINT",
     "export demo -o out -p int4": "cannot export graphs in 'int4'",

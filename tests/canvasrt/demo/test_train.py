@@ -10,10 +10,14 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 from safetensors.torch import load_file  # noqa: E402
 
 from canvasrt.demo.data import Examples  # noqa: E402
+from canvasrt.demo.mixture import Mixture  # noqa: E402
+from canvasrt.demo.model import FastForward, add_sight, build_model  # noqa: E402
 from canvasrt.demo.muon import orthogonalize  # noqa: E402
 from canvasrt.demo.tasks import TASKS  # noqa: E402
 from canvasrt.demo.tokenizer import PAD, TURN_END, build_tokenizer, chat_prompt  # noqa: E402
-from canvasrt.demo.train import train  # noqa: E402
+from canvasrt.demo.train import train, train_more  # noqa: E402
+from tests.helpers.reference import Reference  # noqa: E402
+from tests.helpers.told import cache_of  # noqa: E402
 
 
 def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
@@ -21,12 +25,64 @@ def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
     for run in ("first", "again"):
         train(seed=3, steps=2, out=tmp_path / run, save_every=100)
     first, again = (
-        load_file(tmp_path / run / "checkpoint/model.safetensors") for run in ("first", "again")
+        load_file(tmp_path / run / "first/model.safetensors") for run in ("first", "again")
     )
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name], again[name]) for name in first)
     twin = load_file(tmp_path / "first/undertrained/model.safetensors")
     assert any(not torch.equal(first[name], twin[name]) for name in first)
+
+
+def test_the_second_stage_goes_on_from_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("canvasrt.demo.train.BATCH_PARTS", (4, 4, 2))
+    for name, size in {"OLD_PARTS": (2, 2), "PLAIN": 2, "ASKED": 2, "PICTURES": (1, 1)}.items():
+        monkeypatch.setattr(f"canvasrt.demo.train.{name}", size)
+    train(seed=3, steps=1, out=tmp_path, save_every=100)
+    for run in ("one", "two"):
+        train_more(3, 1, tmp_path / "first", tmp_path / run, save_every=100)
+    start = load_file(tmp_path / "first/model.safetensors")
+    one, two = (
+        load_file(tmp_path / run / "checkpoint/model.safetensors") for run in ("one", "two")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in two)
+    moved = {name for name in one if name not in start or not torch.equal(one[name], start[name])}
+    assert any("experts" in name for name in moved)
+    model = transformers.DiffusionGemmaForBlockDiffusion.from_pretrained(
+        tmp_path / "one/checkpoint"
+    )
+    table = model.model.encoder.vision_tower.patch_embedder.position_embedding_table
+    assert table[:, :24].abs().max() > 0  # rows of the pictures' patches have been trained
+    assert (tmp_path / "one/checkpoint/preprocessor_config.json").is_file()
+
+
+def test_a_picture_in_training_is_the_stock_one():
+    """Soft tokens see each other; prefixes with pictures are padded like others."""
+    torch.manual_seed(0)
+    model = add_sight(build_model()).eval()
+    forward = FastForward(model)
+    batch = Mixture(build_tokenizer(), 32, 0).pictures(2, 1, 70)[0]
+    features = forward.see(batch.pixels, batch.places, return_dict=True).pooler_output
+    canvas = torch.randint(112, (2, 32))
+    fast, _ = forward.denoise(canvas, forward.encode(batch.prefix, batch.padding, features))
+    reference = Reference(model)
+    for row in range(2):
+        ids = batch.prefix[row][~batch.padding[row]]
+        seen = {
+            "pixel_values": batch.pixels[row, None],
+            "image_position_ids": batch.places[row, None],
+        }
+        cache = cache_of(reference, ids.tolist(), seen)
+        stock = model(decoder_input_ids=canvas[row, None], past_key_values=cache).logits[0]
+        torch.testing.assert_close(fast[row], stock, atol=1e-4, rtol=1e-4)
+
+
+def test_targets_are_the_known_probabilities():
+    mixture = Mixture(build_tokenizer(), 32, 0)
+    for batch in (*mixture.plain(20), *mixture.asked(20), *mixture.pictures(4, 4, 70)):
+        torch.testing.assert_close(batch.targets.sum(-1), torch.ones(len(batch.block), 32))
+        right = batch.targets.gather(-1, batch.block[..., None])[..., 0]
+        assert (right[~batch.slots] == 1).all()
+        assert (right > 0).all()  # what is drawn is possible
 
 
 def test_an_example_is_a_block_of_a_right_answer():

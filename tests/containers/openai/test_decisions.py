@@ -19,7 +19,6 @@ from canvasrt.containers.client.triton import Client
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.layout import Ask
-from canvasrt.runtime.answers.questions import answers
 from canvasrt.runtime.answers.read import ReadResult
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
@@ -52,7 +51,7 @@ def expected(engines: Bundle) -> list[dict[str, Any]]:
     request = ask.request([{"role": "user", "content": STATE}], model, tokenizer, 7)
     (result,) = Generator(model).run([request])
     assert isinstance(result, ReadResult)
-    return answers(ask.questions, result.draws)
+    return ask.answers(result.draws)
 
 
 def test_openai_client(openai: OpenAI, expected: list[dict[str, Any]]) -> None:
@@ -171,9 +170,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"role": "x", "content": "a"}]}, "input[0].role", "give one of"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0]",
-        "image",
+        "input[0].content[0].image_url.url",
+        "data URL",
     ),
+    ({"temperatures": {"choice": 0}}, "temperatures.choice", "0.01 to 100"),
+    ({"temperatures": {"essay": 1.0}}, "temperatures.essay", "predicate, choice, score"),
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"other": 1}, "other", "Unknown parameter"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,13 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 
 from canvasrt.containers.client.triton import Client
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.layout import Ask
+from canvasrt.runtime.answers.read import ReadResult
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.pictures import read_picture
 from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Reference
 from tests.helpers.scripted import Served, client_of, core, gemma_template, serving
@@ -33,8 +40,9 @@ SETTINGS: dict[str, Any] = {
 
 
 class Sighted(NamedTuple):
-    """A server whose random model sees, the model in transformers, and a client."""
+    """A server whose random model sees, its engines, the model in transformers, and a client."""
 
+    engines: Path
     served: Served
     reference: Reference
     client: OpenAI
@@ -65,7 +73,7 @@ def sighted(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iter
     bundle = export(checkpoint, folder / "graphs")
     loaded = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
     with serving(bundle) as served, client_of(served) as client:
-        yield Sighted(served, Reference(loaded), client)
+        yield Sighted(bundle.path, served, Reference(loaded), client)
 
 
 def url(image: Image.Image) -> str:
@@ -155,6 +163,52 @@ def test_tokens_are_those_of_transformers(
     http = f"127.0.0.1:{sighted.served.server.ports.http}"
     with Client(http, "http", timeout=60) as client:
         assert client.infer(inputs).token_ids == tokens
+
+
+def test_decisions_see_too(sighted: Sighted) -> None:
+    """Over OpenAI's API and Triton's: the probabilities of this process."""
+    model = open_model(sighted.engines, threads=1)
+    assert model.bundle is not None
+    tokenizer = Tokenizer.load(model.bundle)
+    questions: list[Any] = [{"type": "predicate", "instructions": "Is it noise?"}]
+    ask = Ask.from_json({"questions": questions})
+    image = noise(90, 70)
+    pictures = [read_picture(png(image), model.config.vision or {}, 70)]
+    parts: list[Any] = [{"type": "image"}, {"type": "text", "text": "Look."}]
+    chat = [{"role": "user", "content": parts}]
+    (result,) = Generator(model).run([ask.request(chat, model, tokenizer, 3, pictures)])
+    assert isinstance(result, ReadResult)
+    expected = ask.answers(result.draws)
+    content: list[Any] = [
+        {"type": "input_image", "image_url": url(image)},
+        {"type": "input_text", "text": "Look."},
+    ]
+
+    def decide(content: list[Any]) -> Any:
+        return sighted.client.decisions.create(
+            model="canvasrt",
+            input=[{"role": "user", "content": content}],
+            questions=questions,
+            extra_body={"seed": 3, "image_tokens": 70},
+        )
+
+    reply = decide(content)
+    assert [answer.to_dict() for answer in reply.answers] == expected
+    assert reply.usage.input_tokens == len(result.prompt_token_ids) > 60
+    other = decide([{**content[0], "image_url": url(noise(90, 70, 1))}, content[1]])
+    assert other.answers[0].probability != expected[0]["probability"]
+    inputs: dict[str, Any] = {
+        "messages": json.dumps(chat),
+        "images": [png(image)],
+        "image_tokens": [70],
+        "questions": json.dumps(questions),
+        "seed": 3,
+    }
+    with Client(sighted.grpc, "grpc", timeout=60) as client:
+        assert json.loads(client.infer(inputs).text)["answers"] == expected
+    remote = [{"type": "input_image", "image_url": "https://example.com/a.png"}]
+    with pytest.raises(BadRequestError, match=r"input\[0\].content\[0\].*--allow-remote-images"):
+        decide(remote)
 
 
 def test_responses_see_too(sighted: Sighted) -> None:

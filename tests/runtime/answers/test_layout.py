@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.layout import Ask, letters
-from canvasrt.runtime.answers.questions import answers
+from canvasrt.runtime.answers.layout import Ask, letters, with_questions
+from canvasrt.runtime.answers.questions import read_questions
 from canvasrt.runtime.answers.read import ReadRequest, ReadResult
 from canvasrt.runtime.generator import Generator
 from tests.helpers.reference import Pair
@@ -67,13 +67,36 @@ def test_the_demo_model_knows_its_sums(demo: Pair) -> None:
         ask, read = request(demo, text, questions=[choice(*options)], layout="bare", samples=4)
         (result,) = Generator(demo.model).run([read])
         assert isinstance(result, ReadResult)
-        (answer,) = answers(ask.questions, result.draws)
+        (answer,) = ask.answers(result.draws)
         assert answer["choice"] == options[0]
         assert answer["confidence"] > 0.9
         first = result.draws[0][:, 0]
         assert answer["probabilities"][0]["standard_error"] == pytest.approx(
             np.std(first, ddof=1) / 2
         )
+
+
+def test_questions_follow_the_text_of_a_message_with_images() -> None:
+    (question,) = read_questions([PREDICATE])
+    text = with_questions([{"role": "user", "content": "x"}], [question])[0]["content"]
+    assert text.startswith("x\n\nAnswer each with one letter.")
+    image = {"type": "image"}
+    parts = [image, {"type": "text", "text": "x"}]
+    (message,) = with_questions([{"role": "user", "content": parts}], [question])
+    assert message["content"] == [image, {"type": "text", "text": text}]
+    (message,) = with_questions([{"role": "user", "content": [image]}], [question])
+    assert message["content"] == [image, {"type": "text", "text": text.removeprefix("x\n\n")}]
+
+
+def test_a_temperature_is_for_its_own_type_of_question() -> None:
+    ask = Ask.from_json({"questions": [PREDICATE, choice("a", "b")], "temperatures": {"choice": 2}})
+    draws = [np.array([[0.9, 0.1]]), np.array([[0.9, 0.1]])]
+    predicate, chosen = ask.answers(draws)
+    assert predicate["probability"] == pytest.approx(0.9)
+    assert chosen["confidence"] == pytest.approx(0.75)  # a ratio of 9 becomes one of 3
+    for wrong in (3, {"choice": 0}, {"choice": True}, {"x": 1}):
+        with pytest.raises(CanvasError, match="temperatures"):
+            Ask.from_json({"questions": [PREDICATE], "temperatures": wrong})
 
 
 def test_a_question_that_fits_no_canvas_is_named(demo: Pair) -> None:

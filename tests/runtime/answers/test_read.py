@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.read import ReadRequest, ReadResult
@@ -13,8 +16,11 @@ from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.pictures import insert, read_picture
+from canvasrt.runtime.request import Finished
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair
 from tests.helpers.told import cache_of, told_steps
 
@@ -45,7 +51,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def expected(
-    pair: Pair, prompt: list[int], steps: int, draw: int, pins: dict[int, int], place: int, of: list
+    pair: Pair,
+    prompt: list[int],
+    steps: int,
+    draw: int,
+    pins: dict[int, int],
+    place: int,
+    of: list,
+    images: Any = None,
 ) -> np.ndarray:
     """The reference's probabilities of the tokens `of` at `place`, with `pins` in the slots."""
     given = params(pair, steps)
@@ -64,7 +77,7 @@ def expected(
                 tokens[i] = each[0]
         return uniforms, tokens
 
-    cache = cache_of(pair.reference, prompt)
+    cache = cache_of(pair.reference, prompt, images)
     done = told_steps(
         pair.reference, cache, len(prompt), noise(0)[1].tolist(), allowed, given, noise, steps
     )
@@ -92,6 +105,49 @@ def test_labels_have_the_probabilities_of_the_reference(
         assert tree.sum() == pytest.approx(1)
     assert result.steps == [2 * 2 * steps]
     assert np.abs(np.log(result.draws[0][0] / result.draws[0][1])).max() > 0.1  # draws differ
+
+
+def test_a_read_sees_images(tiny: Pair) -> None:
+    """A picture longer than the sliding window, and one that follows it, among text."""
+    images = [noise(90, 70), noise(30, 50, 1)]
+    pictures = [read_picture(png(each), tiny.model.config.vision or {}, 70) for each in images]
+    image = tiny.model.config.image_token_id
+    ids = insert([7, 8, 9, image, 10, image, *range(20, 40)], pictures, tiny.model.config)
+    request = ReadRequest(ids, (TEMPLATE,), params(tiny), pictures=pictures)
+    seen = Gemma4ImageProcessorPil(max_soft_tokens=70)(images, return_tensors="pt")
+    single = expected(tiny, ids, 1, 0, {20: 30}, 2, [7, 300, 45], seen)
+    assert read(tiny, request).draws[0][0] == pytest.approx(single, abs=1e-4)
+    other = replace(request, pictures=[replace(each, pixels=1 - each.pixels) for each in pictures])
+    assert np.abs(read(tiny, other).draws[0][0] - single).max() > 1e-3
+    with pytest.raises(CanvasError, match="runs of"):
+        read(tiny, replace(request, pictures=pictures[:1]))
+
+
+def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
+    request = ReadRequest([7], (TEMPLATE, TEMPLATE), params(tiny, steps=3), samples=5)
+    request.check_limits(3, 30)
+    request.check_limits(None, None)
+    with pytest.raises(CanvasError, match="steps is 3") as error:
+        request.check_limits(2, None)
+    assert "allows 2" in error.value.hint
+    with pytest.raises(CanvasError, match="30 denoising passes") as error:
+        request.check_limits(None, 29)
+    assert "allows 29" in error.value.hint
+
+
+@pytest.mark.parametrize(("owner", "place"), [("b", 1), ("a", 3)])
+def test_callers_take_turns(tiny: Pair, owner: str, place: int) -> None:
+    """One place in the batch, three reads of one caller, then one of another or of the same."""
+    request = ReadRequest([7, 8], (TEMPLATE,), params(tiny), samples=2, owner="a")
+    generator = Generator(tiny.model, 1)
+    for _ in range(3):
+        generator.add(request)
+    generator.step()  # the first one has its place now
+    last = generator.add(replace(request, owner=owner))
+    order = []
+    while not generator.idle:
+        order += [each.id for each in generator.step() if isinstance(each, Finished)]
+    assert order.index(last) == place
 
 
 def test_a_read_costs_one_pass_per_draw_and_fork(tiny: Pair, prompt: Prompt) -> None:

@@ -1,0 +1,175 @@
+"""Whether probabilities are right: expected calibration error, Brier score, reliability, and the
+temperatures that make them so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from canvasrt.fidelity.stats import wilson
+from canvasrt.runtime.answers.questions import TYPES, tempered
+
+Json = dict[str, Any]
+BINS = 10
+_SIMULATED = 500
+_LEAST = 1e-12  # probability, in logarithms
+_COLDEST, _HOTTEST, _ROUNDS = 0.05, 20.0, 40
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """One answered question.
+
+    draws: its probabilities, [samples, options]. right: how right each option is, [options]: 1 for
+    the right one, or the known probability of each.
+    """
+
+    type: str
+    group: str
+    draws: np.ndarray
+    right: np.ndarray
+
+    @property
+    def event(self) -> int:
+        """The option whose probability is checked: yes for a predicate, else the likeliest."""
+        return 0 if self.type == "predicate" else int(self.draws.mean(axis=0).argmax())
+
+    @property
+    def known(self) -> bool:
+        """Whether `right` is more than one observed answer."""
+        return bool(((self.right > 0) & (self.right < 1)).any())
+
+
+def summary(scored: Sequence[Scored], temperatures: Json | None = None) -> Json:
+    """Return counts, errors and the reliability of answers, at these temperatures by type."""
+    means = [_mean(each, (temperatures or {}).get(each.type, 1.0)) for each in scored]
+    shares = np.array([mean[each.event] for each, mean in zip(scored, means, strict=True)])
+    right = np.array([each.right[each.event] for each in scored])
+    best = [each.right[mean.argmax()] for each, mean in zip(scored, means, strict=True)]
+    firm = np.array([not each.known for each in scored])
+    briers = [
+        (mean**2).sum() - 2 * mean @ each.right + 1
+        for each, mean in zip(scored, means, strict=True)
+    ]
+    logs = [
+        -each.right @ np.log(np.maximum(mean, _LEAST))
+        for each, mean in zip(scored, means, strict=True)
+    ]
+    distances = [
+        0.5 * np.abs(mean - each.right).sum()
+        for each, mean in zip(scored, means, strict=True)
+        if each.known
+    ]
+    return {
+        "questions": len(scored),
+        "right": float(np.mean(best)),
+        "ece": ece(shares, right),
+        "ece_by_chance": _by_chance(shares, firm),
+        "brier": float(np.mean(briers)),
+        "log_loss": float(np.mean(logs)),
+        "distance": float(np.mean(distances)) if distances else None,
+        "bins": _bins(shares, right),
+    }
+
+
+def ece(shares: np.ndarray, right: np.ndarray) -> float:
+    """Return the expected calibration error of probabilities `[questions]`: |mean probability −
+    share of right ones| per bin of equal width, weighted by the bin's questions (Guo et al., 2017).
+    """
+    places = _place(shares)
+    gaps = np.bincount(places, shares - right, BINS)
+    return float(np.abs(gaps).sum() / len(shares))
+
+
+def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
+    """Return the error that exactly right probabilities show with so few questions: mean and 95th
+    percentile over simulated answers. Known probabilities have no chance in them."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(_SIMULATED if firm.any() else 1):
+        drawn = (random.random(len(shares)) < shares).astype(float)
+        found.append(ece(shares, np.where(firm, drawn, shares)))
+    return {"mean": float(np.mean(found)), "p95": float(np.percentile(found, 95))}
+
+
+def _bins(shares: np.ndarray, right: np.ndarray) -> list[Json]:
+    """Return the bins that hold questions, with 95% intervals (Wilson's)."""
+    places = _place(shares)
+    found = []
+    for number in range(BINS):
+        inside = places == number
+        count = int(inside.sum())
+        if count:
+            share = float(right[inside].mean())
+            found.append(
+                {
+                    "from": number / BINS,
+                    "questions": count,
+                    "probability": float(shares[inside].mean()),
+                    "right": share,
+                    "interval": wilson(share * count, count),
+                }
+            )
+    return found
+
+
+def _place(shares: np.ndarray) -> np.ndarray:
+    return np.minimum((shares * BINS).astype(np.int64), BINS - 1)
+
+
+def _mean(scored: Scored, temperature: float) -> np.ndarray:
+    return np.asarray(tempered(scored.draws, temperature).mean(axis=0))
+
+
+def fit(scored: Sequence[Scored]) -> dict[str, float]:
+    """Return the temperature of each type of question that gives the answers the least log loss."""
+    found = {}
+    for kind in TYPES:
+        own = [each for each in scored if each.type == kind]
+        if own:
+            found[kind] = _fit(own)
+    return found
+
+
+def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
+    """Return the answers at temperatures that were fitted without them: every second question at
+    the other half's."""
+    found: list[Scored | None] = [None] * len(scored)
+    for half in (0, 1):
+        temperatures = fit([each for i, each in enumerate(scored) if i % 2 != half])
+        for i, each in enumerate(scored):
+            if i % 2 == half:
+                draws = tempered(each.draws, temperatures.get(each.type, 1.0))
+                found[i] = Scored(each.type, each.group, draws, each.right)
+    return [each for each in found if each is not None]
+
+
+def _fit(scored: Sequence[Scored]) -> float:
+    def loss(log_temperature: float) -> float:
+        temperature = float(np.exp(log_temperature))
+        return sum(
+            float(-each.right @ np.log(np.maximum(_mean(each, temperature), _LEAST)))
+            for each in scored
+        )
+
+    return round(float(np.exp(_lowest(loss, np.log(_COLDEST), np.log(_HOTTEST)))), 3)
+
+
+def _lowest(loss: Callable[[float], float], low: float, high: float) -> float:
+    """Return where a function with one valley is lowest, by golden sections."""
+    ratio = (5**0.5 - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = loss(left), loss(right)
+    for _ in range(_ROUNDS):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = loss(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = loss(right)
+    return (low + high) / 2

@@ -1,0 +1,216 @@
+"""Labelled questions: reads them from a file, asks a bundle, and measures its probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from canvasrt.bundle import Bundle
+from canvasrt.demo.labelled import labelled
+from canvasrt.errors import CanvasError
+from canvasrt.fidelity.calibration import Scored, cross_fitted, fit, summary
+from canvasrt.progress import Progress, no_progress
+from canvasrt.runtime.answers.layout import Ask
+from canvasrt.runtime.answers.questions import TYPES, Question, text_of
+from canvasrt.runtime.answers.read import ReadRequest, ReadResult
+from canvasrt.runtime.generator import Finished, Generator
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.pictures import BUDGETS, read_picture
+from canvasrt.runtime.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+DEMO = "demo"
+_DEMO_CASES = 140  # per task
+_FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How questions are read: draws of noise, steps per read, and the first seed."""
+
+    samples: int = 1
+    steps: int = 1
+    seed: int = 0
+
+
+def measure_decisions(
+    bundle: Bundle,
+    file: str,
+    reading: Reading,
+    fitted: bool = False,
+    progress: Progress | None = None,
+) -> Json:
+    """Return how good a bundle's probabilities are for the questions of a file, or of the demo.
+
+    With `fitted`, also temperatures by type, and what they change: every half of the questions is
+    measured at the temperatures of the other half. CanvasError names what is wrong with the file.
+    """
+    show = progress or no_progress
+    items = _of_demo(bundle) if file == DEMO else read_labelled(Path(file))
+    scored = _answers(bundle, items, reading, show)
+    report = {
+        "file": file,
+        "samples": reading.samples,
+        "steps": reading.steps,
+        "seed": reading.seed,
+        **_by_part(scored),
+        "fit": None,
+    }
+    if fitted:
+        if len(scored) < 2:
+            raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
+        report["fit"] = {"temperatures": fit(scored), **_by_part(cross_fitted(scored))}
+    return report
+
+
+def _of_demo(bundle: Bundle) -> list[Json]:
+    """Return the demo's questions: those of its second stage only for a tower that it trained."""
+    vision = bundle.manifest.model.vision or {}
+    return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
+
+
+def _by_part(scored: Sequence[Scored]) -> Json:
+    """Return the measurements of all questions, of each type, and of each group."""
+    types = [kind for kind in TYPES if any(each.type == kind for each in scored)]
+    groups = list(dict.fromkeys(each.group for each in scored if each.group))
+    return {
+        "all": summary(scored),
+        "types": [
+            {"name": kind, **summary([each for each in scored if each.type == kind])}
+            for kind in types
+        ],
+        "groups": [
+            {"name": name, **summary([each for each in scored if each.group == name])}
+            for name in groups
+        ],
+    }
+
+
+def read_labelled(file: Path) -> list[Json]:
+    """Return the items of a file: JSON Lines, or a YAML or JSON list."""
+    import yaml
+
+    try:
+        text = file.read_text("utf-8")
+        if file.suffix == ".jsonl":
+            items = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            items = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
+        raise CanvasError(f"cannot read {file}: {error}", "give JSON Lines or YAML") from None
+    if not isinstance(items, list) or not items:
+        raise CanvasError(f"{file} has no labelled questions", "give a list of them")
+    for number, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise CanvasError(f"{file}: [{number}] is not an object", "give input and questions")
+        for name in item:
+            if name not in _FIELDS:
+                raise CanvasError(
+                    f"{file}: [{number}].{name} is unknown", f"give {', '.join(_FIELDS)}"
+                )
+    return [{**item, "images": _files(item, file, i)} for i, item in enumerate(items)]
+
+
+def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
+    names = item.get("images") or []
+    if not isinstance(names, list):
+        raise CanvasError(f"{file}: [{number}].images is not a list", "give the files' names")
+    try:
+        return [(file.parent / str(name)).read_bytes() for name in names]
+    except OSError as error:
+        raise CanvasError(f"{file}: [{number}].images: {error}", "give readable files") from None
+
+
+def _answers(
+    bundle: Bundle, items: Sequence[Json], reading: Reading, show: Progress
+) -> list[Scored]:
+    """Ask every question; item i is read with seed `seed + i`."""
+    model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
+    generator = Generator(model)
+    asked: dict[int, tuple[Ask, list[np.ndarray], str]] = {}
+    for number, item in enumerate(items):
+        try:
+            ask, right, request = _request(item, model, tokenizer, reading, number)
+            asked[generator.add(request)] = ask, right, str(item.get("group") or "")
+        except CanvasError as error:
+            raise CanvasError(f"[{number}]: {error.message}", error.hint) from None
+    found: dict[int, list[Scored]] = {}
+    while not generator.idle:
+        show("asking labelled questions", len(found), len(items))
+        for event in generator.step():
+            if isinstance(event, Finished):
+                assert isinstance(event.result, ReadResult)
+                ask, right, group = asked[event.id]
+                found[event.id] = [
+                    Scored(question.type, group, draws, each)
+                    for question, draws, each in zip(
+                        ask.questions, event.result.draws, right, strict=True
+                    )
+                ]
+    return [each for id in asked for each in found[id]]
+
+
+def _request(
+    item: Json, model: Model, tokenizer: Tokenizer, reading: Reading, number: int
+) -> tuple[Ask, list[np.ndarray], ReadRequest]:
+    listed = item.get("questions")
+    if not isinstance(listed, list):
+        raise CanvasError("questions is not a list", "give at least one question")
+    labels = ("answer", "probabilities")
+    plain = [
+        {name: value for name, value in each.items() if name not in labels}
+        if isinstance(each, Mapping)
+        else each
+        for each in listed
+    ]
+    fields = {"questions": plain, "samples": reading.samples, "steps": reading.steps}
+    ask = Ask.from_json({**fields, "layout": item.get("layout", "letters")})
+    right = [
+        right_of(question, each, f"questions[{i}]")
+        for i, (question, each) in enumerate(zip(ask.questions, listed, strict=True))
+    ]
+    files = item.get("images", [])
+    if files:
+        model.check_sees()
+    assert model.config.vision is not None or not files
+    most = item.get("image_tokens", max(BUDGETS))
+    pictures = [read_picture(file, model.config.vision or {}, most) for file in files]
+    parts: list[Json] = [{"type": "image"} for _ in files]
+    text = item.get("input") or ""
+    if text or not files:
+        parts.append({"type": "text", "text": text_of(text, "input")})
+    content = parts if files else parts[0]["text"]
+    chat = [{"role": "user", "content": content}]
+    return ask, right, ask.request(chat, model, tokenizer, reading.seed + number, pictures)
+
+
+def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndarray:
+    """Return how right each option is: 1 for the `answer`, or the known `probabilities`.
+
+    The answer is true or false for a predicate, a value for a choice, and a label for a score.
+    """
+    options: list[Any] = [each.value for each in question.options]
+    if "probabilities" in label:
+        shares = label["probabilities"]
+        if not isinstance(shares, list) or len(shares) != len(options):
+            raise CanvasError(f"{path}.probabilities has no number per option", "give all of them")
+        right = np.array(shares, np.float64)
+        if (right < 0).any() or abs(right.sum() - 1) > 1e-6:
+            raise CanvasError(f"{path}.probabilities do not add up to 1", "give a distribution")
+        return right
+    answer = label.get("answer")
+    if question.type == "predicate":
+        options, valid = [True, False], isinstance(answer, bool)
+    else:
+        valid = any(answer == each and type(answer) is type(each) for each in options)
+    if not valid:
+        raise CanvasError(
+            f"{path}.answer is {answer!r}", f"give one of {', '.join(map(str, options))}"
+        )
+    return np.eye(len(options))[options.index(answer)]

@@ -1,0 +1,79 @@
+"""`canvasrt verify --decisions` on a user's labelled questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.cli.app import run
+from tests.helpers.reference import Pair
+
+
+def item(left: int, right: int, answer: str) -> dict[str, Any]:
+    question = {
+        "type": "choice",
+        "instructions": "?",
+        "choices": [{"value": str(left + right + off)} for off in (0, 1, 10)],
+        "answer": answer,
+    }
+    group = "large" if left > 49 else "small"
+    return {"input": f"{left}+{right}=", "layout": "bare", "group": group, "questions": [question]}
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    """Twelve sums, of which one is labelled wrongly."""
+    items = [item(n, 90 - n, "90") for n in range(20, 80, 5)]
+    items[0] = item(20, 71, "92")
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("\n".join(map(json.dumps, items)) + "\n")
+    return file
+
+
+def test_probabilities_are_measured(
+    demo: Pair, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["verify", str(demo.bundle), "--decisions", str(labelled), "--samples", "2"]
+    assert run([*call, "--json", "--fit", "--report", str(tmp_path / "report")]) == 0
+    found = json.loads(capsys.readouterr().out)["decisions"]
+    assert found["all"]["questions"] == 12
+    assert found["all"]["right"] == pytest.approx(11 / 12)
+    # The wrong label is held against a sure answer.
+    assert found["all"]["ece"] == pytest.approx(1 / 12, abs=0.02)
+    assert found["all"]["brier"] == pytest.approx(2 / 12, abs=0.03)
+    assert [each["name"] for each in found["groups"]] == ["small", "large"]
+    assert found["fit"]["temperatures"]["choice"] > 1
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Reliability" in page
+    assert "<svg" in page
+    assert "Fitted temperatures" in (tmp_path / "report" / "report.md").read_text()
+    assert json.loads((tmp_path / "report" / "report.json").read_text()) == found
+    assert run(call) == 0
+    assert "calibrated probabilities would show" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no labelled questions"),
+        ("{", "cannot read"),
+        ('{"input": "x", "question": []}', "[0].question is unknown"),
+        ('{"input": "x"}', "[0]: questions is not a list"),
+        ('{"input": "x", "questions": [{"type": "essay"}]}', "questions[0].type is 'essay'"),
+        (
+            '{"input": "x", "questions": [{"type": "predicate", "instructions": "?"}]}',
+            "questions[0].answer is None",
+        ),
+        ('{"input": "x", "questions": [], "images": ["none.png"]}', "[0].images"),
+    ],
+)
+def test_wrong_files(
+    demo: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str
+) -> None:
+    file = tmp_path / "labelled.jsonl"
+    file.write_text(content)
+    assert run(["verify", str(demo.bundle), "--decisions", str(file)]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())

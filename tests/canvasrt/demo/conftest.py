@@ -1,0 +1,3 @@
+from tests.helpers.reference import demo
+
+__all__ = ["demo"]

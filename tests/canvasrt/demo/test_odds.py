@@ -1,0 +1,153 @@
+"""Tasks with known probabilities and pictures: the truth about them, and how they are trained on."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.demo.dots import (
+    COLORS,
+    MOST_DOTS,
+    PROMPTS,
+    RADIUS,
+    answer_of,
+    draw_dots,
+    questions_of,
+)
+from canvasrt.demo.labelled import labelled
+from canvasrt.demo.odds import CASES, cases, draw_case
+from canvasrt.fidelity.decisions import right_of
+from canvasrt.runtime.answers.layout import Ask
+from tests.helpers.reference import Pair
+
+
+@pytest.mark.parametrize(
+    ("task", "prompt", "shares"),
+    [
+        ("coin", r"coin 70% heads", {"heads": 0.7, "tails": 0.3}),
+        ("odds", r"odds 3:1 for \w or \w", {0: 0.75, 1: 0.25}),
+        ("wheel", r"wheel low 5 mid 3 high 2", {"low": 0.5, "mid": 0.3, "high": 0.2}),
+        ("draw", r"draw 1 to 10, over 7\?", {"yes": 0.3, "no": 0.7}),
+        ("compare", r"47 and 12, first larger\?", {"yes": 1.0, "no": 0.0}),
+    ],
+)
+def test_probabilities_are_those_that_the_prompt_states(
+    task: str, prompt: str, shares: dict[Any, float]
+) -> None:
+    rng = random.Random(0)
+    while not re.fullmatch(prompt, (case := CASES[task](rng)).prompt):
+        pass
+    found = dict(zip(case.outcomes, case.probabilities, strict=True))
+    named = {case.outcomes[k] if isinstance(k, int) else k: v for k, v in shares.items()}
+    assert found == pytest.approx(named)
+
+
+@pytest.mark.parametrize("task", CASES)
+def test_outcomes_happen_as_often_as_they_should(task: str) -> None:
+    rng = random.Random(1)
+    case = CASES[task](rng)
+    drawn = np.bincount([case.draw(rng) for _ in range(4000)], minlength=len(case.outcomes))
+    assert drawn / 4000 == pytest.approx(case.probabilities, abs=0.03)
+
+
+def test_questions_about_a_case_agree_with_its_outcomes() -> None:
+    rng = random.Random(2)
+    for _ in range(200):
+        case = CASES["wheel"](rng)
+        score, low, high = (case.shares(each) for each in case.questions)
+        assert score == pytest.approx(case.probabilities)
+        assert low == pytest.approx([score[0], 1 - score[0]])
+        assert high == pytest.approx([score[2], 1 - score[2]])
+        case = CASES["odds"](rng)
+        which, first, _ = case.questions
+        values = [each["value"] for each in which.data["choices"]]
+        shares = dict(zip(values, case.shares(which), strict=True))
+        assert case.shares(first)[0] == pytest.approx(shares[case.outcomes[0]])
+
+
+@pytest.mark.parametrize("task", CASES)
+def test_held_out_cases_are_never_trained_on(task: str) -> None:
+    held_out = {each.key for each in cases(task, 300)}
+    rng = random.Random(3)
+    assert held_out.isdisjoint(draw_case(task, "train", rng).key for _ in range(1000))
+    assert [each.prompt for each in cases(task, 5)] == [each.prompt for each in cases(task, 5)]
+
+
+def test_pictures_hold_the_dots_that_they_say() -> None:
+    rng = random.Random(4)
+    for _ in range(60):
+        dots = draw_dots(rng)
+        height, width = dots.pixels.shape[:2]
+        area = height * width
+        off = np.abs(dots.pixels.astype(int) - np.array(COLORS[dots.color])).max(-1) < 55
+        share = off.sum() / area
+        assert round(share / (np.pi * RADIUS**2)) == dots.count <= MOST_DOTS
+        assert answer_of(dots, PROMPTS[0]) == dots.color
+        assert answer_of(dots, PROMPTS[1]) == str(dots.count)
+        color, counted, named = questions_of(dots, rng)
+        assert color.data["choices"][color.options[0]]["value"] == dots.color
+        assert counted.data["choices"][counted.options[0]]["value"] == str(dots.count)
+        assert (named.data["instructions"] == f"{dots.color}?") == (named.options[0] == 0)
+
+
+def test_labelled_questions_are_questions() -> None:
+    sums = {"add, bare", "subtract, bare"}
+    assert {each["group"] for each in labelled(3, more=False)} == sums
+    items = labelled(3, more=True)
+    bare = {f"{name}, bare" for name in CASES}
+    assert {each["group"] for each in items} == {*sums, *CASES, *bare, "pictures"}
+    for item in items:
+        labels = ("answer", "probabilities")
+        asked = [
+            {name: value for name, value in each.items() if name not in labels}
+            for each in item["questions"]
+        ]
+        read = Ask.from_json({"questions": asked, "layout": item.get("layout", "letters")})
+        for question, each in zip(read.questions, item["questions"], strict=True):
+            shares = right_of(question, each, "questions[0]")
+            assert len(shares) == len(question.options)
+            assert sum(shares) == pytest.approx(1)
+
+
+def test_training_canvases_are_those_of_reads(demo: Pair) -> None:
+    """A closed question is trained on with the prompt, the canvas and the slots of a read."""
+    pytest.importorskip("torch")
+    from canvasrt.demo.mixture import Mixture
+    from canvasrt.demo.tokenizer import build_tokenizer
+
+    mixture = Mixture(build_tokenizer(), 32, 0)
+    for task in CASES:
+        case = draw_case(task, "train", mixture.rng)
+        whole: dict[str, Any] = {"type": "choice", "instructions": "?"}
+        whole["choices"] = [{"value": each} for each in case.outcomes]
+        bare, lettered = mixture._plain(case), mixture._asked(case)
+        shown = demo.tokenizer.decode(lettered.prefix, False)
+        # The example asks some of the questions, in some order.
+        numbered = {
+            number: each.data
+            for number in range(3)
+            for each in case.questions
+            if f"{number + 1}. {each.data['instructions']}\n" in shown
+        }
+        for layout, questions, example, text in (
+            ("bare", [whole], bare, case.prompt),
+            ("letters", [numbered[n] for n in sorted(numbered)], lettered, case.state),
+        ):
+            ask = Ask.from_json({"questions": questions, "layout": layout})
+            messages = [{"role": "user", "content": text}]
+            read = ask.request(messages, demo.model, demo.tokenizer, 0)
+            (template,) = read.templates
+            open_ = {
+                slot.begin + offset
+                for slot in template.slots
+                for offset in range(slot.labels.width)
+                if len(slot.labels.allowed((), offset)) > 1
+            }
+            assert example.prefix == list(read.prompt_token_ids)
+            assert open_ == set(example.slots.nonzero().flatten().tolist())
+            fixed = [i for i in range(32) if i not in open_]
+            assert [example.block[i] for i in fixed] == [template.tokens[i] for i in fixed]
