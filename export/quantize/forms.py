@@ -24,14 +24,25 @@ import onnx_ir as ir
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.formats import FORMATS, Codes
+from canvasrt.export.quantize.parts import (
+    BFLOAT16,
+    BLOCK_SCALES,
+    E4M3,
+    FACTOR,
+    FLOAT,
+    INPUT_SCALE,
+    SCALE,
+    SOFT_SCALE,
+    VALUES,
+    Quantized,
+    dtype_of,
+    initializer,
+)
+from canvasrt.export.quantize.table import Projection, Table
+from canvasrt.formats import FORMATS
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
 
-E4M3, FLOAT, BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
-# Suffixes of a weight's parts.
-VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
-FACTOR, INPUT_SCALE, SOFT_SCALE = "factor", "input_scale", "soft_scale"
 KEY_SCALE, VALUE_SCALE = "attention.key_scale", "attention.value_scale"
 # The first IR version with 4-bit numbers.
 _IR_VERSION = 11
@@ -53,9 +64,9 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
         if FORMATS[form.format].of_table:
-            _Table(model.graph, name, form).rewrite()
+            Table(model.graph, name, form).rewrite()
         elif name == TABLE:
-            _Projection(model.graph, name, form).rewrite()
+            Projection(model.graph, name, form).rewrite()
         else:
             _Product(model.graph, name, form).rewrite(inputs)
     model.opset_imports.setdefault(_TENSORRT, 1)
@@ -76,7 +87,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
     scales = []
     for place, layer in enumerate(layers):
         for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE)):
-            scale = _initializer(graph, f"layers.{place}.{suffix}", FLOAT, ())
+            scale = initializer(graph, f"layers.{place}.{suffix}", FLOAT, ())
             scales.append(str(scale.name))
             _read_cache(graph, f"past_{part}_{layer}", scale)
             _write_cache(graph, f"new_{part}_{layer}", scale)
@@ -86,11 +97,11 @@ def quantize_cache(model: ir.Model) -> list[str]:
 def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
     format = FORMATS[packed.format]
-    block_scales = _dtype(format.block_scales) if format.block_scales else FLOAT
+    block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT
     name = PROJECTION if name == TABLE and format.projects else name
     soft_scale = np.array(format.scale(1.0), np.float32)
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
-        (VALUES, _dtype(format.codes), packed.shape, packed.values),
+        (VALUES, dtype_of(format.codes), packed.shape, packed.values),
         (BLOCK_SCALES, block_scales, (), packed.block_scales),
         (SCALE, FLOAT, (), packed.scale),
         (INPUT_SCALE, FLOAT, (), packed.input_scale),
@@ -104,10 +115,6 @@ def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]
         if data.dtype == np.float32 and found.dtype == BFLOAT16:
             dtype, data = BFLOAT16, lowbits.to_bf16(data)
         yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
-
-
-def _dtype(codes: Codes) -> ir.DataType:
-    return ir.DataType[codes.onnx]
 
 
 def quantize_file(
@@ -177,110 +184,7 @@ def _items(
         yield external.from_graph(model.graph.initializers[name])
 
 
-class _Quantized:
-    """A weight that is replaced by its quantized form."""
-
-    def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
-        self.graph, self.name, self.form = graph, name, form
-        weight = graph.initializers.get(name)
-        if weight is None:
-            raise CanvasError(f"the graph has no weight {name}", "quantize a graph that has it")
-        if weight.shape != form.shape:
-            raise CanvasError(
-                f"{name} has shape {weight.shape} in the graph, but {form.shape} when quantized",
-                "use the calibration and the checkpoint of this graph",
-            )
-        assert weight.dtype is not None
-        self.weight, self.dtype = weight, weight.dtype
-        self.format = FORMATS[form.format]
-
-    def _insert(
-        self, before: ir.Node, kind: str, inputs: list[ir.Value], name: str, **attributes: Any
-    ) -> ir.Value:
-        node = ir.node(kind, inputs, attributes, name=f"{self.name}/{name}")
-        node.outputs[0].name = f"{self.name}/{name}"
-        self.graph.insert_before(before, node)
-        return node.outputs[0]
-
-    def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-        return _initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
-
-    def _values(self) -> ir.Value:
-        return self._initializer(VALUES, _dtype(self.format.codes), self.form.shape)
-
-
-class _Table(_Quantized):
-    """The embedding table: a product uses it, another its transpose, and its rows are looked up."""
-
-    def rewrite(self) -> None:
-        """Put a dequantized table before the products, and dequantize looked-up rows by themselves.
-
-        Those are dequantized at a scale of 1 before the lookup and scaled after it, so TensorRT looks up codes. With
-        the scales before the lookup, it would write out every row.
-        """
-        first = self.graph[0]
-        values = self._values()
-        scale = self._initializer(SCALE, self.dtype, self.form.scale_shape)
-        wide = self._insert(first, "DequantizeLinear", [values, scale], "wide", axis=0)
-        one = ir.tensor(np.ones((), np.float32).astype(self.dtype.numpy()), name=f"{self.name}/one")
-        unit = self._insert(first, "Constant", [], "unit", value=one)
-        for node, place in list(self.weight.uses()):
-            if node.op_type != "Gather":
-                node.replace_input_with(place, wide)
-                continue
-            token = node.inputs[1]
-            assert token is not None
-            codes = self._insert(node, "DequantizeLinear", [values, unit], "codes")
-            rows = self._insert(node, "Gather", [codes, token], "rows", axis=0)
-            scales = self._insert(node, "Gather", [scale, token], "row_scales", axis=0)
-            last = self._insert(node, "Constant", [], "last", value=ir.tensor(np.array([-1])))
-            factor = self._insert(node, "Unsqueeze", [scales, last], "row_factors")
-            result = self._insert(node, "Mul", [rows, factor], "embedded")
-            old = node.outputs[0]
-            result.type, result.shape = old.type, old.shape
-            old.replace_all_uses_with(result)
-            self.graph.remove(node, safe=True)
-        del self.graph.initializers[self.name]
-
-
-class _Projection(_Quantized):
-    """The table as its two products see it: one of hidden states with its transpose, one of probabilities with it."""
-
-    def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
-        super().__init__(graph, name, form)
-        self.name = PROJECTION
-
-    def rewrite(self) -> None:
-        """Quantize the products, with one copy of the codes. The table stays for its rows."""
-        scale = self._initializer(SCALE, FLOAT, ())
-        wide = self._wide(self.graph[0], self._values(), scale, "wide")
-        for node, place in list(self.weight.uses()):
-            if node.op_type == "Gather":
-                continue
-            node.replace_input_with(place, wide)
-            if node.op_type == "Transpose":
-                (product,) = node.outputs[0].consumers()
-                self._round(product, INPUT_SCALE)
-            else:
-                # Unnormalised probabilities reach 1, so their scale is known.
-                self._round(node, SOFT_SCALE)
-
-    def _round(self, product: ir.Node, suffix: str) -> None:
-        x = product.inputs[0]
-        assert x is not None
-        scale = self._initializer(suffix, FLOAT, ())
-        dtype = int(_dtype(self.format.codes))
-        bits = self._insert(
-            product, "QuantizeLinear", [x, scale], f"{suffix}d_bits", output_dtype=dtype
-        )
-        product.replace_input_with(0, self._wide(product, bits, scale, f"{suffix}d"))
-
-    def _wide(self, before: ir.Node, codes: ir.Value, scale: ir.Value, name: str) -> ir.Value:
-        wide = int(self.dtype)
-        return self._insert(before, "DequantizeLinear", [codes, scale], name, output_dtype=wide)
-
-
-class _Product(_Quantized):
+class _Product(Quantized):
     """The matrix product with one weight."""
 
     def __init__(self, graph: ir.Graph, name: str, form: Form) -> None:
@@ -312,7 +216,7 @@ class _Product(_Quantized):
     def _input(self, x: ir.Value) -> ir.Value:
         scale = self._initializer(INPUT_SCALE, FLOAT, ())
         if self.format.input_quantizer is None:
-            dtype = int(_dtype(self.format.codes))
+            dtype = int(dtype_of(self.format.codes))
             bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=dtype)
             return self._add(
                 "DequantizeLinear", [bits, scale], "input", output_dtype=int(self.dtype)
@@ -322,7 +226,7 @@ class _Product(_Quantized):
         quantize = ir.node(
             self.format.input_quantizer,
             [x, scale],
-            {"axis": -1, "block_size": self.form.block, "scale_type": int(_dtype(block_scales))},
+            {"axis": -1, "block_size": self.form.block, "scale_type": int(dtype_of(block_scales))},
             domain=_TENSORRT,
             num_outputs=2,
             name=f"{self.name}/input_bits",
@@ -348,7 +252,7 @@ class _Product(_Quantized):
             scales = self._initializer(BLOCK_SCALES, self.dtype, blocks)
             each = {"axis": -1, "block_size": self.form.block}
             return self._add("DequantizeLinear", [values, scales], "weight", **each)
-        codes = self._initializer(BLOCK_SCALES, _dtype(block_scales), blocks)
+        codes = self._initializer(BLOCK_SCALES, dtype_of(block_scales), blocks)
         scale = self._initializer(SCALE, FLOAT, ())
         scales = self._add("DequantizeLinear", [codes, scale], "weight_scales")
         return self._widen(values, scales, "weight")
@@ -394,14 +298,6 @@ def _is_plain_gemm(node: ir.Node) -> bool:
     found = {name: attribute.value for name, attribute in node.attributes.items()}
     turned = found.get("transA", 0), found.get("transB", 0)
     return turned == (0, 1) and found.get("alpha", 1) == 1
-
-
-def _initializer(
-    graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...]
-) -> ir.Value:
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-    graph.initializers[name] = value
-    return value
 
 
 def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:

@@ -14,6 +14,7 @@ import pytest
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import quantize as module
+from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize, read_calibration
 from canvasrt.graphs import external, lowbits
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, load_recipe
@@ -52,24 +53,32 @@ def test_the_manifest(nvfp4: Bundle, plain_graphs: Bundle) -> None:
     recipe = Recipe.from_json(manifest.options["recipe"])
     assert recipe == replace(load_recipe("nvfp4"), calibration=QUICK)
     quantized = {entry["name"]: entry.get("quantized") for entry in manifest.segments}
-    assert quantized["body_0"] == dict.fromkeys(recipe.formats(manifest.model), "nvfp4")
-    assert quantized["head"] is None
+    body = [name for name in recipe.formats(manifest.model) if name != "table"]
+    assert quantized["body_0"] == dict.fromkeys(body, "nvfp4")
+    assert quantized["head"] == {"table": "fp8"}
     assert manifest.made_from["graphs"] == base.digest
     assert manifest.made_from["files"] == base.made_from["files"]
     assert manifest.embedding == base.embedding
     assert bundle.unlisted() == []
 
 
-def test_files_that_did_not_change_take_no_space(nvfp4: Bundle, plain_graphs: Bundle) -> None:
+def test_files_that_did_not_change_take_no_space(
+    nvfp4: Bundle, plain_graphs: Bundle, tmp_path: Path
+) -> None:
+    known = Calibration(amax=read_calibration(nvfp4)["amax"])
+    experts = quantize(plain_graphs, tmp_path / "out", "nvfp4-experts", calibration=known)
     for name in ("head.onnx", "head.bin", "embedding.bin"):
-        assert nvfp4.file(name).samefile(plain_graphs.file(name))
+        assert experts.file(name).samefile(plain_graphs.file(name))
+    # Only the products with the table are quantized there, not its rows.
+    assert nvfp4.file("embedding.bin").samefile(plain_graphs.file("embedding.bin"))
+    assert not nvfp4.file("head.onnx").samefile(plain_graphs.file("head.onnx"))
     assert nvfp4.file("body_0.bin").stat().st_size < plain_graphs.file("body_0.bin").stat().st_size
 
 
 def test_weights_and_scales(nvfp4: Bundle, plain_graphs: Bundle) -> None:
     before, after = initializers(plain_graphs, "body_0.onnx"), initializers(nvfp4, "body_0.onnx")
     found = read_calibration(nvfp4)
-    for name in found["amax"]:
+    for name in found["amax"].keys() - {"table"}:
         layer, _, rest = name.removeprefix("layers.").partition(".")
         local = f"layers.{layer}.{rest}" + ("" if "experts" in rest else ".weight")
         scale = after[f"{local}.scale"].numpy()
