@@ -84,8 +84,7 @@ def verify(
     key: Key = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check every file of a bundle against its hash, with --reference its results, and with
-    --decisions its probabilities.
+    """Check a bundle's files, with --reference its results, with --decisions its probabilities.
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
@@ -150,7 +149,9 @@ def _check(
         if checkpoint is not None:
             from canvasrt.fidelity import measure
 
-            quality = {**measure(found, checkpoint, questions, show), "decisions": read}
+            quality = measure(found, checkpoint, questions, show) | (
+                {"decisions": read} if read else {}
+            )
     if report is not None:
         from canvasrt.fidelity import write_decisions, write_report
 

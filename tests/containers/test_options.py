@@ -19,6 +19,7 @@ SERVING = [*(ROOT / "containers").rglob("*.py"), *(ROOT / "canvasrt" / "cli").rg
 # These describe a manifest, or set the reference up; they pass nothing on.
 REPORTS = {
     *("canvasrt/cli/inspect.py", "canvasrt/cli/bench.py", "canvasrt/cli/against.py"),
+    "canvasrt/cli/verify.py",  # a question type's fitted temperature
     # Shapes of OpenAI's that say them in their own way.
     *("containers/openai/decisions.py", "containers/openai/response_events.py"),
     # Calls are only enforced without the fields that no grammar goes with.

@@ -48,6 +48,7 @@ def export_random(folder: Path) -> Bundle:
     """Export a random model with the demo's shape and tokenizer; its blocks take many steps."""
     import torch
 
+    import canvasrt.demo
     from canvasrt.demo.model import build_model
     from canvasrt.demo.tokenizer import build_tokenizer
     from canvasrt.export.graphs import export
@@ -60,6 +61,9 @@ def export_random(folder: Path) -> Bundle:
                 parameter.mul_(3.0)
     model.save_pretrained(folder / "checkpoint")
     build_tokenizer().save_pretrained(folder / "checkpoint")
+    # The committed demo's, which writes no images.
+    committed = Path(canvasrt.demo.__file__).with_name("checkpoint") / "chat_template.jinja"
+    (folder / "checkpoint" / "chat_template.jinja").write_text(committed.read_text("utf-8"))
     export(str(folder / "checkpoint"), folder / "graphs")
     return load_bundle(folder / "graphs", check=False)
 

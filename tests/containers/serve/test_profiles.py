@@ -195,7 +195,7 @@ def test_memory_is_that_of_the_recipe(tmp_path: Path, engines: Bundle):
             folder = make(tmp_path / f"{name}-{cache}", engines, "rtx-5090", recipe=recipe)
             (profile,) = profiles_of(load_bundle(folder))
             taken[name, cache] = profile.memory
-            formats = dict.fromkeys(recipe.formats(model), "nvfp4")
+            formats = {name: each.format for name, each in recipe.formats(model).items()}
             need = estimate(model, "nvfp4", 4096, 4, formats=formats, kv_cache=cache)
             assert profile.memory == need.total
     assert taken["nvfp4-experts", None] > taken["nvfp4", None] > taken["nvfp4", "fp8"]
