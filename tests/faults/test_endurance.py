@@ -15,8 +15,7 @@ def test_random_calls(packaged: Bundle, tmp_path: Path):
     outcomes, wrong = fuzz.run(packaged.path, tmp_path, calls=300, seed=7)
     assert not wrong
     assert outcomes["good, right"] == 15
-    assert min(outcomes[each] for each in ("http 200", "http 400")) > 0, outcomes
-    assert outcomes["grpc ok"] + outcomes["grpc final"] > 0, outcomes
+    assert min(outcomes[each] for each in ("http 200", "http 400", "grpc ok")) > 0, outcomes
 
 
 def test_random_kills(packaged: Bundle, tmp_path: Path):
