@@ -9,17 +9,20 @@ import struct
 import time
 from pathlib import Path
 
-_FORMAT = struct.Struct("d")
+_BEAT = struct.Struct("d")  # seconds of the monotonic clock
+_HEARD = struct.Struct("q")  # how many reports, behind the beat
+_SIZE = _BEAT.size + _HEARD.size
 
 
 class Heartbeat:
-    """The writing side: eight bytes of shared memory. A beat costs a microsecond, so every step can
-    afford one."""
+    """The writing side: sixteen bytes of shared memory. A beat costs a microsecond, so every step
+    can afford one."""
 
     def __init__(self, descriptor: int) -> None:
         """Map the file behind a descriptor, which may then be closed."""
-        os.ftruncate(descriptor, _FORMAT.size)
-        self._memory = mmap.mmap(descriptor, _FORMAT.size)
+        os.ftruncate(descriptor, _SIZE)
+        self._memory = mmap.mmap(descriptor, _SIZE)
+        self._heard = 0
         self.beat()
 
     @classmethod
@@ -34,13 +37,24 @@ class Heartbeat:
     def beat(self) -> None:
         """Say that there is progress now."""
         # All processes of a machine share the monotonic clock.
-        _FORMAT.pack_into(self._memory, 0, time.monotonic())
+        _BEAT.pack_into(self._memory, 0, time.monotonic())
+
+    def hear(self) -> None:
+        """Say that one more report of the parent has taken effect."""
+        self._heard += 1
+        _HEARD.pack_into(self._memory, _BEAT.size, self._heard)
 
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat behind a descriptor; None before the first."""
-    data = os.pread(descriptor, _FORMAT.size, 0)
-    return time.monotonic() - _FORMAT.unpack(data)[0] if len(data) == _FORMAT.size else None
+    data = os.pread(descriptor, _BEAT.size, 0)
+    return time.monotonic() - _BEAT.unpack(data)[0] if len(data) == _BEAT.size else None
+
+
+def heard(descriptor: int) -> int:
+    """Return how many reports have taken effect in the process that beats behind a descriptor."""
+    data = os.pread(descriptor, _HEARD.size, _BEAT.size)
+    return int(_HEARD.unpack(data)[0]) if len(data) == _HEARD.size else 0
 
 
 def silence_at(path: Path) -> float | None:

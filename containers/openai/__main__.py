@@ -1,6 +1,6 @@
 """The front end's process, which its supervisor controls through lines on standard input.
 
-The first line is the settings; each later one is `{"phase": ..., "detail": ...}`. When the input
+The first line is the settings; each later one, at least one, is `{"phase": ..., "detail": ...}`. When the input
 ends, the supervisor has ended, and so does this process.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -61,14 +62,17 @@ async def _serve(settings: FrontSettings, state: State, commands: io.FileIO) -> 
     servers = [(_server(settings, state), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
+    heartbeat = Heartbeat(settings.heartbeat) if settings.heartbeat is not None else None
+    hear = functools.partial(_hear, state, heartbeat)
+    hear(commands.readline())  # no caller may meet a phase that is over
     loop = asyncio.get_running_loop()
-    threading.Thread(target=_listen, args=(loop, state, commands), daemon=True).start()
+    threading.Thread(target=_listen, args=(loop, hear, commands), daemon=True).start()
     loop.add_signal_handler(signal.SIGTERM, _apply, state, {"phase": "stopping"})
     running = [
         asyncio.create_task(server.serve([socket.socket(fileno=number)]))
         for server, number in servers
     ]
-    beats = asyncio.create_task(_beat(settings.heartbeat))
+    beats = asyncio.create_task(_beat(heartbeat))
     drained = asyncio.create_task(_drained(state))
     await asyncio.wait([drained, *running], return_when=asyncio.FIRST_COMPLETED)
     drained.cancel()
@@ -78,12 +82,9 @@ async def _serve(settings: FrontSettings, state: State, commands: io.FileIO) -> 
     beats.cancel()
 
 
-async def _beat(descriptor: int | None) -> None:
+async def _beat(heartbeat: Heartbeat | None) -> None:
     """Show the supervisor that the event loop turns."""
-    if descriptor is None:
-        return
-    heartbeat = Heartbeat(descriptor)
-    while True:
+    while heartbeat is not None:
         heartbeat.beat()
         await asyncio.sleep(_BEAT_EVERY)
 
@@ -99,12 +100,23 @@ async def _drained(state: State) -> None:
         await asyncio.sleep(_LOOK_EVERY)
 
 
-def _listen(loop: asyncio.AbstractEventLoop, state: State, commands: io.FileIO) -> None:
+def _listen(
+    loop: asyncio.AbstractEventLoop, hear: Callable[[bytes], None], commands: io.FileIO
+) -> None:
     """Read the supervisor's reports; on a thread, since asyncio cannot watch every kind of standard
     input."""
     for line in commands:
-        loop.call_soon_threadsafe(_apply, state, json.loads(line))
+        loop.call_soon_threadsafe(hear, line)
     os._exit(1)  # the supervisor has ended
+
+
+def _hear(state: State, heartbeat: Heartbeat | None, line: bytes) -> None:
+    """Apply one report, and tell the supervisor that it counts now."""
+    if not line:
+        return
+    _apply(state, json.loads(line))
+    if heartbeat is not None:
+        heartbeat.hear()
 
 
 def _apply(state: State, report: dict[str, Any]) -> None:

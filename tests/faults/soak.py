@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from canvasrt.containers.processes import is_running
 from tests.faults import attack
 from tests.faults.kills import Clients, processes
 from tests.helpers.serving_process import ANY_PORTS, serving
@@ -40,7 +41,9 @@ def run(
         load = Clients(host, attack.known_answers(host), clients)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
+            assert running.process.poll() is None, "the server has ended"
             for name, pid in processes(running).items():
+                assert is_running(pid), f"the {name} has ended"
                 for what, value in measure(pid).items():
                     found[f"{name}, {what}"].append(value)
             time.sleep(min(2.0, seconds / 30))

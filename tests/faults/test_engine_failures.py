@@ -160,7 +160,8 @@ def test_a_pass_that_hangs_is_noticed(faulty: Faulty, tmp_path: Path):
 @pytest.mark.parametrize("which", ["model", "answer", "triton"])
 def test_a_stopped_process_is_noticed(packaged: Bundle, tmp_path: Path, which: str):
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        assert ask(running)[0] == 200
+        status, body = ask(running)
+        assert status == 200, body
         pid = running.said["pid"] if which == "triton" else model_process(running, which)
         os.kill(pid, signal.SIGSTOP)
         watch = Watch(running)

@@ -62,6 +62,10 @@ def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
                 break
         assert lines, process.communicate()[1]
         yield Serving(process, json.loads("".join(lines)), folder)
+    except BaseException:
+        process.terminate()
+        print(process.communicate(timeout=60)[1][-4000:])  # pytest shows it with the failure
+        raise
     finally:
         if process.poll() is None:
             process.terminate()

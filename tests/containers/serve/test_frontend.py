@@ -110,6 +110,26 @@ def test_without_triton_it_is_alive_and_not_ready():
             assert caught.value.status_code == 503
 
 
+def test_ready_is_said_when_callers_are_let_in(server: Server):
+    front = FrontEnd.over(server, FrontOptions(port=0))
+    front.start()
+    try:
+        assert eventually(lambda: status(front, "/v1/health/live")[1]["phase"] == "starting")
+        assert front.pid
+        os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
+        front.notify("serving")
+        waiting = threading.Thread(target=front.wait_heard)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        os.kill(front.pid, signal.SIGCONT)
+        waiting.join(5)
+        assert not waiting.is_alive()
+        assert status(front, "/v1/models")[0] == 200
+    finally:
+        front.stop(grace=5)
+
+
 def test_health_can_have_a_port_of_its_own(server: Server):
     with FrontEnd.over(server, FrontOptions(port=0, health_port=0)) as front:
         assert front.health_port
