@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.build.memory import Estimate, Reading, estimate, reading
+from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.checkpoints.released import released_model
 from canvasrt.targets import Target
 
@@ -15,7 +16,7 @@ CONTEXT, BATCH = 8192, 1
 
 @dataclass(frozen=True)
 class Fit:
-    """The precision in which the released model fits a target, and the memory that it takes then."""
+    """What the released model fits a target in, as `--precision` takes it, and the memory then."""
 
     precision: str
     memory: Estimate
@@ -35,16 +36,18 @@ def released_fit(target: Target) -> Fit | None:
 
     A CPU has as much memory as its machine: there it is the precision that takes the least.
     """
-    fits = [Fit(name, _estimate(name, target)) for name in target.precisions]
+    names = [target.default, *target.precisions[1:]]
+    fits = [Fit(name, _estimate(parse_precision(name), target)) for name in names]
     if target.memory is None:
         return min(fits, key=lambda fit: fit.memory.total)
     return next((fit for fit in fits if fit.memory.total <= (target.memory or 0)), None)
 
 
-def _estimate(precision: str, target: Target) -> Estimate:
+def _estimate(precision: Precision, target: Target) -> Estimate:
     model, on_cpu = released_model(), target.capability is None
+    formats = precision.formats(model)
 
     def of(way: Reading) -> Estimate:
-        return estimate(model, precision, CONTEXT, BATCH, on_cpu, **way._asdict())
+        return estimate(model, precision.name, CONTEXT, BATCH, on_cpu, formats, **way._asdict())
 
     return of(reading(model, target.memory, of))

@@ -86,7 +86,7 @@ def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) 
 def _default(target: Target, of_source: str | None) -> Precision:
     if of_source in target.precisions:
         return Precision(str(of_source))
-    return parse_precision(target.precisions[0])
+    return parse_precision(target.default)
 
 
 def _check(target: Target, wanted: Precision, several: bool) -> None:
@@ -94,12 +94,12 @@ def _check(target: Target, wanted: Precision, several: bool) -> None:
         raise UsageError(
             f"{target.name} does not support precision {wanted.name!r}",
             f"leave out --precision to give each target its default ({target.name}:"
-            f" {target.precisions[0]}), or build {target.name} separately",
+            f" {target.default}), or build {target.name} separately",
         )
     check_precision(target, wanted.name)
     if wanted.recipe is not None and not wanted.recipe.suits(target):
         raise UsageError(
             f"the recipe {wanted.recipe.name!r} is not for {target.name}",
             f"it is for {', '.join(wanted.recipe.targets)}; for {target.name}, use --precision"
-            f" {target.precisions[0]}",
+            f" {target.default}",
         )

@@ -88,7 +88,7 @@ def precisions(checkpoint: Path | str, names: str, precision: str | None) -> lis
 def test_each_of_several_targets_gets_its_own_first_precision() -> None:
     names = "cpu,rtx-4090,rtx-5090,rtx-pro-6000,dgx-spark"
     found = precisions("demo", names, None)
-    assert found == ["fp32", "int4", "nvfp4", "nvfp4", "nvfp4"]
+    assert found == ["fp32", "int4", *["nvfp4-mixed"] * 3]
 
 
 def test_a_precision_that_not_all_targets_have(checkpoint_files: Path) -> None:

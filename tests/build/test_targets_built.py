@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from canvasrt.build.plan import BuildOptions, Plan
+from canvasrt.build.precision import parse_precision
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.pipeline import build_all, graphs_of, plan_all
 from canvasrt.progress import no_progress
-from canvasrt.targets import parse_targets
+from canvasrt.targets import find_target, parse_targets
 from tests.conftest import Command
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
@@ -55,7 +56,8 @@ def test_one_command_builds_each_target_at_its_first_precision(
         formats = {
             form for each in manifest.segments for form in each.get("quantized", {}).values()
         }
-        assert formats == (set() if precision == "fp32" else {precision})
+        recipe = parse_precision(find_target(target).default).recipe
+        assert formats == ({rule.choice.format for rule in recipe.rules} if recipe else set())
         shown = command("inspect", demo / target).stdout
         assert f"precision {precision}" in shown
         assert ("denoise_batch" in shown) == (target != "cpu")
