@@ -47,10 +47,20 @@ def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKE
 
 
 def cut(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:
-    """Resize an image, uint8 `[height, width, 3]`, and cut it into patches."""
+    """Resize an image, uint8 `[height, width, 3]`, and cut it into patches.
+
+    CanvasError if the tower knows fewer positions than a row or column would have patches.
+    """
     image = require("PIL.Image", "serve")
     patch, pool = vision["patch_size"], vision["pooling_kernel_size"]
     height, width = target_size(pixels.shape[0], pixels.shape[1], patch, pool, budget)
+    longest, most = max(height, width) // patch, vision["position_embedding_size"]
+    if longest > most:
+        raise CanvasError(
+            f"an image of {pixels.shape[1]} × {pixels.shape[0]} pixels would have {longest} patches"
+            f" in a row, and the model's vision tower knows {most} positions",
+            "send an image that is closer to a square, or give fewer image_tokens",
+        )
     if (height, width) != pixels.shape[:2]:
         scaled = image.fromarray(pixels).resize((width, height), image.Resampling.BICUBIC)
         pixels = np.asarray(scaled)

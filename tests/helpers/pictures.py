@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 # As released: patches of 16 × 16 pixels, 3 × 3 of them to a soft token.
-VISION = {"patch_size": 16, "pooling_kernel_size": 3}
+VISION = {"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10_240}
 
 
 def noise(width: int, height: int, seed: int = 0) -> Image.Image:
