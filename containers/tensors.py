@@ -281,15 +281,29 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def read_json(name: str, text: str, hint: str) -> Any:
+    """Return the JSON value in a tensor. CanvasError, with that hint, if it holds none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        why = f"{error.msg} at character {error.pos}"
+        raise CanvasError(f"{name} is not JSON: {why}", hint) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+        raise CanvasError(f"{name} is not JSON that can be read", hint) from None
+
+
+def read_object(name: str, text: str, hint: str) -> dict[str, Any]:
+    """Return the JSON object in a tensor. CanvasError, with that hint, if it holds none."""
+    found = read_json(name, text, hint)
+    if not isinstance(found, dict):
+        raise CanvasError(f"{name} is not a JSON object", hint)
+    return found
+
+
 def read_bias(text: str) -> tuple[tuple[int, float], ...]:
     """Return the tokens of a `logit_bias` tensor, and their numbers. CanvasError if it has none."""
     example = 'send numbers by token id, such as {"17": -100}'
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise CanvasError(f"logit_bias is not JSON: {error}", example) from None
-    if not isinstance(found, dict):
-        raise CanvasError("logit_bias is not an object", example)
+    found = read_object("logit_bias", text, example)
     if len(found) > MAX_BIASED:
         raise CanvasError(f"logit_bias has {len(found)} tokens", f"send at most {MAX_BIASED}")
     for token, value in found.items():
@@ -309,12 +323,7 @@ def _check_stop_count(count: int) -> None:
 def read_messages(text: str) -> list[dict[str, Any]]:
     """Return the chat in a `messages` tensor. CanvasError names the message that is wrong."""
     example = '[{"role": "user", "content": "Hello"}]'
-    try:
-        messages = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CanvasError(
-            f"messages is not JSON: {error.msg} at character {error.pos}", f"send {example}"
-        ) from None
+    messages = read_json("messages", text, f"send {example}")
     if not isinstance(messages, list) or not messages:
         raise CanvasError("messages is not a list of messages", f"send {example}")
     for index, message in enumerate(messages):
@@ -328,13 +337,4 @@ def read_messages(text: str) -> list[dict[str, Any]]:
 
 def read_template(text: str) -> dict[str, Any]:
     """Return the variables in a `template` tensor. CanvasError unless it is a JSON object."""
-    try:
-        variables = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CanvasError(
-            f"template is not JSON: {error.msg} at character {error.pos}",
-            'send {"enable_thinking": true}',
-        ) from None
-    if not isinstance(variables, dict):
-        raise CanvasError("template is not a JSON object", 'send {"enable_thinking": true}')
-    return variables
+    return read_object("template", text, 'send {"enable_thinking": true}')

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from canvasrt.containers.tensors import read_messages
+from canvasrt.containers.tensors import read_json, read_messages
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import InfillResult, filled
 from canvasrt.runtime.answers.layout import Ask
@@ -31,10 +32,9 @@ def read_decisions(
         raise CanvasError("questions need a tokenizer with a chat template", "send a prompt alone")
     if "prompt_ids" in values or values.get("raw"):
         raise CanvasError("questions are asked about a chat", "send prompt or messages")
-    try:
-        data = json.loads(values["questions"])
-    except ValueError as error:
-        raise CanvasError(f"questions is not JSON: {error}", "send one JSON object") from None
+    data = read_json(
+        "questions", values["questions"], "send a JSON list of questions, or an object"
+    )
     ask = Ask.from_json({"questions": data} if isinstance(data, list) else data)
     if "messages" in values:
         messages = read_messages(values["messages"])
@@ -43,7 +43,7 @@ def read_decisions(
     return ask, ask.request(messages, model, tokenizer, int(values.get("seed") or 0), pictures)
 
 
-class _Replies:
+class _Replies(ABC):
     """Builds the one reply to a request, whose text is JSON."""
 
     ended = False
@@ -55,8 +55,9 @@ class _Replies:
             return []
         return [text_reply(event.result, self._shown(event.result))]
 
+    @abstractmethod
     def _shown(self, result: Result) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """Return what a result's text holds."""
 
 
 class DecisionReplies(_Replies):

@@ -6,6 +6,7 @@ import json
 import threading
 from functools import lru_cache
 
+from canvasrt.containers.tensors import read_object
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.calls import call_grammar, control_ids
 from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
@@ -22,12 +23,7 @@ def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> State:
         raise CanvasError(
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"
         )
-    try:
-        spec = json.loads(text)
-    except ValueError as error:
-        raise CanvasError(f"grammar is not JSON: {error}", "send one JSON object") from None
-    if not isinstance(spec, dict):
-        raise CanvasError("grammar is not an object", 'send {"type": "json_schema", "schema": {}}')
+    spec = read_object("grammar", text, 'send {"type": "json_schema", "schema": {}}')
     with _lock:
         control = frozenset[int]()
         if spec.get("type") == "tool_calls":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from canvasrt.containers.tensors import read_object
 from canvasrt.containers.triton.decisions import text_reply
 from canvasrt.containers.triton.prompts import PromptEncoder
 from canvasrt.errors import CanvasError
@@ -40,13 +40,7 @@ def tokenized(
 
 
 def _options(text: str) -> dict[str, bool]:
-    example = 'send {}, or {"add_special_tokens": false}'
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise CanvasError(f"tokenize is not JSON: {error}", example) from None
-    if not isinstance(given, dict):
-        raise CanvasError("tokenize is not an object", example)
+    given = read_object("tokenize", text, 'send {}, or {"add_special_tokens": false}')
     for name, value in given.items():
         if name not in _OPTIONS:
             raise CanvasError(f"tokenize.{name} is unknown", f"give {', '.join(_OPTIONS)}")

@@ -66,6 +66,21 @@ CASES = (
     Bad("token ids of 64 bits", {"prompt_ids": np.array([3])}, ("prompt_ids", "INT64", "INT32")),
     Bad("prompt too long", {"prompt": text("x" * 9000)}, ("9016 tokens", "4096", "shorten")),
     Bad("not JSON", {"messages": text("{nope")}, ("not JSON", "character 1")),
+    *(
+        Bad(
+            f"too deep in {name}",
+            {**inputs, name: text("[" * 100_000)},
+            (f"{name} is not JSON that can be read",),
+        )
+        for name, inputs in (
+            ("messages", {}),
+            ("template", {"messages": text('[{"role": "user", "content": "a"}]')}),
+            ("questions", {"prompt": GOOD}),
+            ("grammar", {"prompt": GOOD}),
+            ("logit_bias", {"prompt": GOOD}),
+            ("tokenize", {"prompt": GOOD}),
+        )
+    ),
     Bad("no messages", {"messages": text("[]")}, ("not a list of messages",)),
     Bad("no role", {"messages": text('[{"content": "a"}]')}, ("message 0 has no role",)),
     Bad("no content", {"messages": text('[{"role": "user"}]')}, ("message 0 has no content",)),
