@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from canvasrt.containers.untrusted import load_json
+
 QUOTE = '<|"|>'
 _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"\s*([^\s:={}\[\],\"'<]+)\s*[:=]")
@@ -32,14 +34,11 @@ def read_arguments(text: str, schema: Mapping[str, Any] | None = None) -> dict[s
     string. CallError for anything else.
     """
     try:
-        whole = json.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # nearly always: the model's own syntax has no quotes around names
-        whole = None
-    if isinstance(whole, dict) and _is_finite(whole):
-        return whole
+        whole = load_json(text)
+        if isinstance(whole, dict) and _is_finite(whole):
+            return whole
+    except (ValueError, RecursionError):
+        pass  # nearly always: the model's own syntax has no quotes around names
     reader = _Reader(text)
     arguments = reader.object(schema or {}, 0)
     reader.skip()
@@ -178,6 +177,9 @@ def _bare(text: str, schema: Mapping[str, Any]) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     if _NUMBER.fullmatch(text):
-        number = json.loads(text)
+        try:
+            number = load_json(text)
+        except ValueError:
+            return text
         return number if math.isfinite(number) else text
     return text

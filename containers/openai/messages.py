@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.schema import note
+from canvasrt.containers.untrusted import load_json
 
 # OpenAI's roles → those of the chat template.
 _ROLES = {
@@ -117,8 +117,8 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(text, str):
         raise _wrong(f"{where}.function", "its name and arguments must be strings")
     try:
-        arguments = json.loads(text or "{}")
-    except json.JSONDecodeError:
+        arguments = load_json(text or "{}")
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise _wrong(f"{where}.function.arguments", "it must be a JSON object, as a string")

@@ -26,6 +26,7 @@ from canvasrt.containers.openai.schema import (
     explained,
     note,
 )
+from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
 
 # Ollama's options → the fields of a chat. Those without a meaning here cannot change an answer.
@@ -291,7 +292,7 @@ def _known(body: dict[str, Any], ignored: list[str] | None, *names: str) -> None
 
 def _body(data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(data)
+        body = load_json(data)
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +66,20 @@ def test_completions(client: Any, acting: Script) -> None:
 
 def test_models(client: Any) -> None:
     assert [each.model for each in client.list().models] == ["canvasrt"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", '"\\ud800"', "9" * 5000, "\xff"])
+@pytest.mark.parametrize("path", ["chat", "generate"])
+def test_what_is_no_json_object_is_the_callers_fault(
+    acting_server: Served, path: str, text: str
+) -> None:
+    url = acting_server.front.url.removesuffix("/v1") + f"/api/{path}"
+    for body in (text, f'{{"model": "canvasrt", "messages": {text}}}'):
+        data = body.encode("latin1")
+        headers = {"Content-Type": "application/json"}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30)
+        assert refused.value.code == 400
 
 
 def test_errors_are_in_its_form(client: Any) -> None:

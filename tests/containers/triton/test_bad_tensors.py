@@ -70,7 +70,7 @@ CASES = (
         Bad(
             f"too deep in {name}",
             {**inputs, name: text("[" * 100_000)},
-            (f"{name} is not JSON that can be read",),
+            (f"{name} is not JSON: it has too many brackets",),
         )
         for name, inputs in (
             ("messages", {}),

@@ -1,0 +1,19 @@
+"""JSON that callers send."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def load_json(text: str | bytes) -> Any:
+    """Return the value in a JSON text. ValueError, with a reason to show, if it has none that can be
+    read."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("it has too many brackets inside each other") from None
+    except ValueError as error:  # bytes that are not UTF-8, a number of thousands of digits
+        raise ValueError(str(error).partition(";")[0]) from None
