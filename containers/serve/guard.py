@@ -6,6 +6,7 @@ When it stops, tritonserver waits for open gRPC streams without a limit, so some
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -15,31 +16,56 @@ import time
 from canvasrt.containers.processes import (
     child_environment,
     is_running,
+    is_stopped,
     processes_of,
     remove_stale,
 )
 
+log = logging.getLogger(__name__)
+
 GRACE = 6.0  # a server without open streams ends by itself, and cleans up better
+_LEAVE = 2.0  # seconds for a guard that is dismissed
 
 
-def start_guard(run_name: str) -> subprocess.Popen[bytes]:
-    """Start the guard of one server. It waits until its standard input closes, which also happens
-    however this process ends."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "canvasrt.containers.serve.guard", run_name],
-        env=child_environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+class Guard:
+    """The guard of one server, as the process that it watches sees it."""
 
+    def __init__(self, run_name: str) -> None:
+        """Start it. It waits until its standard input closes, which also happens however this process
+        ends."""
+        self._run_name = run_name
+        self._process = self._start()
 
-def dismiss(guard: subprocess.Popen[bytes]) -> None:
-    """End a guard whose server has already ended."""
-    if guard.stdin is not None:
-        guard.stdin.close()
-    guard.wait()
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "canvasrt.containers.serve.guard", self._run_name],
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def check(self) -> None:
+        """Replace the process if it has ended or a signal has stopped it: it would notice nothing."""
+        if self._process.poll() is None and not is_stopped(self._process.pid):
+            return
+        log.warning(
+            "the process that cleans up after this one has ended or was stopped: replacing it"
+        )
+        self._process.kill()
+        self.dismiss()
+        self._process = self._start()
+
+    def dismiss(self) -> None:
+        """End it; its server has already ended. If it does not end by itself, kill it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_LEAVE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def main(run_name: str, parent: int) -> None:

@@ -1,5 +1,4 @@
-"""Runs tritonserver as a child process: starts it, waits until it is ready, stops it and cleans
-up."""
+"""Runs tritonserver as a child process: starts it, waits until it is ready, stops it, cleans up."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from canvasrt.containers.processes import (
     remove_stale,
     run_name,
 )
-from canvasrt.containers.serve.guard import dismiss, start_guard
+from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.logtail import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
@@ -94,7 +93,7 @@ class Server:
         self.run_name = run_name()
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._models: set[int] = set()
         self._stall: StallWatch | None = None
 
@@ -152,7 +151,7 @@ class Server:
                     start_new_session=True,  # Ctrl-C is for this process, which then stops the server
                     preexec_fn=die_with_parent(),
                 )
-            self._guard = start_guard(self.run_name)
+            self._guard = Guard(self.run_name)
         except BaseException as error:
             if self._process is not None:
                 end_group(self._process.pid, grace=0)
@@ -229,6 +228,8 @@ class Server:
                     "start the server again; its output may say why" + self._log_hint(),
                     self.log_tail(),
                 )
+            if self._guard is not None:
+                self._guard.check()
             return
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         cause = cause_in(self.log_tail(1000))
@@ -380,7 +381,7 @@ class Server:
 
     def _clean(self) -> None:
         if self._guard is not None:
-            dismiss(self._guard)
+            self._guard.dismiss()
             self._guard = None
         remove_shm(self.run_name)
         if self._folder is not None:

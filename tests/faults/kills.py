@@ -174,6 +174,7 @@ def run(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[str
                 if "WRONG" in outcome:
                     wrong.append(f"{number.name} {who}: {outcome}")
                     running.process.kill()
+                    running.process.wait()
             clients.stop()
             answers += clients.right
             wrong += clients.wrong

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
+from tests.faults.kills import left_behind, processes
 from tests.helpers.faulty import Faulty, faulty_package
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
@@ -182,6 +183,28 @@ def test_a_stopped_front_end_is_replaced(packaged: Bundle, tmp_path: Path):
         running.stop(signal.SIGTERM)
         assert running.process.returncode == 0
         assert not running.stale()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_cannot_watch_is_replaced(
+    packaged: Bundle, tmp_path: Path, number: signal.Signals
+):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        first = processes(running)["guard"]
+        os.kill(first, number)
+        assert eventually(lambda: processes(running).get("guard", first) != first)
+        assert ask(running)[0] == 200
+        running.process.kill()
+        running.process.wait(10)
+        assert not left_behind(running)
+
+
+def test_a_guard_that_was_stopped_holds_no_end_up(packaged: Bundle, tmp_path: Path):
+    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
+        os.kill(processes(running)["guard"], signal.SIGSTOP)
+        running.stop(signal.SIGTERM)
+        assert running.process.returncode == 0
+        assert not left_behind(running)
 
 
 def model_process(running: Serving, which: str) -> int:
