@@ -9,9 +9,9 @@ import struct
 import time
 from pathlib import Path
 
-_BEAT = struct.Struct("d")  # seconds of the monotonic clock
-_HEARD = struct.Struct("q")  # how many reports, behind the beat
-_SIZE = _BEAT.size + _HEARD.size
+# Two numbers of eight bytes: when it beat last, in seconds of the monotonic clock; how many reports it has heard.
+_SIZE = 16
+_BEAT, _HEARD = struct.Struct("d"), struct.Struct("q")
 
 
 class Heartbeat:
@@ -21,8 +21,11 @@ class Heartbeat:
     def __init__(self, descriptor: int) -> None:
         """Map the file behind a descriptor, which may then be closed."""
         os.ftruncate(descriptor, _SIZE)
-        self._memory = mmap.mmap(descriptor, _SIZE)
-        self._heard = 0
+        memory = memoryview(mmap.mmap(descriptor, _SIZE))
+        # An item of these is stored at once. `struct.pack_into` stores zeros first, and a reader may
+        # see them: a beat of long ago.
+        self._beat, self._heard = memory[:8].cast("d"), memory[8:].cast("q")
+        self._heard[0] = 0
         self.beat()
 
     @classmethod
@@ -37,24 +40,18 @@ class Heartbeat:
     def beat(self) -> None:
         """Say that there is progress now."""
         # All processes of a machine share the monotonic clock.
-        _BEAT.pack_into(self._memory, 0, time.monotonic())
+        self._beat[0] = time.monotonic()
 
     def hear(self) -> None:
         """Say that one more report of the parent has taken effect."""
-        self._heard += 1
-        _HEARD.pack_into(self._memory, _BEAT.size, self._heard)
+        self._heard[0] += 1
 
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat behind a descriptor; None before the first."""
-    data = os.pread(descriptor, _BEAT.size, 0)
-    return time.monotonic() - _BEAT.unpack(data)[0] if len(data) == _BEAT.size else None
-
-
-def heard(descriptor: int) -> int:
-    """Return how many reports have taken effect in the process that beats behind a descriptor."""
-    data = os.pread(descriptor, _HEARD.size, _BEAT.size)
-    return int(_HEARD.unpack(data)[0]) if len(data) == _HEARD.size else 0
+    # A read need not be one copy of eight bytes. The later of two is not torn.
+    last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
+    return time.monotonic() - last if last else None
 
 
 def silence_at(path: Path) -> float | None:
@@ -67,6 +64,17 @@ def silence_at(path: Path) -> float | None:
         return silence(descriptor)
     finally:
         os.close(descriptor)
+
+
+def heard(descriptor: int) -> int:
+    """Return how many reports have taken effect in the process that beats behind a descriptor."""
+    return int(_read(descriptor, _HEARD, _BEAT.size))
+
+
+def _read(descriptor: int, number: struct.Struct, place: int) -> float:
+    """Return a number of the file; 0 while it has none."""
+    data = os.pread(descriptor, number.size, place)
+    return float(number.unpack(data)[0]) if len(data) == number.size else 0
 
 
 def leave_reason(path: Path, message: str, hint: str) -> None:

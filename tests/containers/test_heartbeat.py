@@ -1,0 +1,62 @@
+"""Beats are seen as they are, however many there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from canvasrt.containers.heartbeat import Heartbeat, heard, silence, silence_at
+
+# Beats as fast as it can until its input ends.
+_BEAT = """
+import select, sys
+from canvasrt.containers.heartbeat import Heartbeat
+heartbeat = Heartbeat.at(sys.argv[1])
+print("beating", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for _ in range(100_000):
+        heartbeat.beat()
+"""
+
+
+def test_no_beat_looks_like_one_of_long_ago(tmp_path: Path) -> None:
+    file = tmp_path / "heartbeat"
+    command = [sys.executable, "-c", _BEAT, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as beating:
+        assert beating.stdout is not None
+        assert beating.stdin is not None
+        assert beating.stdout.readline() == b"beating\n"
+        deadline, longest = time.monotonic() + 3, 0.0
+        while time.monotonic() < deadline:
+            longest = max(longest, silence_at(file) or 0.0)
+        beating.stdin.close()
+    # The machine may be busy; a beat of long ago is as old as the machine's last start.
+    assert longest < min(30, time.monotonic() / 2)
+
+
+def test_silence_grows_until_the_next_beat(tmp_path: Path) -> None:
+    file = tmp_path / "heartbeat"
+    assert silence_at(file) is None
+    file.touch()
+    assert silence_at(file) is None
+    heartbeat = Heartbeat.at(file)
+    time.sleep(0.05)
+    assert (silence_at(file) or 0) >= 0.05
+    begin = time.monotonic()
+    heartbeat.beat()
+    assert 0 < (silence_at(file) or 0) <= time.monotonic() - begin
+
+
+def test_reports_that_were_heard_are_counted() -> None:
+    descriptor = os.memfd_create("heartbeat")
+    assert (heard(descriptor), silence(descriptor)) == (0, None)
+    heartbeat = Heartbeat(descriptor)
+    for count in range(3):
+        assert heard(descriptor) == count
+        heartbeat.hear()
+    os.ftruncate(descriptor, 0)  # as for the next process
+    assert heard(descriptor) == 0
+    os.close(descriptor)
