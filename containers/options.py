@@ -246,7 +246,7 @@ class FrontOptions:
     )
     max_n: int = field(default=128, metadata=limit_option("Most answers per prompt.", shown=None))
     max_key_requests: int | None = field(
-        default=None, metadata=limit_option("Most requests of one API key at once.")
+        default=None, metadata=limit_option("Most answers that one API key may wait for at once.")
     )
     max_connections: int = field(
         default=1024, metadata=limit_option("Most connections to the OpenAI API.", shown=None)

@@ -5,9 +5,10 @@ Follows `transformers.models.gemma4.image_processing_pil_gemma4`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,20 @@ def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKE
             f"image_tokens is {budget}", f"give one of {', '.join(map(str, BUDGETS))}"
         )
     return cut(_decode(data), vision, budget)
+
+
+def read_pictures(
+    files: Sequence[bytes], vision: Mapping[str, Any], budgets: Sequence[int]
+) -> list[Picture]:
+    """Return a request's image files as patches, each within its budget. CanvasError as for one, and
+    for files that have too many pixels together."""
+    total = sum(_size(file) for file in files)
+    if total > MAX_PIXELS:
+        raise CanvasError(
+            f"{len(files)} images have {total} pixels together",
+            f"send at most {MAX_PIXELS // 10**6} million pixels in one request",
+        )
+    return [read_picture(file, vision, each) for file, each in zip(files, budgets, strict=True)]
 
 
 def cut(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:
@@ -164,19 +179,33 @@ def next_part(
     return (tokens, groups, np.concatenate(seen)) if seen else (tokens, None, None)
 
 
+def _size(data: bytes) -> int:
+    """Return the number of an image file's pixels, which is in its header."""
+    with _opened(data) as image:
+        return int(image.size[0] * image.size[1])
+
+
 def _decode(data: bytes) -> np.ndarray:
     """Return an image file's pixels, uint8 `[height, width, 3]`, turned as its camera was."""
-    image, ops = require("PIL.Image", "serve"), require("PIL.ImageOps", "serve")
+    ops = require("PIL.ImageOps", "serve")
+    with _opened(data) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise CanvasError(
+                f"an image has {width} × {height} pixels",
+                f"send one of at most {MAX_PIXELS // 10**6} million pixels",
+            )
+        return np.asarray(ops.exif_transpose(image).convert("RGB"))
+
+
+@contextlib.contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """Open an image file. CanvasError for one that cannot be read, also by what is done with it."""
+    image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:
         with image.open(io.BytesIO(data), formats=PICTURE_FORMATS) as opened:
-            width, height = opened.size
-            if width * height > MAX_PIXELS:
-                raise CanvasError(
-                    f"an image has {width} × {height} pixels",
-                    f"send one of at most {MAX_PIXELS // 10**6} million pixels",
-                )
-            return np.asarray(ops.exif_transpose(opened).convert("RGB"))
+            yield opened
     except CanvasError:
         raise
     except image.UnidentifiedImageError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.metadata
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -38,6 +39,7 @@ from canvasrt.containers.openai.middleware import (
     CALLER,
     DISCONNECTED,
     ID,
+    MORE,
     Middleware,
     internal_error,
 )
@@ -126,8 +128,9 @@ class Front:
         caller = self.keys.check(request.headers.get("authorization"))
         if (refusal := self.state.refusal()) is not None:
             raise refusal
-        request.scope[AT_END].enter_context(self.callers.one(caller))
-        request.scope[CALLER] = caller
+        request.scope[MORE] = request.scope[AT_END].enter_context(self.callers.one(caller))
+        # Without keys, every request is a caller of its own.
+        request.scope[CALLER] = caller or secrets.token_hex(8)
         assert self._completions is not None
         return self._completions
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from canvasrt.containers.openai.errors import ApiError, too_many
+from canvasrt.containers.openai.errors import ApiError, bad_request, too_many
 
 
 class Keys:
@@ -35,22 +35,42 @@ class Keys:
 
 
 class Callers:
-    """Counts the requests of each key, of which `most` may run at once; None for any number."""
+    """Counts the answers that each key is waiting for: at most `most` at once; None for any number."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._count: dict[str, int] = defaultdict(int)
 
     @contextmanager
-    def one(self, caller: str) -> Iterator[None]:
-        """Count a request while the block runs. ApiError 429 when its caller has too many."""
-        if self._most is not None and self._count[caller] >= self._most:
-            raise too_many(f"{self._most} requests of this key are already running.")
-        self._count[caller] += 1
+    def one(self, caller: str) -> Iterator[Callable[[int], None]]:
+        """Count a request as one answer while the block runs; what it yields counts more of them.
+
+        ApiError 429, from both, when its caller has too many; 400 when the request alone has.
+        """
+        counted = 0
+
+        def more(answers: int) -> None:
+            nonlocal counted
+            others = self._count[caller] - counted
+            if self._most is not None and counted + answers > self._most:
+                raise bad_request(
+                    f"The request wants {counted + answers} answers; this server gives a key"
+                    f" {self._most} at once.",
+                    "n",
+                    "invalid_value",
+                )
+            if self._most is not None and self._count[caller] + answers > self._most:
+                raise too_many(
+                    f"This key may wait for {self._most} answers at once, and waits for {others}."
+                )
+            self._count[caller] += answers
+            counted += answers
+
         try:
-            yield
+            more(1)
+            yield more
         finally:
-            self._count[caller] -= 1
+            self._count[caller] -= counted
             if not self._count[caller]:
                 del self._count[caller]
 

@@ -18,7 +18,7 @@ from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.formats import named_format
 from canvasrt.containers.openai.inputs import Limits, inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
-from canvasrt.containers.openai.middleware import CALLER
+from canvasrt.containers.openai.middleware import CALLER, MORE
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.replies import Shape
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
@@ -65,6 +65,7 @@ class Completions:
         if isinstance(body, ChatRequest) and self._fetcher is not None:
             await inline(body.messages, self._fetcher)
         inputs = inputs_of(body, self._limits)
+        request.scope[MORE](len(inputs) - 1)
         caller: str = request.scope.get(CALLER, "")
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]

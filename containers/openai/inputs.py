@@ -21,7 +21,7 @@ from canvasrt.containers.openai.schema import (
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.runtime.pictures import BUDGETS
 
-_MOST_SENT = 64 * 2**20  # characters of all prompts, times their answers
+_MOST_SENT = 64 * 2**20  # characters and bytes of all inputs of all answers
 # JSON readers that parse numbers as doubles, as JavaScript does, keep these exact.
 _SEEDS = 2**53 - MAX_ANSWERS
 # Soft tokens of an image.
@@ -51,10 +51,11 @@ def inputs_of(
     n = request.n or 1
     if n > limits.max_n:
         raise bad_request(f"n is {n}; this server allows {limits.max_n}.", "n", "invalid_value")
-    _check_size(prompts, n, limits.max_context)
+    _check_context(prompts, limits.max_context)
     if len(prompts) * n > MAX_ANSWERS:
         raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
     options = _options(request)
+    _check_size([{**options, **prompt} for prompt in prompts], n)
     seed = secrets.randbelow(_SEEDS) if request.seed is None else request.seed
     return [{**options, **prompt, "seed": seed + i} for prompt in prompts for i in range(n)]
 
@@ -78,7 +79,7 @@ def image_inputs(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
     return {"images": [file for file, _ in chat.images], "image_tokens": budgets}
 
 
-def _check_size(prompts: Sequence[dict[str, Any]], n: int, max_context: int | None) -> None:
+def _check_context(prompts: Sequence[dict[str, Any]], max_context: int | None) -> None:
     """Raise ApiError for prompts that cannot fit, before anything is made of them."""
     for prompt in prompts:
         count = len(prompt.get("prompt_ids", ()))
@@ -89,14 +90,28 @@ def _check_size(prompts: Sequence[dict[str, Any]], n: int, max_context: int | No
                 "prompt",
                 "context_length_exceeded",
             )
-    texts = [prompt.get("messages") or prompt.get("prompt") or "" for prompt in prompts]
-    if (sent := n * sum(map(len, texts))) > _MOST_SENT:
+
+
+def _check_size(inputs: Sequence[dict[str, Any]], n: int) -> None:
+    """Raise ApiError for inputs that are too long to be sent to the model `n` times."""
+    sent = sum(map(_size, inputs))
+    if n * sent > _MOST_SENT:
         raise bad_request(
-            f"{n} answers to prompts of {sent // n} characters are more than this server handles"
-            " at once; send fewer, or ask for fewer answers.",
+            f"{n} answers to prompts, images and tools of {sent} bytes are more than this server"
+            " handles at once; send less, or ask for fewer answers.",
             "n",
             "invalid_value",
         )
+
+
+def _size(inputs: dict[str, Any]) -> int:
+    """Return the characters of a request's texts, and the bytes of its images."""
+    values = inputs.values()
+    return sum(len(value) for value in values if isinstance(value, str)) + sum(
+        sum(map(len, value))
+        for value in values
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (str, bytes))
+    )
 
 
 def _options(request: Sampling) -> dict[str, Any]:

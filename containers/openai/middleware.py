@@ -25,6 +25,7 @@ log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope
 DISCONNECTED = 499  # nginx's status for callers that disconnect
 CALLER = "canvasrt.caller"  # in a request's scope: a name for the caller's key
+MORE = "canvasrt.more"  # in a request's scope: counts further answers of its caller
 AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
 _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _HEALTH = ("/v1/health/live", "/v1/health/ready")

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort
 from canvasrt.containers.openai.schema import (
+    MAX_MESSAGES,
     ChatRequest,
     Note,
     Sampling,
@@ -51,14 +52,16 @@ def _items(value: Any) -> Any:
 
 
 _Items = BeforeValidator(
-    _items, json_schema_input_type=str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    _items,
+    json_schema_input_type=str
+    | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)],
 )
 
 
 class ResponsesRequest(Sampling):
     """The body of a response."""
 
-    input: Annotated[list[dict[str, Any]], Field(min_length=1), _Items]
+    input: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES), _Items]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
     tools: list[dict[str, Any]] | None = None

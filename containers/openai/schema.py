@@ -28,6 +28,7 @@ from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
 MAX_STOP_LENGTH = 1000  # characters
+MAX_MESSAGES = 8192
 MAX_STOPS = 4  # as in OpenAI's API
 MAX_WARNINGS = 16  # about one request
 LEFT_OUT = ("extra_forbidden", "unsupported_parameter")
@@ -182,7 +183,7 @@ class Sampling(_Own):
 class ChatRequest(Sampling):
     """The body of a chat completion."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Whole | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

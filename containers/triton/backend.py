@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from canvasrt.containers.tensors import (
     ANSWERS,
     ERROR_EVENT,
     ERRORS,
+    GRAMMAR,
     HINT,
     IMAGES,
     OWNER,
@@ -37,6 +38,7 @@ from canvasrt.containers.tensors import (
 )
 from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
 from canvasrt.containers.triton.metrics import Metrics
+from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import ServedRequest, read_request
@@ -52,6 +54,8 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
+# Inputs that take long to read, however short.
+_SLOW = {IMAGES.name, GRAMMAR.name}
 # The answer model adds these parameters to its calls to the stream model. A failed call between
 # models loses its error code, so the error comes back as an event.
 CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
@@ -96,8 +100,8 @@ class StreamModel:
         )
         self._options = options
         self._encoder = PromptEncoder(self._tokenizer, self._model.max_context)
-        # Long prompts are encoded here, so that short ones need not wait for them.
-        self._pool = ThreadPoolExecutor(2, "canvasrt-prompts")
+        # What takes long to prepare is prepared here, so that other requests need not wait for it.
+        self._preparing = Preparing()
         self._cancelled_calls: dict[str, threading.Event] = {}
 
     def execute(self, requests: list[Any]) -> None:
@@ -116,7 +120,7 @@ class StreamModel:
                 sink.fail(error)
 
     def finalize(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._preparing.close()
         self._worker.close()
 
     def _admit(
@@ -135,16 +139,12 @@ class StreamModel:
         texts = {
             name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
         }
-        if IMAGES.name in arrays or is_long(texts):
-            self._pool.submit(self._submit_long, arrays, parameters, sink, call)
+        submit = partial(self._submit, arrays, parameters, sink, call)
+        if is_long(texts) or not _SLOW.isdisjoint(arrays):
+            caller = str(parameters.get(OWNER, "")) or uuid.uuid4().hex
+            self._preparing.submit(caller, submit, sink.fail)
         else:
-            self._submit(arrays, parameters, sink, call)
-
-    def _submit_long(self, *arguments: Any) -> None:
-        try:
-            self._submit(*arguments)
-        except Exception as error:
-            arguments[2].fail(error)
+            submit()
 
     def _submit(
         self,

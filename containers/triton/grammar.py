@@ -14,7 +14,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
-_lock = threading.Lock()
+_lock = threading.Lock()  # for the vocabulary, which takes a second
 
 
 def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> State:
@@ -24,15 +24,15 @@ def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> State:
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"
         )
     spec = read_object("grammar", text, 'send {"type": "json_schema", "schema": {}}')
+    control = frozenset[int]()
+    if spec.get("type") == "tool_calls":
+        control = control_ids(tokenizer)
+        spec = {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}
+    config = model.config
     with _lock:
-        control = frozenset[int]()
-        if spec.get("type") == "tool_calls":
-            control = control_ids(tokenizer)
-            spec = {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}
-        config = model.config
         vocabulary = _vocabulary(tokenizer, config.vocab_size, config.eos_token_ids, control)
-        # The order of a schema's keys counts: answers have it too.
-        return _compiled(json.dumps(spec), vocabulary)
+    # The order of a schema's keys counts: answers have it too.
+    return _compiled(json.dumps(spec), vocabulary)
 
 
 @lru_cache(maxsize=2)

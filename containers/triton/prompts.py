@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from canvasrt.containers.tensors import chosen_prompt, read_messages, read_template
+from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tokenizer import Tokenizer
 
 # Bytes of text that are encoded at once; longer ones wait for each other.
 SHORT = 1 << 16
 _TEXTS = ("prompt", "messages", "template", "prefix", "questions", "grammar", "infill")
-_MOST_COUNTED = 1 << 22  # characters whose tokens are only counted
+_MOST_COUNTED = 1 << 20  # characters whose tokens are only counted
 _KEPT = 32  # prompts
 _KEPT_TOKENS = 1 << 22
 
@@ -40,9 +39,8 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer | None, max_context: int) -> None:
         self._tokenizer = tokenizer
         self._max_context = max_context
-        self._lock = threading.Lock()
         self._long = threading.Lock()
-        self._known: OrderedDict[bytes, Future[Prompt]] = OrderedDict()
+        self._prompts = Shared[Prompt](_KEPT, _KEPT_TOKENS, lambda prompt: prompt.ids.size)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -75,7 +73,7 @@ class PromptEncoder:
         digest = hashlib.sha256()
         for part in parts:
             digest.update(f"{len(part)} ".encode() + part.encode())
-        return self._once(digest.digest(), lambda: self._encode(values, chosen))
+        return self._prompts.get(digest.digest(), lambda: self._encode(values, chosen))
 
     def tokens(
         self, values: Mapping[str, Any], add_special_tokens: bool, add_generation_prompt: bool
@@ -120,34 +118,6 @@ class PromptEncoder:
                 f" {self._max_context} tokens",
                 "shorten it",
             )
-
-    def _once(self, key: bytes, work: Callable[[], Prompt]) -> Prompt:
-        """Return the result of `work`, which runs once however many ask for it."""
-        with self._lock:
-            future = self._known.get(key)
-            mine = future is None
-            if future is None:
-                future = self._known[key] = Future()
-            self._known.move_to_end(key)
-        if mine:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-            self._forget()
-        return future.result()
-
-    def _forget(self) -> None:
-        with self._lock:
-            done = {key: each for key, each in self._known.items() if each.done()}
-            for key, each in done.items():
-                if each.exception() is not None:
-                    del self._known[key]
-            sizes = {key: done[key].result().ids.size for key in done if key in self._known}
-            for key in list(sizes):
-                if len(self._known) <= _KEPT and sum(sizes.values()) <= _KEPT_TOKENS:
-                    return
-                del self._known[key], sizes[key]
 
     def _encode(self, values: Mapping[str, Any], chosen: str) -> Prompt:
         if is_long(values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from canvasrt.containers.tensors import OPTIONS, check_stops, read_bias, read_in
 from canvasrt.containers.triton.decisions import read_decisions
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.shared import Shared
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
@@ -20,8 +22,13 @@ from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.pictures import Picture, insert, read_picture
+from canvasrt.runtime.pictures import Picture, insert, read_pictures
 from canvasrt.runtime.sampling import SamplingParams
+
+# The images of `n` answers are the same.
+_seen = Shared[list[Picture]](
+    16, 64 * 2**20, lambda pictures: sum(each.pixels.nbytes for each in pictures)
+)
 
 
 class ServedRequest(NamedTuple):
@@ -111,7 +118,8 @@ def _pictures(values: Mapping[str, Any], model: Model) -> list[Picture]:
             "send fewer images, or fewer image_tokens",
         )
     assert model.config.vision is not None
-    return [
-        read_picture(file, model.config.vision, budget)
-        for file, budget in zip(files, budgets, strict=True)
-    ]
+    digest = hashlib.sha256()
+    for file, budget in zip(files, budgets, strict=True):
+        digest.update(f"{budget} {len(file)} ".encode() + file)
+    vision = model.config.vision
+    return _seen.get(digest.digest(), lambda: read_pictures(files, vision, budgets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ LIMITS = {
 MAX_BYTES = 65_536
 # The longest shortest answer: one that takes more tokens cannot be told from one without an end.
 MAX_SHORTEST = 1024
+MAX_SECONDS = 5.0  # to find it, for grammars that the limits above let through
 _TURNS = 2.0  # the rank from which on kinds of tokens take turns
 
 
@@ -123,14 +125,28 @@ class State:
     def shortest(self, most: int) -> list[int] | None:
         """Return tokens, at most that many, after which the answer may end; None if none are found.
 
-        Not always the fewest: it tries what closes first, then what it has used least.
+        Not always the fewest: it tries what closes first, then what it has used least. CanvasError if
+        that takes too long.
         """
+        deadline = time.monotonic() + MAX_SECONDS
         rank = self._vocabulary.rank
         matcher = self._matcher.deep_copy()
         state = State(matcher, self._vocabulary)
         path: list[int] = []
         used, kinds = np.zeros(len(rank), np.int64), defaultdict[float, float](float)
         while not matcher.is_accepting():
+            if time.monotonic() > deadline:
+                raise CanvasError(
+                    f"its shortest answer was not found within {MAX_SECONDS:g} s", "simplify it"
+                )
+            forced = state.forced()
+            if len(path) + len(forced) > most:
+                return None
+            if forced:
+                path += forced
+                matcher.consume_tokens(forced)
+                state._check()
+                continue
             choices = state._compute_allowed()
             if len(path) >= most or not choices.size:
                 return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 MAX_VARIANTS = 16
+_DIGITS = 4  # of a gap's lengths
+_GAP_LENGTH = 2 * _DIGITS + 3  # characters
 _GAP = re.compile(r"\{(\d+)(?:-(\d+))?\}")
 
 
@@ -44,11 +47,12 @@ def read_gaps(text: str) -> list[str | Gap]:
     for match in _GAP.finditer(text):
         if match.start() > end:
             parts.append(text[end : match.start()])
-        least = int(match[1])
-        gap = Gap(least, int(match[2] or least))
-        if not 1 <= gap.least <= gap.most:
+        low, high = match[1], match[2] or match[1]
+        gap = Gap(int(low[-_DIGITS:]), int(high[-_DIGITS:]))
+        if max(len(low), len(high)) > _DIGITS or not 1 <= gap.least <= gap.most:
             raise CanvasError(
-                f"infill has the gap {match[0]}", "give a number of tokens, or a range like {2-4}"
+                f"infill has the gap {match[0][:40]}",
+                "give a number of tokens, or a range like {2-4}",
             )
         parts.append(gap)
         end = match.end()
@@ -87,35 +91,47 @@ def infill_request(
     text: str, prompt: Sequence[int], params: SamplingParams, model: Model, tokenizer: Tokenizer
 ) -> InfillRequest:
     """Return the request that fills the gaps in `text`. CanvasError if it does not fit a canvas."""
+    most = model.canvas_length * (tokenizer.longest_token + _GAP_LENGTH)
+    if len(text) > most:
+        raise CanvasError(
+            f"infill has {len(text)} characters", f"no canvas has room for more than {most}"
+        )
     parts = [
         part if isinstance(part, Gap) else tokenizer.encode(part, False) for part in read_gaps(text)
     ]
     gaps = [part for part in parts if isinstance(part, Gap)]
-    ways = list(product(*(range(gap.least, gap.most + 1) for gap in gaps)))
-    if len(ways) > MAX_VARIANTS:
+    fixed = sum(len(part) for part in parts if not isinstance(part, Gap))
+    _check_length(fixed + sum(gap.least for gap in gaps), model)
+    ways = math.prod(gap.most - gap.least + 1 for gap in gaps)
+    if ways > MAX_VARIANTS:
         raise CanvasError(
-            f"infill leaves {len(ways)} ways to choose the gaps' lengths",
+            f"infill leaves {ways} ways to choose the gaps' lengths",
             f"narrow the ranges to at most {MAX_VARIANTS} ways",
         )
     config = model.config
     end = config.eos_token_ids[-1]
     canvases = []
-    for way in ways:
+    for way in product(*(range(gap.least, gap.most + 1) for gap in gaps)):
         lengths = iter(way)
+        _check_length(fixed + sum(way), model)
         tokens: list[int] = []
         for part in parts:
             tokens += [-1] * next(lengths) if isinstance(part, Gap) else part
-        if len(tokens) + 1 > model.canvas_length:
-            raise CanvasError(
-                f"infill has {len(tokens)} tokens",
-                f"a canvas has room for {model.canvas_length - 1}: shorten the text or the gaps",
-            )
         filler = [config.pad_token_id] * (model.canvas_length - len(tokens) - 1)
         canvases.append((*tokens, end, *filler))
     words = [token for token in range(config.vocab_size) if tokenizer.token_bytes(token)]
     kept = np.array([token for token in words if token not in config.eos_token_ids], np.int64)
     params = replace(params, max_new_tokens=model.canvas_length)
     return InfillRequest(prompt, params, tuple(canvases), kept, end)
+
+
+def _check_length(tokens: int, model: Model) -> None:
+    """Raise CanvasError for a text with its gaps that no canvas has room for."""
+    if tokens + 1 > model.canvas_length:
+        raise CanvasError(
+            f"infill has {tokens} tokens",
+            f"a canvas has room for {model.canvas_length - 1}: shorten the text or the gaps",
+        )
 
 
 @dataclass(frozen=True)

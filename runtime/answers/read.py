@@ -61,7 +61,8 @@ class ReadRequest:
         steps = self.params.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"steps is {steps}", f"this server allows {max_steps}")
-        passes = len(self.templates) * self.samples * steps
+        rounds = sum(template.rounds for template in self.templates)
+        passes = rounds * self.samples * steps
         if max_passes is not None and passes > max_passes:
             raise CanvasError(
                 f"the questions take {passes} denoising passes",

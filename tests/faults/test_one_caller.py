@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.triton.worker import CANCEL_CHECKS, Worker
+from canvasrt.containers.openai.auth import Callers
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.triton.preparing import Preparing
+from canvasrt.containers.triton.worker import CANCEL_CHECKS, Busy, Worker
 from canvasrt.runtime.generator import Block, Finished, Generator
 from canvasrt.runtime.model import Model
 from tests.helpers.one_caller import address, ask, request
-from tests.helpers.serving import ENDLESS, needs_triton
+from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
 
 
@@ -100,7 +104,7 @@ def limited(packaged: Bundle, folder: Path, *options: str) -> Iterator[Serving]:
 def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
     options = ["--max-steps", "100", "--max-passes", "600", "--max-n", "4"]
-    options += ["--max-queue-tokens", "600", "--max-key-requests", "2", "--request-timeout", "4"]
+    options += ["--max-queue-tokens", "600", "--max-key-requests", "4", "--request-timeout", "4"]
     with limited(packaged, tmp_path, *options) as running:
 
         def refused(**asked: Any) -> str:
@@ -112,9 +116,9 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
         assert "max_denoising_steps is 101" in refused(max_denoising_steps=101)
         assert "n is 5" in refused(n=5)
         assert "800 denoising passes" in refused(n=4, max_denoising_steps=100, max_tokens=64)
-        slow = {"max_denoising_steps": 100, "stability_threshold": 10_000, "max_tokens": 190}
+        slow = {"max_denoising_steps": 100, "stability_threshold": 10_000, "max_tokens": 85}
         with ThreadPoolExecutor(4) as pool:
-            first = [pool.submit(ask, running, key="a", **slow) for _ in range(2)]
+            first = [pool.submit(ask, running, key="a", n=2, **slow) for _ in range(2)]
             time.sleep(0.5)
             status, body, _, headers = ask(running, key="a")
             assert (status, body["error"]["type"]) == (429, "rate_limit_error")
@@ -133,6 +137,53 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             if name == "whole":
                 assert ask(running, key="a", **ends)[0] in (200, 504)
         assert time.monotonic() - begin < 20
+
+
+def test_answers_that_a_key_waits_for_are_counted():
+    callers = Callers(3)
+    with callers.one("a") as more:
+        more(1)
+        with callers.one("a"), callers.one("b"):
+            with pytest.raises(ApiError) as refused, callers.one("a"):
+                pass
+            assert refused.value.status == 429
+            with pytest.raises(ApiError) as refused:
+                more(1)
+            assert refused.value.status == 429
+        with pytest.raises(ApiError, match="wants 4 answers") as refused:
+            more(2)  # waiting would not help
+        assert refused.value.status == 400
+        more(1)
+    with callers.one("a") as more:
+        more(2)
+
+
+def test_callers_take_turns_at_being_prepared():
+    """One caller's many tasks hold another's up by no more than those that run already."""
+    done: list[str] = []
+    begin, failed = threading.Event(), list[Exception]()
+    preparing = Preparing(threads=1, most=7)
+
+    def task(name: str) -> Callable[[], None]:
+        def run() -> None:
+            begin.wait(10)
+            if name == "b2":
+                raise ValueError(name)
+            done.append(name)
+
+        return run
+
+    preparing.submit("a", task("a1"), failed.append)
+    assert eventually(lambda: preparing.waiting == 0)  # it runs
+    for name in ("a2", "a3", "a4", "b1", "b2", "c1", "d1"):
+        preparing.submit(name[0], task(name), failed.append)
+    with pytest.raises(Busy):
+        preparing.submit("e", task("e1"), failed.append)
+    begin.set()
+    assert eventually(lambda: preparing.waiting == 0 and len(done) == 7)
+    assert done == ["a1", "a2", "b1", "c1", "d1", "a3", "a4"]
+    assert [str(each) for each in failed] == ["b2"]
+    preparing.close()
 
 
 def test_a_request_has_a_deadline(model: Model):

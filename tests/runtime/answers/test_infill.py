@@ -107,6 +107,12 @@ def test_gaps_are_read() -> None:
         ("{3-2}", "gap {3-2}"),
         ("{40}", "has 40 tokens"),
         ("{1-5} {1-5}", "25 ways"),
+        # None of these may be written out first.
+        ("{1-9999} {1-9999} {1-9999}", "999700029999 ways"),
+        ("{9999}", "has 9999 tokens"),
+        ("{3000000000}", "gap .3000000000"),
+        ("{" + "9" * 5000 + "}", "gap .9999"),
+        ("a {1} b" + "c" * 100_000, "has 100007 characters"),
     ],
 )
 def test_wrong_gaps_are_refused(demo: Pair, text: str, message: str) -> None:

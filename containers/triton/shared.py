@@ -1,0 +1,50 @@
+"""Work that several requests need, done once."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Shared(Generic[Value]):
+    """The newest results by key. May be used from several threads."""
+
+    def __init__(self, kept: int, most: int, size: Callable[[Value], int]) -> None:
+        """Keep `kept` results, and of those at most `most` in `size`."""
+        self._kept, self._most, self._size = kept, most, size
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, Future[Value]] = OrderedDict()
+
+    def get(self, key: bytes, work: Callable[[], Value]) -> Value:
+        """Return the result of `work`, which runs once however many ask for it. What it raises is
+        raised for all who wait, and then forgotten."""
+        with self._lock:
+            future = self._known.get(key)
+            mine = future is None
+            if future is None:
+                future = self._known[key] = Future()
+            self._known.move_to_end(key)
+        if mine:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+            self._forget()
+        return future.result()
+
+    def _forget(self) -> None:
+        with self._lock:
+            done = {key: each for key, each in self._known.items() if each.done()}
+            for key, each in done.items():
+                if each.exception() is not None:
+                    del self._known[key]
+            sizes = {key: self._size(done[key].result()) for key in self._known if key in done}
+            for key in list(sizes):
+                if len(self._known) <= self._kept and sum(sizes.values()) <= self._most:
+                    return
+                del self._known[key], sizes[key]
