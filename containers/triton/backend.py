@@ -139,7 +139,7 @@ class StreamModel:
         texts = {
             name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
         }
-        submit = partial(self._submit, arrays, parameters, sink, call)
+        submit = partial(self._submit, arrays, parameters, sink, call, time.monotonic())
         if is_long(texts) or not _SLOW.isdisjoint(arrays):
             caller = str(parameters.get(OWNER, "")) or uuid.uuid4().hex
             self._preparing.submit(caller, submit, sink.fail)
@@ -152,9 +152,11 @@ class StreamModel:
         parameters: dict[str, Any],
         sink: _Sink,
         call: str | None,
+        begin: float,
     ) -> None:
         if sink.cancelled():
             raise CanvasError("the request was cancelled")
+        self._worker.check_late(begin)
         if TOKENIZE.name in arrays:
             vocab_size = self._model.config.vocab_size
             sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size))
@@ -164,7 +166,7 @@ class StreamModel:
             arrays, self._model, self._encoder, self._options, owner, max(1, answers)
         )
         sink.replies = _replies(served, self._tokenizer, only_final=bool(call))
-        self._worker.submit(served.request, sink)
+        self._worker.submit(served.request, sink, begin)
 
     def _cancel_call(self, call: str) -> None:
         cancel = self._cancelled_calls.get(call)

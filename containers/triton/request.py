@@ -61,12 +61,12 @@ def read_request(
     if "logit_bias" in values:
         given["logit_bias"] = read_bias(values["logit_bias"])
     params = SamplingParams.from_defaults(model.sampler, model.config, **given)
-    params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
     if "questions" in values:
         encoder.check(values)
         ask, read = read_decisions(values, model, encoder.tokenizer, _pictures(values, model))
         read.check_limits(options.max_steps, options.max_passes)
         return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
+    params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
     stops = check_stops(values.get("stop") or ())
     if stops and encoder.tokenizer is None:
         raise CanvasError(

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from canvasrt.errors import CanvasError, EngineError
@@ -85,15 +86,15 @@ class Worker:
         self._generator = make()
         self._arrived: queue.SimpleQueue[tuple[Work, Sink, float] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
-        self._known: dict[int, tuple[int, float]] = {}  # tokens and begin of each, by id
+        self._known: dict[int, _Known] = {}  # by id
         self._closing = False
         self._cancel_check = 0.0
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Work, sink: Sink) -> None:
-        """Queue a request. Overloaded when too many wait; `sink` gets the error of one that cannot
-        run."""
+    def submit(self, request: Work, sink: Sink, begin: float | None = None) -> None:
+        """Queue a request that came at `begin`, by default now. Overloaded when too many wait; `sink`
+        gets the error of one that cannot run."""
         if self._refusal is not None:
             raise self._refusal
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
@@ -101,9 +102,17 @@ class Worker:
         if self._closing:
             raise Overloaded(*_STOPPING)
         self._take_tokens(_tokens_of(request))
-        self._arrived.put((request, sink, time.monotonic()))
+        self._arrived.put((request, sink, time.monotonic() if begin is None else begin))
         if self._refusal is not None:  # perhaps since the check above: nobody would answer it
             self._fail_arrived(self._refusal)
+
+    def check_late(self, begin: float, now: float | None = None) -> None:
+        """Raise Late for a request that came at `begin`, if its time is over."""
+        now = time.monotonic() if now is None else now
+        if self._timeout is not None and now - begin > self._timeout:
+            raise Late(
+                f"the request took longer than {self._timeout:g} s", "ask for fewer tokens or steps"
+            )
 
     def _take_tokens(self, count: int) -> None:
         with self._counting:
@@ -175,14 +184,16 @@ class Worker:
             if arrived is None:
                 continue
             request, sink, begin = arrived
-            try:
-                id = self._generator.add(request)
-            except Exception as error:
-                self._give_tokens_back(_tokens_of(request))
-                _fail(sink, error)
-                continue
-            self._sinks[id] = sink
-            self._known[id] = _tokens_of(request), begin
+            self._take(_Known(request, begin), sink)
+
+    def _take(self, known: _Known, sink: Sink) -> None:
+        try:
+            id = self._generator.add(known.request)
+        except Exception as error:
+            self._give_tokens_back(_tokens_of(known.request))
+            _fail(sink, error)
+            return
+        self._sinks[id], self._known[id] = sink, known
 
     def _drop_cancelled(self) -> None:
         now = time.monotonic()
@@ -200,19 +211,18 @@ class Worker:
                 self._generator.cancel(id)
 
     def _drop_late(self, now: float) -> None:
-        if self._timeout is None:
-            return
-        for id, (_, begin) in list(self._known.items()):
-            if now - begin > self._timeout and id in self._sinks:
-                self._generator.cancel(id)
-                error = Late(
-                    f"the request took longer than {self._timeout:g} s",
-                    "ask for fewer tokens or steps",
-                )
-                _fail(self._sinks.pop(id), error)
+        for id, known in list(self._known.items()):
+            if id in self._sinks:
+                try:
+                    self.check_late(known.begin, now)
+                except Late as error:
+                    self._generator.cancel(id)
+                    _fail(self._sinks.pop(id), error)
 
     def _deliver(self, event: Event) -> None:
         sink = self._sinks.get(event.id)
+        if event.id in self._known:
+            self._known[event.id].begun = True
         if isinstance(event, Finished):
             self._sinks.pop(event.id, None)
             self._forget(event.id)
@@ -226,7 +236,7 @@ class Worker:
 
     def _forget(self, id: int) -> None:
         if id in self._known:
-            self._give_tokens_back(self._known.pop(id)[0])
+            self._give_tokens_back(_tokens_of(self._known.pop(id).request))
 
     def _restart(self, error: EngineError) -> None:
         """Take a new generator after a failed pass, or give up."""
@@ -239,13 +249,26 @@ class Worker:
             message = f"{self._failures} passes in a row failed; the last: {error.message}"
             self._give_up(EngineError(message, error.hint, fatal=True))
             return
+        running = self._generator.running
+        untouched = {
+            id: known
+            for id, known in self._known.items()
+            if id not in running and not known.begun and id in self._sinks
+        }
+        waiting = [(self._known.pop(id), self._sinks.pop(id)) for id in untouched]
         self._fail_all(error)
         try:
             self._generator.abandon()
             self._generator = self._make()
         except Exception as again:
             log.exception("the generator cannot be replaced")
+            for known, sink in waiting:
+                self._give_tokens_back(_tokens_of(known.request))
+                _fail(sink, error)
             self._give_up(_engine_error(again))
+            return
+        for known, sink in waiting:
+            self._take(known, sink)
 
     def _give_up(self, error: EngineError) -> None:
         self._refusal = Overloaded(
@@ -270,6 +293,15 @@ class Worker:
                 if arrived is not None:
                     self._give_tokens_back(_tokens_of(arrived[0]))
                     _fail(arrived[1], error)
+
+
+@dataclass
+class _Known:
+    """A request that the generator has. `begun`: whether it has had an event."""
+
+    request: Work
+    begin: float
+    begun: bool = False
 
 
 def _tokens_of(request: Work) -> int:

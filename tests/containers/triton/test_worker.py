@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
-from canvasrt.containers.triton.worker import Overloaded, Worker
+from canvasrt.containers.triton.worker import Late, Overloaded, Worker
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Finished, Generator, Request
 from canvasrt.runtime.model import Model
@@ -41,11 +42,11 @@ class Failing(Generator):
 
     passes = 0
 
-    def step(self) -> list[Event]:
+    def _denoise(self) -> list[Event]:
         Failing.passes += 1
         if Failing.passes == 1:
             raise MemoryError("out of memory")
-        return super().step()
+        return super()._denoise()
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,34 @@ def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
     assert error.message == "MemoryError: out of memory"
     worker.submit(request(model), next_one)
     assert next_one.ends.get(timeout=10).finish_reason == "length"
+    worker.close()
+
+
+def test_requests_that_wait_outlive_a_failed_pass(model: Model):
+    """They were in no pass yet, so they get their answers, and the room they took is given back."""
+    Failing.passes = 0
+    alone = Generator(model).run([request(model, seed=each) for each in range(4)])
+    worker = Worker(lambda: Failing(model, max_batch=1), max_tokens=4 * 7)
+    callers = [Caller() for _ in range(4)]
+    with worker._counting:  # all are there when the first pass begins
+        for seed, caller in enumerate(callers):
+            worker._arrived.put((request(model, seed=seed), caller, 0.0))
+        worker._tokens = 4 * 7
+    assert isinstance(callers[0].ends.get(timeout=10), EngineError)
+    for caller, result in zip(callers[1:], alone[1:], strict=True):
+        assert caller.ends.get(timeout=10).token_ids == result.token_ids
+    worker.close()
+    assert worker._tokens == 0
+
+
+def test_a_request_s_time_begins_when_it_comes(model: Model):
+    worker = Worker(lambda: Generator(model), timeout=5)
+    caller = Caller()
+    worker.submit(request(model), caller, time.monotonic() - 6)
+    assert isinstance(caller.ends.get(timeout=10), Late)
+    with pytest.raises(Late, match="longer than 5 s"):
+        worker.check_late(time.monotonic() - 6)
+    worker.check_late(time.monotonic())
     worker.close()
 
 
@@ -137,11 +166,11 @@ def test_after_a_fatal_error_requests_are_refused(model: Model):
 
 def test_failed_passes_count_in_a_row_only(model: Model):
     class Odd(Generator):
-        def step(self) -> list[Event]:
-            Odd.passes += not self.idle
-            if not self.idle and Odd.passes % 2:
+        def _denoise(self) -> list[Event]:
+            Odd.passes += 1
+            if Odd.passes % 2:
                 raise MemoryError("out of memory")
-            return super().step()
+            return super()._denoise()
 
         passes = 0
 
