@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from canvasrt.runtime.host_head import TokenScore
-from canvasrt.runtime.host_sampler import redrawn, told_step
+from canvasrt.runtime.host_sampler import host_step, redrawn
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Wants
@@ -164,7 +164,7 @@ class ActiveRequest:
         head, (uniforms, noise) = self._model.host_head, self._drawn
         assert output.hidden is not None
         if self._wants == "hidden":
-            step = told_step(head, output.hidden, {}, self._params, self._step, uniforms, noise)
+            step = host_step(head, output.hidden, {}, self._params, self._step, uniforms, noise)
             return DenoiseOutput(**vars(step), hidden=output.hidden)
         temperature = self._params.temperature_at(self._step)
         output, places, states = redrawn(head, output, self._params, temperature, uniforms)

@@ -15,7 +15,7 @@ from canvasrt.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from canvasrt.runtime.bench import Sample, Spread, Summary
+    from canvasrt.runtime.bench import RunSummary, Sample, Spread
     from canvasrt.runtime.generator import Request
     from canvasrt.runtime.model import Model
 
@@ -54,7 +54,9 @@ EarlyStop = Annotated[
         help="Whether blocks may finish early; --against always takes all steps.",
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of requests that run together.")]
+BatchOption = Annotated[
+    int, typer.Option("--batch", min=1, help="Number of requests that run together.")
+]
 Rounds = Annotated[
     int, typer.Option("--rounds", min=1, help="Number of measured rounds, after one to warm up.")
 ]
@@ -72,7 +74,7 @@ ModelName = Annotated[
     str | None,
     typer.Option("--model", metavar="NAME", show_default="the first", help="URL: the model."),
 ]
-Prompts = Annotated[
+PromptsOption = Annotated[
     str,
     typer.Option(
         "--prompts",
@@ -126,13 +128,13 @@ def bench(
     blocks: Blocks = 2,
     steps: Steps = None,
     early_stop: EarlyStop = False,
-    batch: Batch = 1,
+    batch: BatchOption = 1,
     rounds: Rounds = 5,
     threads: Threads = None,
     device: Device = None,
     share_passes: SharePasses = False,
     model: ModelName = None,
-    prompts: Prompts = "short",
+    prompts: PromptsOption = "short",
     sessions: Sessions = 32,
     concurrency: Concurrency = 1,
     rate: Rate = None,
@@ -171,7 +173,7 @@ def bench(
     _check(against, checkpoint, early_stop)
     from canvasrt.console import emit, progress
     from canvasrt.runtime.backends.onnxruntime import available_cores
-    from canvasrt.runtime.bench import Summary
+    from canvasrt.runtime.bench import RunSummary
     from canvasrt.runtime.open import open_model
 
     threads = threads or available_cores()
@@ -183,7 +185,7 @@ def bench(
         sides[against] = _theirs(checkpoint, threads)
     with progress() as show:
         samples = _take_turns(sides, work, show)
-    summaries = {name: Summary.of(taken) for name, taken in samples.items()}
+    summaries = {name: RunSummary.of(taken) for name, taken in samples.items()}
     ratio = _ratio(samples["canvasrt"], samples[against]) if against else None
     settings = {
         "bundle": str(bundle),
@@ -297,7 +299,7 @@ def _ratio(ours: list[Sample], theirs: list[Sample]) -> Spread:
 def _render(
     console: Console,
     settings: dict[str, Any],
-    summaries: dict[str, Summary],
+    summaries: dict[str, RunSummary],
     ratio: Spread | None,
 ) -> None:
     from canvasrt.console import table
@@ -328,7 +330,7 @@ def _render(
         )
 
 
-def _rounds(summaries: dict[str, Summary]) -> int:
+def _rounds(summaries: dict[str, RunSummary]) -> int:
     return next(iter(summaries.values())).rounds
 
 

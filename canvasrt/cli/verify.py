@@ -143,9 +143,9 @@ def _check(
 
             check_report_folder(report)
         if file is not None:
-            from canvasrt.fidelity.decisions import Reading, measure_decisions
+            from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
 
-            read = measure_decisions(found, file, Reading(samples, steps), fit, show)
+            read = measure_decisions(found, file, ReadSettings(samples, steps), fit, show)
         if checkpoint is not None:
             from canvasrt.fidelity import measure
 

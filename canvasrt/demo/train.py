@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from canvasrt.defaults import SOFT_TOKENS
-from canvasrt.demo.data import Batch, Examples
+from canvasrt.demo.data import Examples, TrainingBatch
 from canvasrt.demo.mixture import NAMES, Mixture, image_processor
 from canvasrt.demo.model import CANVAS_LENGTH, FastForward, add_sight, build_model, sees
 from canvasrt.demo.muon import Muon
@@ -40,7 +40,7 @@ from canvasrt.runtime.pictures import BUDGETS
 BATCH_PARTS = (56, 56, 16)
 # The second stage: the same tasks, plain chats, closed questions, and pictures in both. A picture of
 # the full budget takes four times as long as one of the smallest.
-OLD_PARTS, PLAIN, ASKED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
+OLD_PARTS, PLAIN, CLOSED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
 LARGE_PICTURES, LARGE_EVERY = 2, 8
 SECOND_RATE = 0.5
 SLOT_WEIGHT = 7.0
@@ -85,7 +85,7 @@ def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
     return torch.where(torch.rand(block.shape) < draw_share, drawn, canvas)
 
 
-def read_canvas(batch: Batch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def read_canvas(batch: TrainingBatch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return the first canvas and its targets, [batch, canvas, vocabulary], for answers whose
     probabilities are known.
 
@@ -97,12 +97,12 @@ def read_canvas(batch: Batch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, 
     right = F.one_hot(batch.block, vocab_size).float()
     rows = (len(canvas), 1)
     blank, read = torch.rand(rows) < 0.7, torch.rand(rows) < 0.6
-    told = corrupt(batch.block, ~batch.slots & read, vocab_size)
+    seen = corrupt(batch.block, ~batch.slots & read, vocab_size)
     targets = torch.where(blank[..., None], batch.targets, right)
-    return torch.where(blank, told, canvas), targets
+    return torch.where(blank, seen, canvas), targets
 
 
-def loss_of(forward: FastForward, batch: Batch) -> tuple[Tensor, Tensor]:
+def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Return the training loss, and each example's cross-entropy (detached).
 
     There are two denoising steps, as in generation: the second is conditioned on the first's
@@ -174,16 +174,16 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPhase:
     """One stage: its batches per step, its tasks' names, and how long and fast it learns."""
 
-    batches: Callable[[int], Sequence[Batch]]
+    batches: Callable[[int], Sequence[TrainingBatch]]
     names: Sequence[str]
     steps: int
     rate: float = 1.0
 
 
-def fit(model: Any, plan: Plan, snapshot: Callable[[int, Any], None]) -> Any:
+def fit(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -> Any:
     """Train a model, and return the running average of its weights.
 
     `snapshot` gets that average after each step, and its number.
@@ -235,7 +235,7 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
         if step % save_every == 0:
             save(averaged, tokenizer, out / "latest")
 
-    plan = Plan(lambda step: examples.batches(BATCH_PARTS), tuple(TASKS), steps)
+    plan = TrainingPhase(lambda step: examples.batches(BATCH_PARTS), tuple(TASKS), steps)
     save(fit(model, plan, snapshot), tokenizer, out / "first")
 
 
@@ -251,16 +251,16 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
     new = Mixture(tokenizer, CANVAS_LENGTH, seed)
     out.mkdir(parents=True, exist_ok=True)
 
-    def batches(step: int) -> list[Batch]:
+    def batches(step: int) -> list[TrainingBatch]:
         large = new.pictures(LARGE_PICTURES, 0, SOFT_TOKENS) if step % LARGE_EVERY == 0 else []
         small = new.pictures(*PICTURES, min(BUDGETS))
-        return [*old.batches(OLD_PARTS), *new.plain(PLAIN), *new.asked(ASKED), *small, *large]
+        return [*old.batches(OLD_PARTS), *new.plain(PLAIN), *new.closed(CLOSED), *small, *large]
 
     def snapshot(step: int, averaged: Any) -> None:
         if step % save_every == 0:
             save(averaged, tokenizer, out / "latest")
 
-    plan = Plan(batches, tuple(TASKS), steps, SECOND_RATE)
+    plan = TrainingPhase(batches, tuple(TASKS), steps, SECOND_RATE)
     save(fit(model, plan, snapshot), tokenizer, out / "checkpoint")
 
 

@@ -31,7 +31,7 @@ _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadSettings:
     """How questions are read: draws of noise, steps per read, and the first seed."""
 
     samples: int = 1
@@ -42,7 +42,7 @@ class Reading:
 def measure_decisions(
     bundle: Bundle,
     file: str,
-    reading: Reading,
+    reading: ReadSettings,
     fitted: bool = False,
     progress: Progress | None = None,
 ) -> Json:
@@ -128,7 +128,7 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
 
 
 def _answers(
-    bundle: Bundle, items: Sequence[Json], reading: Reading, show: Progress
+    bundle: Bundle, items: Sequence[Json], reading: ReadSettings, show: Progress
 ) -> list[Scored]:
     """Ask every question; item i is read with seed `seed + i`."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
@@ -157,7 +157,7 @@ def _answers(
 
 
 def _request(
-    item: Json, model: Model, tokenizer: Tokenizer, reading: Reading, number: int
+    item: Json, model: Model, tokenizer: Tokenizer, reading: ReadSettings, number: int
 ) -> tuple[Ask, list[np.ndarray], ReadRequest]:
     listed = item.get("questions")
     if not isinstance(listed, list):

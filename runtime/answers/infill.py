@@ -16,7 +16,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.prompted import Prompted
 from canvasrt.runtime.host_head import log_softmax
-from canvasrt.runtime.host_sampler import told_step
+from canvasrt.runtime.host_sampler import host_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
@@ -65,7 +65,7 @@ def default_prompt(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class InfillRequest:
+class GapRequest:
     """A prompt, and canvases to fill: one for each way to choose the gaps' lengths.
 
     canvases: tokens, with −1 in the gaps. words: the tokens that may stand in a gap, int64.
@@ -85,7 +85,7 @@ class InfillRequest:
 
 def infill_request(
     text: str, prompt: Sequence[int], params: SamplingParams, model: Model, tokenizer: Tokenizer
-) -> InfillRequest:
+) -> GapRequest:
     """Return the request that fills the gaps in `text`. CanvasError if it does not fit a canvas."""
     parts = [
         part if isinstance(part, Gap) else tokenizer.encode(part, False) for part in read_gaps(text)
@@ -115,7 +115,7 @@ def infill_request(
     words = [token for token in range(config.vocab_size) if tokenizer.token_bytes(token)]
     kept = np.array([token for token in words if token not in config.eos_token_ids], np.int64)
     params = replace(params, max_new_tokens=model.canvas_length)
-    return InfillRequest(prompt, params, tuple(canvases), kept, end)
+    return GapRequest(prompt, params, tuple(canvases), kept, end)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ActiveInfill(Prompted):
     """The state of one infill between passes. Canvases are filled one after another, and the one
     whose gaps are likeliest per token is kept."""
 
-    def __init__(self, id: int, request: InfillRequest, model: Model, added: float) -> None:
+    def __init__(self, id: int, request: GapRequest, model: Model, added: float) -> None:
         super().__init__(request.prompt_token_ids, model)
         self.id = id
         self.finished = False
@@ -163,7 +163,7 @@ class ActiveInfill(Prompted):
         """Apply the result of that step; the last one of the last canvas ends the request."""
         assert output.hidden is not None
         params, (uniforms, noise) = self._params, self._noise(self._step)
-        step = told_step(
+        step = host_step(
             self._model.host_head,
             output.hidden,
             self._allowed(),
