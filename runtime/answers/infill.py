@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -15,6 +14,7 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.prompted import Prompted
+from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.host_sampler import host_step
 from canvasrt.runtime.model import Model
@@ -149,13 +149,13 @@ class ActiveInfill(Prompted):
         self._steps: list[int] = []
         self._step = 0
         self._hidden = np.empty(0)
-        self._history: deque[np.ndarray] = deque(maxlen=max(1, self._params.stability_threshold))
+        self._early = EarlyStopping(self._params)
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step."""
         if self._step == 0:
             self._hidden = self._model.first_hidden(self._noise(0)[1])
-            self._history.clear()
+            self._early.start_block()
         self._step += 1
         return hidden_input(self.row, self._hidden)
 
@@ -173,7 +173,10 @@ class ActiveInfill(Prompted):
             noise,
         )
         self._hidden = step.next_hidden
-        if not self._stops(step.argmax, step.entropy) and self._step < params.max_denoising_steps:
+        # Only the gaps count: the other positions are pinned, and their entropy is 0.
+        gaps = np.array(self._canvas) < 0
+        stops = self._early.stops(step.argmax, step.entropy[gaps])
+        if not stops and self._step < params.max_denoising_steps:
             return []
         self._done.append((self._score(output.hidden, step.argmax), step.argmax))
         self._steps.append(self._step)
@@ -235,13 +238,3 @@ class ActiveInfill(Prompted):
         logs = log_softmax(self._model.host_head.logits(hidden[places], words))
         columns = np.searchsorted(words, tokens[places])
         return float(logs[np.arange(len(places)), columns].mean())
-
-    def _stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
-        """Stable and confident, as the released sampler; the mean is over the gaps alone."""
-        wanted = self._params.stability_threshold
-        stable = len(self._history) >= wanted and all(
-            np.array_equal(argmax, before) for before in list(self._history)[-wanted:]
-        )
-        self._history.append(argmax)
-        mean = float(entropy[np.array(self._canvas) < 0].mean())
-        return self._params.early_stop and stable and mean < self._params.confidence_threshold
