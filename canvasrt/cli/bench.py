@@ -1,4 +1,4 @@
-"""`canvasrt bench`: measures how fast a bundle generates, optionally against the reference."""
+"""`canvasrt bench`: measures how fast a bundle generates, or how fast a server answers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ Sessions = Annotated[
     int, typer.Option("--sessions", min=1, help="URL: conversations in each round.")
 ]
 Concurrency = Annotated[
-    int, typer.Option("--concurrency", min=1, help="URL: most conversations at a time.")
+    int,
+    typer.Option("--concurrency", min=1, help="URL: maximum number of conversations at a time."),
 ]
 Rate = Annotated[
     float | None,
@@ -94,15 +95,18 @@ Rate = Annotated[
         "--rate",
         metavar="PER_SECOND",
         min=1e-3,
-        show_default="as places are free",
-        help="URL: conversations that arrive per second, at random moments.",
+        show_default="as slots free up",
+        help="URL: conversations to start per second, at random times.",
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", min=1, help="URL: most tokens of an answer.")
+    int, typer.Option("--max-tokens", min=1, help="URL: maximum tokens per answer.")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", min=1, metavar="SECONDS", help="URL: limit of one call.")
+    float,
+    typer.Option(
+        "--timeout", min=1, metavar="SECONDS", help="URL: time limit per call, in seconds."
+    ),
 ]
 Report = Annotated[
     Path | None,

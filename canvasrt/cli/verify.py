@@ -67,7 +67,7 @@ Key = Annotated[
         "--key",
         metavar="FILE",
         show_default=False,
-        help="For an image: also check its provenance, signed with this public key's other half.",
+        help="For an image: also check its provenance, signed with the private key that matches this one.",
     ),
 ]
 
@@ -84,7 +84,7 @@ def verify(
     key: Key = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check a bundle's files, with --reference its results, with --decisions its probabilities.
+    """Check a bundle's files. --reference also checks its results, --decisions its probabilities.
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """

@@ -199,7 +199,9 @@ def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndar
     if "probabilities" in label:
         shares = label["probabilities"]
         if not isinstance(shares, list) or len(shares) != len(options):
-            raise CanvasError(f"{path}.probabilities has no number per option", "give all of them")
+            raise CanvasError(
+                f"{path}.probabilities must have one number per option", f"give {len(options)}"
+            )
         right = np.array(shares, np.float64)
         if (right < 0).any() or abs(right.sum() - 1) > 1e-6:
             raise CanvasError(f"{path}.probabilities do not add up to 1", "give a distribution")

@@ -180,7 +180,7 @@ def _timeline(rounds: Mapping[str, Sequence[Round]]) -> str:
         _legend(axes, rounds)
         return figure
 
-    return drawing("timeline", "Latency of each call by when it was due", draw)
+    return drawing("timeline", "Latency of each call by its scheduled start", draw)
 
 
 def _good(taken: Sequence[Round], name: str) -> list[Any]:
