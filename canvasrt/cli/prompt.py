@@ -1,4 +1,4 @@
-"""The prompt of `generate` and `infer`: their arguments, and the one function that reads them."""
+"""The prompt of `generate` and `infer`, and the system message of `chat`: their arguments, and the one function that reads them."""
 
 from __future__ import annotations
 

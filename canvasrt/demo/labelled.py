@@ -19,7 +19,7 @@ _OFF = (1, -1, 10)  # what wrong sums differ by
 def labelled(count: int, more: bool, seed: int = 0) -> list[dict[str, Any]]:
     """Return `count` held-out sums and differences, each with wrong ones to choose from.
 
-    With `more`, also what the second stage of the training teaches: `count` cases of each task with
+    With `more`, also what the second phase of the training teaches: `count` cases of each task with
     known probabilities, asked with letters and bare, and as many pictures.
     """
     found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]

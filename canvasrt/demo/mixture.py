@@ -1,4 +1,4 @@
-"""Training examples of the second stage: known probabilities, closed questions, and pictures."""
+"""Training examples of the second phase: known probabilities, closed questions, and pictures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Example:
 
 
 class Mixture:
-    """A seeded stream of second-stage examples from the training split."""
+    """A seeded stream of second-phase examples from the training split."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, canvas_length: int, seed: int) -> None:
         self.rng = random.Random(f"mixture:{seed}")

@@ -2,7 +2,7 @@
 
 python -m canvasrt.demo.train --seed 0 --out DIR
 
-The first stage learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores, and
+The first phase learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores, and
 writes `DIR/first` and `DIR/undertrained`. The second goes on from `DIR/first`, or from `--start`:
 known probabilities, closed questions and pictures, with the first tasks mixed in. It writes
 `DIR/checkpoint`. Both write `DIR/latest` regularly.
@@ -38,7 +38,7 @@ from canvasrt.runtime.pictures import BUDGETS
 
 # A few examples have prefixes of whole blocks, and a part of their own.
 BATCH_PARTS = (56, 56, 16)
-# The second stage: the same tasks, plain chats, closed questions, and pictures in both. A picture of
+# The second phase: the same tasks, plain chats, closed questions, and pictures in both. A picture of
 # the full budget takes four times as long as one of the smallest.
 OLD_PARTS, PLAIN, CLOSED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
 LARGE_PICTURES, LARGE_EVERY = 2, 8
@@ -175,7 +175,7 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class TrainingPhase:
-    """One stage: its batches per step, its tasks' names, and how long and fast it learns."""
+    """One phase: its batches per step, its tasks' names, and how long and fast it learns."""
 
     batches: Callable[[int], Sequence[TrainingBatch]]
     names: Sequence[str]
@@ -223,7 +223,7 @@ def fit(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -
 
 
 def train(seed: int, steps: int, out: Path, save_every: int) -> None:
-    """Run the first stage: the tasks of `canvasrt.demo.tasks`, from random weights."""
+    """Run the first phase: the tasks of `canvasrt.demo.tasks`, from random weights."""
     torch.manual_seed(seed)
     model, tokenizer = build_model(), build_tokenizer()
     examples = Examples(tokenizer, CANVAS_LENGTH, seed)
@@ -240,8 +240,8 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
 
 
 def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -> None:
-    """Run the second stage from the first's weights: known probabilities, closed questions and
-    pictures, with the first stage's tasks mixed in."""
+    """Run the second phase from the first's weights: known probabilities, closed questions and
+    pictures, with the first phase's tasks mixed in."""
     torch.manual_seed(seed)
     model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(start, dtype="float32")
     if not sees(model.config):
@@ -267,10 +267,10 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3800, help="of the first stage")
-    parser.add_argument("--more-steps", type=int, default=800, help="of the second stage")
+    parser.add_argument("--steps", type=int, default=3800, help="of the first phase")
+    parser.add_argument("--more-steps", type=int, default=800, help="of the second phase")
     parser.add_argument(
-        "--start", type=Path, help="weights of a first stage, which is then left out"
+        "--start", type=Path, help="weights of a first phase, which is then left out"
     )
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=250, help="steps between snapshots")

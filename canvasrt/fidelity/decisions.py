@@ -70,7 +70,7 @@ def measure_decisions(
 
 
 def _of_demo(bundle: Bundle) -> list[Json]:
-    """Return the demo's questions: those of its second stage only for a tower that it trained."""
+    """Return the demo's questions: those of its second phase only for a tower that it trained."""
     vision = bundle.manifest.model.vision or {}
     return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from canvasrt.containers.heartbeat import heard, silence
+from canvasrt.containers.heartbeat import acknowledged, silence
 from canvasrt.containers.options import FrontOptions, FrontSettings, ServerPhase
 from canvasrt.containers.ports import listen, url_host
 from canvasrt.containers.processes import child_environment, die_with_parent
@@ -101,7 +101,7 @@ class FrontEnd:
     def __enter__(self) -> FrontEnd:
         self.start()
         self.notify("serving")
-        self.wait_heard()
+        self.wait_acknowledged()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -139,12 +139,12 @@ class FrontEnd:
         self._reports += 1
         self._write(json.dumps({"phase": phase, "detail": detail}).encode() + b"\n")
 
-    def wait_heard(self) -> None:
+    def wait_acknowledged(self) -> None:
         """Wait until the last phase decides what callers get. A process that is dead or hangs is left
         to `check_alive`."""
         deadline = time.monotonic() + _SILENCE
         while self._process is not None and self._process.poll() is None:
-            if heard(self._heartbeat) >= self._reports or time.monotonic() > deadline:
+            if acknowledged(self._heartbeat) >= self._reports or time.monotonic() > deadline:
                 return
             time.sleep(_POLL / 10)
 

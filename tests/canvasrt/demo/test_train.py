@@ -33,7 +33,7 @@ def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
     assert any(not torch.equal(first[name], twin[name]) for name in first)
 
 
-def test_the_second_stage_goes_on_from_the_first(tmp_path, monkeypatch):
+def test_the_second_phase_goes_on_from_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr("canvasrt.demo.train.BATCH_PARTS", (4, 4, 2))
     for name, size in {"OLD_PARTS": (2, 2), "PLAIN": 2, "CLOSED": 2, "PICTURES": (1, 1)}.items():
         monkeypatch.setattr(f"canvasrt.demo.train.{name}", size)
