@@ -98,10 +98,10 @@ def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> None:
         a, b = text.rstrip("=").split("+")
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
         params = SamplingParams.from_defaults(model.sampler, config, seed=round)
-        asked: dict[str, Any] = {"free": Request(ids, params)}
+        requests: dict[str, Any] = {"free": Request(ids, params)}
         end = end_of_answer(model, tokenizer)
-        asked |= {name: ConstrainedRequest(ids, params, s, end) for name, s in starts.items()}
-        for name, request in asked.items():
+        requests |= {name: ConstrainedRequest(ids, params, s, end) for name, s in starts.items()}
+        for name, request in requests.items():
             before = time.process_time()  # of all threads: searches run beside the passes
             (result,) = Generator(model).run([request])
             seconds = time.process_time() - before

@@ -200,7 +200,7 @@ def measure(
     """Create the checkpoint in `work`, export it and build it there for one target after the other."""
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
     checkpoint, graphs = work / "checkpoint", work / "graphs"
-    asked = ["--layers", str(layers)] if layers else []
+    shortened = ["--layers", str(layers)] if layers else []
     options: dict[str, Any] = {"shape": shape, "format": format, "target": targets}
     machine = {
         "processors": len(os.sched_getaffinity(0)),
@@ -208,7 +208,7 @@ def measure(
         "tensorrt-rtx": extras.version("tensorrt-rtx"),
     }
     report = Report(options, machine)
-    command = ["canvasrt.export.synthetic", "--shape", shape, "--format", format, *asked]
+    command = ["canvasrt.export.synthetic", "--shape", shape, "--format", format, *shortened]
     report.stages.append(run([*command, "-o", str(checkpoint)], "checkpoint", checkpoint))
     plain = ["--precision", "bf16"] if format == "bf16" else []
     cut = ["--layers-per-segment", str(layers_per_segment)]

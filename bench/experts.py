@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from canvasrt.runtime.engine import Backend, Call, DeviceBackend
+from canvasrt.runtime.engine import Backend, DeviceBackend, EngineCall
 
 CAPACITIES = (32, 64, 128, 256)
 
@@ -68,7 +68,7 @@ class DeviceMixture:
     def run_ms(self, tokens: int, capacity: int, repeats: int) -> float:
         states = (tokens, self._size)
         shapes = {"x": states, "slots": (capacity,), "mixed": states, "load": ()}
-        call = Call({"tokens": tokens, "capacity": capacity}, shapes, self._addresses, True)
+        call = EngineCall({"tokens": tokens, "capacity": capacity}, shapes, self._addresses, True)
         marks = []
         for _ in range(3 + repeats):
             begin = self._device.clock()

@@ -54,7 +54,7 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("rtx-3090", "rtx-4090", "l4", "rtx-5090", "rtx-pro-6000", "dgx-spark", "a100", "h100"),
     ),
 )
-MAX_CONTEXT = 262_144
+LONGEST_CONTEXT = 262_144
 # Slots for a canvas that is half padding: all of its padding goes to the same experts.
 PADDED = 256
 
@@ -103,7 +103,7 @@ def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
         prepared.graphs.path,
         BUILT_FOR,
         out,
-        BuildOptions(max_context=MAX_CONTEXT, max_batch=batch),
+        BuildOptions(max_context=LONGEST_CONTEXT, max_batch=batch),
     )
 
 

@@ -175,7 +175,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
 
     from canvasrt.runtime.backends.cuda import CudaDevice
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
-    from canvasrt.runtime.engine import Call
+    from canvasrt.runtime.engine import EngineCall
     from canvasrt.runtime.gpu.buffers import Transfer, constant
 
     config = load_bundle(graphs, check=False).manifest.model
@@ -214,7 +214,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
     for name in ("canvas", "argmax", "entropy", "accepted"):
         shapes[name], addresses[name] = (1, length), results.address(name)
     shapes["next_hidden"], addresses["next_hidden"] = hidden.shape, device.allocate(hidden.nbytes)
-    opened.launch(Call({"batch": 1, "length": length}, shapes, addresses, False))
+    opened.launch(EngineCall({"batch": 1, "length": length}, shapes, addresses, False))
     results.download()
     device.synchronize()
     argmax = results.view("argmax", length)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.runtime.engine import Arrays, Call, Engine, Segment
+from canvasrt.runtime.engine import Arrays, Engine, EngineCall, Segment
 from canvasrt.runtime.profiles import Profiles
 
 _LAYER = re.compile(r"^((?:past|new)_(?:key|value)_)(\d+)$")
@@ -38,7 +38,7 @@ class ReplicaEngine:
     def prepare(self) -> None:
         self._engine.prepare()
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: EngineCall) -> None:
         shapes = {shifted(name, -self._by): shape for name, shape in call.shapes.items()}
         addresses = {shifted(name, -self._by): at for name, at in call.addresses.items()}
         self._engine.launch(replace(call, shapes=shapes, addresses=addresses))
@@ -61,7 +61,7 @@ class TimedEngine:
     def prepare(self) -> None:
         self._engine.prepare()
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: EngineCall) -> None:
         if self.marks is None:
             self._engine.launch(call)
             return

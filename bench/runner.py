@@ -15,7 +15,7 @@ from bench.replicas import ReplicaEngine, ReplicaSegment, TimedEngine
 from bench.shape import Prepared
 from canvasrt.bundle import Bundle
 from canvasrt.runtime.bench import measure, random_prompts
-from canvasrt.runtime.cpu import Body, HostModel
+from canvasrt.runtime.cpu import CpuBody, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.gpu.model import DeviceModel
@@ -132,7 +132,7 @@ class HostRunner(OurRunner):
         head = backend.open("head", prepared.graphs.file("head.onnx"))
         self._head = ReplicaSegment(head, "head", 0)
         bodies = [
-            Body(part, tuple(range(copy * layers, (copy + 1) * layers)))
+            CpuBody(part, tuple(range(copy * layers, (copy + 1) * layers)))
             for copy, part in enumerate(self._parts)
         ]
         model = HostModel(

@@ -31,8 +31,8 @@ def main() -> None:
     model = open_model(sys.argv[1], threads=1)
     rng = random.Random(0)
     tasks = [list(TASKS.values())[i % len(TASKS)] for i in range(QUESTIONS)]
-    asked = [(task, task.draw_from("held-out", rng)) for task in tasks]
-    tallies = {wanted: tally(model, asked, wanted) for wanted in range(4)}
+    questions = [(task, task.draw_from("held-out", rng)) for task in tasks]
+    tallies = {wanted: tally(model, questions, wanted) for wanted in range(4)}
     print("settle_steps | steps to first text | same answer | right | reopened")
     for wanted, found in tallies.items():
         same = sum(a == b for a, b in zip(found.texts, tallies[0].texts, strict=True))
@@ -40,13 +40,13 @@ def main() -> None:
         print(f"{wanted} | {first:.1f} | {same} | {found.right} | {found.reopened}")
 
 
-def tally(model: Model, asked: list[tuple[Task, str]], settle_steps: int) -> Tally:
+def tally(model: Model, questions: list[tuple[Task, str]], settle_steps: int) -> Tally:
     """Answer every question and count."""
     tokenizer = Tokenizer.load(model.bundle) if model.bundle else None
     assert tokenizer is not None
     params = SamplingParams.from_defaults(model.sampler, model.config, settle_steps=settle_steps)
     found = Tally()
-    for seed, (task, question) in enumerate(asked):
+    for seed, (task, question) in enumerate(questions):
         ids = tokenizer.encode_chat([{"role": "user", "content": question}])
         drafts: list[Draft] = []
         first = 0

@@ -198,7 +198,7 @@ def build(job: Job) -> None:
 
 
 def _use_timings(config: Any, file: Path | None) -> None:
-    """Have the builder take the times of kernels that an earlier build measured, and note its own."""
+    """Reuse kernel timings from earlier builds, and record new ones."""
     if file is not None:
         known = file.read_bytes() if file.is_file() else b""
         config.set_timing_cache(config.create_timing_cache(known), ignore_mismatch=False)

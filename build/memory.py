@@ -99,8 +99,8 @@ class Reading(NamedTuple):
 
 
 def reading(model: ModelConfig, limit: int | None, of: Callable[[Reading], Estimate]) -> Reading:
-    """Return how prompts are read in `limit` bytes. Long passes go before the vision tower does; if nothing
-    fits, nothing is given up.
+    """Return how prompts are read in `limit` bytes. Shorter passes are tried before dropping the vision
+    tower; if neither fits, both are kept.
 
     of: the estimate for one way.
     """

@@ -266,11 +266,11 @@ def _check_adapters(source: Source, adapters: Adapters) -> None:
         )
 
 
-def _context(source: Source, asked: int | None) -> int:
+def _context(source: Source, requested: int | None) -> int:
     """Check `--max-context`. Without it, return the model's limit or the default, whichever is less."""
     model = source.model
     limit = model.max_position_embeddings
-    context = min(limit, MAX_CONTEXT) if asked is None else asked
+    context = min(limit, MAX_CONTEXT) if requested is None else requested
     if context > limit:
         raise UsageError(
             f"--max-context {context} is more than the model's {limit} positions",
@@ -285,16 +285,16 @@ def _context(source: Source, asked: int | None) -> int:
     return context
 
 
-def _layers(source: Source, asked: int | None) -> int:
+def _layers(source: Source, requested: int | None) -> int:
     """Check `--layers-per-segment`. Graphs are already cut."""
-    if asked is not None and asked < 1:
-        raise UsageError(f"--layers-per-segment {asked} is less than 1", "give 1 or more")
+    if requested is not None and requested < 1:
+        raise UsageError(f"--layers-per-segment {requested} is less than 1", "give 1 or more")
     if source.graphs is None:
-        return asked or LAYERS_PER_SEGMENT
+        return requested or LAYERS_PER_SEGMENT
     cut = source.graphs.manifest.options.get("layers_per_segment", LAYERS_PER_SEGMENT)
-    if asked not in (None, cut):
+    if requested not in (None, cut):
         raise UsageError(
-            f"{source.path} holds graphs of {cut} layers each, but --layers-per-segment is {asked}",
+            f"{source.path} holds graphs of {cut} layers each, but --layers-per-segment is {requested}",
             "build from the checkpoint, or leave the option out",
         )
     return cut

@@ -47,29 +47,31 @@ class Precision:
         return {name: choice.format for name, choice in self.recipe.formats(model).items()}
 
 
-def parse_precision(asked: str) -> Precision:
+def parse_precision(requested: str) -> Precision:
     """Parse `fp32`, `bf16`, a recipe's name or a recipe file. UsageError for an unknown name."""
-    if asked in PLAIN:
-        return Precision(asked)
+    if requested in PLAIN:
+        return Precision(requested)
     try:
-        recipe = load_recipe(asked)
+        recipe = load_recipe(requested)
     except UsageError as error:
         raise UsageError(
-            f"unknown precision {asked!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
+            f"unknown precision {requested!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
         ) from None
     return Precision(recipe.precision, recipe)
 
 
-def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) -> list[Precision]:
+def choose(
+    targets: Sequence[Target], requested: str | None, of_source: str | None
+) -> list[Precision]:
     """Choose the precision for each target.
 
     of_source: the precision of graphs or a quantized checkpoint; None for a plain one. Without
-    `asked`, each target gets the source's if it supports it, else its default. A CPU among other
-    targets keeps its default if it does not support `asked`.
+    `requested`, each target gets the source's if it supports it, else its default. A CPU among other
+    targets keeps its default if it does not support `requested`.
     """
-    if asked is None:
+    if requested is None:
         return [_default(target, of_source) for target in targets]
-    wanted = parse_precision(asked)
+    wanted = parse_precision(requested)
     shared = any(wanted.name in target.precisions for target in targets)
     chosen = []
     for target in targets:
@@ -78,7 +80,7 @@ def choose(targets: Sequence[Target], asked: str | None, of_source: str | None) 
             continue
         _check(target, wanted, several=len(targets) > 1)
         # A source already quantized to this is built as it is.
-        named = asked == wanted.name and of_source == wanted.name
+        named = requested == wanted.name and of_source == wanted.name
         chosen.append(Precision(wanted.name) if named else wanted)
     return chosen
 

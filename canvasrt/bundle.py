@@ -19,8 +19,8 @@ from canvasrt.hashes import DIFFERS, HashProgress, canonical, hash_files
 Json = dict[str, Any]
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
-KINDS = ("graphs", "engines", "package")
+BUNDLE_SCHEMA = 1
+BUNDLE_KINDS = ("graphs", "engines", "package")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 
 
@@ -147,8 +147,8 @@ def write_manifest(
     known: `files` entries of a verified bundle, for files that are linked unchanged; these are not
     hashed again.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is none of {KINDS}")
+    if kind not in BUNDLE_KINDS:
+        raise ValueError(f"kind {kind!r} is none of {BUNDLE_KINDS}")
     known = known or {}
     names = [name for name in _files_under(folder) if name != MANIFEST]
     hashed = hash_files(folder, [name for name in names if name not in known])
@@ -159,7 +159,7 @@ def write_manifest(
         for name in names
     }
     data: Json = {
-        "schema": SCHEMA,
+        "schema": BUNDLE_SCHEMA,
         "kind": kind,
         "made_by": made_by(packages),
         "made_from": dict(made_from),
@@ -224,9 +224,9 @@ def _read_manifest(path: Path) -> Manifest:
         schema = data["schema"]
     except (ValueError, KeyError, TypeError):
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
-    if schema != SCHEMA:
+    if schema != BUNDLE_SCHEMA:
         raise CanvasError(
-            f"{file} has schema {schema!r}; this version of canvasrt reads {SCHEMA}",
+            f"{file} has schema {schema!r}; this version of canvasrt reads {BUNDLE_SCHEMA}",
             "make the bundle again with this version, or use the version that wrote it",
         )
     # The digest covers the values; the canonical form covers the bytes between them.

@@ -34,12 +34,12 @@ class CommandOption:
 
 
 def option(help: str, **more: Any) -> dict[str, Any]:
-    """Return a field's metadata; the arguments are `Option`'s."""
+    """Return a field's metadata; the arguments are `CommandOption`'s."""
     return {_KEY: CommandOption(help, **more)}
 
 
 def port_option(help: str, **more: Any) -> dict[str, Any]:
-    """Return the metadata of a field that is a port; the arguments are `Option`'s."""
+    """Return the metadata of a field that is a port; the arguments are `CommandOption`'s."""
     return option(help, **{"metavar": "PORT", "least": 0, "most": 65535} | more)
 
 

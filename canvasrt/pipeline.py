@@ -25,10 +25,10 @@ from canvasrt.progress import Progress, no_progress
 from canvasrt.staging import check_output
 from canvasrt.targets import Target, find_target
 
-Builder = Callable[[Plan, Bundle, Progress], Bundle]
+BuildEngines = Callable[[Plan, Bundle, Progress], Bundle]
 
 # Builder in the table of targets → the function that builds its engines.
-BUILDERS: dict[str, Builder] = {
+BUILDERS: dict[str, BuildEngines] = {
     "onnxruntime": cpu.build_engines,
     "tensorrt-rtx": tensorrt.build_engines,
     "tensorrt": tensorrt.build_engines,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from canvasrt.errors import UsageError
 from canvasrt.formats import formats_of
 
-Builder = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
+BuilderName = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
 GB = 10**9
 
 
@@ -28,7 +28,7 @@ class Target:
     gpu: str
     memory: int | None
     capability: tuple[int, int] | None
-    builder: Builder
+    builder: BuilderName
     precision: str
     host: str = "x86_64"
     newer: tuple[tuple[int, int], ...] = ()
@@ -76,8 +76,8 @@ class Target:
 
 # A CPU has every format.
 _ANY = (99, 0)
-_RTX: Builder = "tensorrt-rtx"
-_TRT: Builder = "tensorrt"
+_RTX: BuilderName = "tensorrt-rtx"
+_TRT: BuilderName = "tensorrt"
 # Loses nothing that can be measured, for 2 to 11% more time than `nvfp4` (docs/performance.md).
 _MIXED = "nvfp4-mixed"
 TARGETS: tuple[Target, ...] = (

@@ -9,9 +9,9 @@ import struct
 import time
 from pathlib import Path
 
-# Two numbers of eight bytes: when it beat last, in seconds of the monotonic clock; how many reports it has heard.
+# Two numbers of eight bytes: when it beat last, in seconds of the monotonic clock; how many reports it has acknowledged.
 _SIZE = 16
-_BEAT, _HEARD = struct.Struct("d"), struct.Struct("q")
+_BEAT, _ACKNOWLEDGED = struct.Struct("d"), struct.Struct("q")
 
 
 class Heartbeat:
@@ -24,8 +24,8 @@ class Heartbeat:
         memory = memoryview(mmap.mmap(descriptor, _SIZE))
         # An item of these is stored at once. `struct.pack_into` stores zeros first, and a reader may
         # see them: a beat of long ago.
-        self._beat, self._heard = memory[:8].cast("d"), memory[8:].cast("q")
-        self._heard[0] = 0
+        self._beat, self._acknowledged = memory[:8].cast("d"), memory[8:].cast("q")
+        self._acknowledged[0] = 0
         self.beat()
 
     @classmethod
@@ -42,9 +42,9 @@ class Heartbeat:
         # All processes of a machine share the monotonic clock.
         self._beat[0] = time.monotonic()
 
-    def hear(self) -> None:
+    def acknowledge(self) -> None:
         """Say that one more report of the parent has taken effect."""
-        self._heard[0] += 1
+        self._acknowledged[0] += 1
 
 
 def silence(descriptor: int) -> float | None:
@@ -66,9 +66,9 @@ def silence_at(path: Path) -> float | None:
         os.close(descriptor)
 
 
-def heard(descriptor: int) -> int:
+def acknowledged(descriptor: int) -> int:
     """Return how many reports have taken effect in the process that beats behind a descriptor."""
-    return int(_read(descriptor, _HEARD, _BEAT.size))
+    return int(_read(descriptor, _ACKNOWLEDGED, _BEAT.size))
 
 
 def _read(descriptor: int, number: struct.Struct, place: int) -> float:

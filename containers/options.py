@@ -104,17 +104,17 @@ class ModelOptions:
     )
     max_steps: int | None = field(
         default=None,
-        metadata=limit_option("Most denoising steps per block that a request may ask for."),
+        metadata=limit_option("Maximum denoising steps per block that a request may ask for."),
     )
     max_passes: int | None = field(
         default=None,
         metadata=limit_option(
-            "Most denoising passes of a request: blocks times steps times answers."
+            "Maximum denoising passes of a request: blocks times steps times answers."
         ),
     )
     max_queue_tokens: int = field(
         default=1 << 22,
-        metadata=limit_option("Most tokens of all requests that run or wait.", shown=None),
+        metadata=limit_option("Maximum tokens of all requests that run or wait.", shown=None),
     )
     request_timeout: int | None = field(
         default=None,
@@ -225,7 +225,7 @@ class FrontOptions:
     origins: tuple[str, ...] = field(
         default=(),
         metadata=option(
-            "Web pages of which origins may call the OpenAI API (CORS); * for any.",
+            "Origins whose web pages may call the OpenAI API (CORS); * for any.",
             flag="--allowed-origins",
             metavar="ORIGIN[,ORIGIN...]",
             shown="none",
@@ -235,7 +235,7 @@ class FrontOptions:
     lenient: bool = field(
         default=False,
         metadata=option(
-            "Leave out parameters that are not supported, with a warning in the reply, instead of refusing."
+            "Ignore unsupported parameters, with a warning in the reply, instead of refusing them."
         ),
     )
     allow_remote_images: bool = field(
@@ -244,12 +244,16 @@ class FrontOptions:
             "Fetch images that requests give by URL, from public addresses only. Without it, only data URLs work."
         ),
     )
-    max_n: int = field(default=128, metadata=limit_option("Most answers per prompt.", shown=None))
+    max_n: int = field(
+        default=128, metadata=limit_option("Maximum number of answers per prompt.", shown=None)
+    )
     max_key_requests: int | None = field(
-        default=None, metadata=limit_option("Most answers that one API key may wait for at once.")
+        default=None,
+        metadata=limit_option("Maximum number of answers that one API key may wait for at once."),
     )
     max_connections: int = field(
-        default=1024, metadata=limit_option("Most connections to the OpenAI API.", shown=None)
+        default=1024,
+        metadata=limit_option("Maximum number of connections to the OpenAI API.", shown=None),
     )
     max_body: int = 16 * 2**20  # bytes; a context of 256k tokens, as ids, takes 2 MB
 

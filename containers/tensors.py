@@ -163,7 +163,7 @@ def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:
     count = int(shapes.get("prompt_ids", (0,))[0])
     if count > max_context:
         raise CanvasError(
-            f"the prompt of {count} tokens and new ones exceed the context of {max_context} tokens",
+            f"the prompt ({count} tokens) plus the new tokens exceed the context of {max_context}",
             "shorten the prompt",
         )
     _check_stop_count(int(shapes.get("stop", (0,))[0]))

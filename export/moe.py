@@ -66,15 +66,15 @@ class Experts(nn.Module):
         """
         queue = queues(index, valid, self.experts)
         # The first product: one row per token of the queues that feed it.
-        both = F.embedding(waiting(queue[:, slots.gate_queues], slots.gate), x)
+        both = F.embedding(tokens_in_slots(queue[:, slots.gate_queues], slots.gate), x)
         both = both @ self.gate_up.transpose(1, 2)
         # Of its results, those for the tokens in each expert's own queue.
-        token = waiting(queue[:, : self.experts], slots.down)
+        token = tokens_in_slots(queue[:, : self.experts], slots.down)
         own = torch.arange(self.experts)[:, None]
         place = queue[token, slots.gate_queues[:, None]].to(torch.int64) - 1
-        inner = gelu_gate(taken(both, own, place))
+        inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
-        chosen = taken(result, index, torch.gather(queue, 1, index).to(torch.int64) - 1)
+        chosen = gather_rows(result, index, torch.gather(queue, 1, index).to(torch.int64) - 1)
         mixed = (chosen * weights[:, :, None].to(x.dtype)).sum(dim=1)
         return mixed, queue[-1, : self.experts].amax(dim=0).to(torch.int64)
 
@@ -94,14 +94,14 @@ class Slots:
     down: Tensor
 
 
-def taken(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
+def gather_rows(rows: Tensor, expert: Tensor, place: Tensor) -> Tensor:
     """Gather rows of `[E, S, n]` by expert and place. A place out of range gives an arbitrary row that nothing reads."""
     experts, places, size = rows.shape
     number = (expert * places + place).clamp(min=0, max=experts * places - 1)
     return F.embedding(number, rows.view(experts * places, size))
 
 
-def waiting(queue: Tensor, slots: Tensor) -> Tensor:
+def tokens_in_slots(queue: Tensor, slots: Tensor) -> Tensor:
     """Return the token in each slot, `[Q, C]`, from the running counts `[T, Q]`.
 
     Slot c holds the first token whose count exceeds c, so its index is the number of counts that do not. An empty slot

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import TokenScore
-from canvasrt.runtime.host_sampler import redrawn, told_step
+from canvasrt.runtime.host_sampler import host_step, redrawn
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Wants
@@ -68,7 +68,7 @@ class ActiveRequest:
         self._steps: list[int] = []
         self._step = 0
         self._hidden: Hidden = None
-        self._history: deque[np.ndarray] = deque(maxlen=request.params.stability_threshold)
+        self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
         self._wants: Wants = "both" if self._params.logprobs or self._params.on_host else "tokens"
         if self._params.logit_bias:
@@ -117,7 +117,7 @@ class ActiveRequest:
         canvas."""
         if self._step == 0:
             self._hidden = self._model.first_hidden(self._noise(0)[1])
-            self._history.clear()
+            self._early.start_block()
             self._settled = SettledPrefix(self._params)
         self._step += 1
         self._drawn = self._noise(self._step)
@@ -152,7 +152,7 @@ class ActiveRequest:
         ]
         self._hidden = output.next_hidden
         last = step == self._params.max_denoising_steps
-        if self._stops(output) or last or self._is_settled():
+        if self._early.stops(output.argmax, output.entropy) or last or self._is_settled():
             events += self._finish_block(argmax, before, output)
         elif new:
             scores = self._scored(output, before, new)
@@ -164,7 +164,7 @@ class ActiveRequest:
         head, (uniforms, noise) = self._model.host_head, self._drawn
         assert output.hidden is not None
         if self._wants == "hidden":
-            step = told_step(head, output.hidden, {}, self._params, self._step, uniforms, noise)
+            step = host_step(head, output.hidden, {}, self._params, self._step, uniforms, noise)
             return DenoiseOutput(**vars(step), hidden=output.hidden)
         temperature = self._params.temperature_at(self._step)
         output, places, states = redrawn(head, output, self._params, temperature, uniforms)
@@ -190,19 +190,6 @@ class ActiveRequest:
         config = self._model.config
         block = len(self._steps)
         return step_noise(self._params.seed, block, step, config.canvas_length, config.vocab_size)
-
-    def _stops(self, output: DenoiseOutput) -> bool:
-        """Stable and confident (`StableAndConfidentStoppingCriteria`): the argmax equals each of the
-        last `stability_threshold` ones, and the mean entropy is below the threshold."""
-        if not self._params.early_stop:
-            return False
-        wanted = self._params.stability_threshold
-        stable = len(self._history) == wanted and all(
-            np.array_equal(output.argmax, before) for before in self._history
-        )
-        self._history.append(output.argmax)
-        mean = np.mean(output.entropy, dtype=np.float32)
-        return stable and bool(mean < np.float32(self._params.confidence_threshold))
 
     def _is_settled(self) -> bool:
         """Whether nothing that counts can change any more: the settled tokens reach the budget, or

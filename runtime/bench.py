@@ -57,7 +57,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """What one side achieved over all its rounds."""
 
     forward_ms: Spread
@@ -67,7 +67,7 @@ class Summary:
     rounds: int
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Summary:
+    def of(cls, samples: Sequence[Sample]) -> RunSummary:
         return cls(
             Spread.of([1e3 * value for sample in samples for value in sample.step_seconds]),
             Spread.of([sample.tokens_per_second for sample in samples]),

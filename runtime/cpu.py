@@ -16,13 +16,13 @@ from canvasrt.runtime.capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
-from canvasrt.runtime.model import Input, Model
+from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
-Batch = TypeVar("Batch")
-Output = TypeVar("Output")
+BatchT = TypeVar("BatchT")
+OutputT = TypeVar("OutputT")
 SMALL_CANVASES = (32, 64, 128)
 
 
@@ -36,7 +36,7 @@ class CpuRow:
 
 
 @dataclass(frozen=True)
-class Body:
+class CpuBody:
     """One body segment and its layers."""
 
     segment: Segment
@@ -50,7 +50,7 @@ class HostModel(Model):
         self,
         config: ModelConfig,
         sampler: SamplerDefaults,
-        bodies: Sequence[Body],
+        bodies: Sequence[CpuBody],
         head: Segment,
         table: Table,
         max_context: int,
@@ -79,7 +79,7 @@ class HostModel(Model):
             if entry["name"] != "vision"
         }
         bodies = [
-            Body(opened[entry["name"]], tuple(entry["layers"]))
+            CpuBody(opened[entry["name"]], tuple(entry["layers"]))
             for entry in manifest.segments
             if "layers" in entry
         ]
@@ -113,16 +113,16 @@ class HostModel(Model):
     def _restore(self, row: CpuRow, saved: Sequence[Saved]) -> None:
         row.cache.restore([each.data for each in saved], sum(each.tokens for each in saved))
 
-    def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
+    def _batches(self, inputs: Sequence[InputT]) -> list[Sequence[InputT]]:
         if self.rows_apart:
             return [[item] for item in inputs]
-        groups: dict[object, list[Input]] = {}
+        groups: dict[object, list[InputT]] = {}
         for item in inputs:
             key = (len(item.hidden), item.wants) if isinstance(item, DenoiseInput) else None
             groups.setdefault(key, []).append(item)
         return list(groups.values())
 
-    def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
+    def _map(self, run: Callable[[BatchT], OutputT], batches: Sequence[BatchT]) -> list[OutputT]:
         # With several workers, passes run side by side; they share no state.
         if self._pool is None or len(batches) < 2:
             return [run(batch) for batch in batches]
@@ -202,7 +202,7 @@ class HostModel(Model):
         }
 
     def _run_body(
-        self, body: Body, feeds: Arrays, rows: Sequence[CpuRow], phase: str, tokens: int
+        self, body: CpuBody, feeds: Arrays, rows: Sequence[CpuRow], phase: str, tokens: int
     ) -> Arrays:
         """Run a segment. While an expert gets more tokens than its capacity, run it again with more
         room."""

@@ -98,7 +98,7 @@ class Pitched:
 
 
 @dataclass(frozen=True)
-class Call:
+class EngineCall:
     """One launch of an engine: its tensors' shapes and addresses, by name.
 
     `dims` are the sizes that determine the shapes, named as in profiles. `repeats` says that the
@@ -141,7 +141,7 @@ class Engine(Protocol):
         """Take the memory that calls need. Called once every engine of the bundle is open."""
         ...
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: EngineCall) -> None:
         """Queue one run. Raises CanvasError if the engine refuses it."""
         ...
 

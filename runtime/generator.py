@@ -13,7 +13,7 @@ from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.answers.constrained import ActiveConstrained, ConstrainedRequest
-from canvasrt.runtime.answers.infill import ActiveInfill, InfillRequest
+from canvasrt.runtime.answers.infill import ActiveInfill, GapRequest
 from canvasrt.runtime.answers.read import ActiveRead, ReadRequest
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Active = ActiveRequest | ActiveRead | ActiveConstrained | ActiveInfill
-Work = Request | ReadRequest | ConstrainedRequest | InfillRequest  # what a generator runs
+Work = Request | ReadRequest | ConstrainedRequest | GapRequest  # what a generator runs
 _SEARCH_WAIT = 0.05  # seconds, when nothing but searches is under way
 
 
@@ -254,7 +254,7 @@ def _activate(id: int, request: Work, model: Model) -> Active:
     active: ActiveRead | ActiveInfill | ActiveConstrained
     if isinstance(request, ReadRequest):
         active = ActiveRead(id, request, model, added)
-    elif isinstance(request, InfillRequest):
+    elif isinstance(request, GapRequest):
         active = ActiveInfill(id, request, model, added)
     else:
         active = ActiveConstrained(id, request, model, added)

@@ -27,7 +27,7 @@ class Step:
     next_hidden: np.ndarray  # float32
 
 
-def told_step(
+def host_step(
     head: HostHead,
     hidden: np.ndarray,
     allowed: Mapping[int, np.ndarray],

@@ -40,9 +40,9 @@ __all__ = [
     "Saved",
 ]
 
-Input = TypeVar("Input", EncodeInput, DenoiseInput)
-Batch = TypeVar("Batch")
-Output = TypeVar("Output")
+InputT = TypeVar("InputT", EncodeInput, DenoiseInput)
+BatchT = TypeVar("BatchT")
+OutputT = TypeVar("OutputT")
 
 
 class Model(ABC):
@@ -218,10 +218,10 @@ class Model(ABC):
         return [done[id(item)] for item in inputs]
 
     @abstractmethod
-    def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
+    def _batches(self, inputs: Sequence[InputT]) -> list[Sequence[InputT]]:
         """Group the inputs into passes, in any order."""
 
-    def _map(self, run: Callable[[Batch], Output], batches: Sequence[Batch]) -> list[Output]:
+    def _map(self, run: Callable[[BatchT], OutputT], batches: Sequence[BatchT]) -> list[OutputT]:
         return [run(batch) for batch in batches]
 
     @abstractmethod

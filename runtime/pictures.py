@@ -209,6 +209,6 @@ def _opened(data: bytes) -> Iterator[Any]:
     except CanvasError:
         raise
     except image.UnidentifiedImageError as error:
-        raise CanvasError("an image is in no format that is read here", hint) from error
+        raise CanvasError("unsupported image format", hint) from error
     except Exception as error:  # decoders raise whatever a damaged file makes them
         raise CanvasError(f"an image cannot be read: {error}", hint) from error

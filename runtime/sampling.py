@@ -106,19 +106,26 @@ class SamplingParams:
         flag="--steps",
     )
     entropy_bound: float = _parameter(
-        0.1, "FP32", "entropy accepted per step, in nats", above_least=True
+        0.1, "FP32", "total entropy that one step may accept, in nats", above_least=True
     )
     temperature: float = _parameter(
-        1.0, "FP32", "factor of t_min and t_max; 1 when absent, 0 takes the likeliest tokens"
+        1.0, "FP32", "multiplies t_min and t_max; 1 when absent, 0 takes the likeliest tokens"
     )
     top_p: float = _parameter(
-        1.0, "FP32", "draws only the likeliest tokens whose shares reach this; 1 draws any", most=1
+        1.0,
+        "FP32",
+        "draw only from the smallest set of likeliest tokens whose "
+        "probabilities add up to this; 1 draws any",
+        most=1,
     )
     top_k: int = _parameter(
-        0, "INT32", "draws only that many of the likeliest tokens; 0 or -1 draws any", least=-1
+        0, "INT32", "draw only from this many likeliest tokens; 0 or -1 draws any", least=-1
     )
     min_p: float = _parameter(
-        0.0, "FP32", "draws only tokens with this share of the likeliest one's; 0 draws any", most=1
+        0.0,
+        "FP32",
+        "draw only tokens at least this fraction as likely as the likeliest one; 0 draws any",
+        most=1,
     )
     t_min: float = _parameter(0.4, "FP32", "temperature of the last step")
     t_max: float = _parameter(0.8, "FP32", "temperature of the first step", above_least=True)
@@ -137,8 +144,8 @@ class SamplingParams:
     settle_steps: int = _parameter(
         0,
         "INT32",
-        "steps that a beginning of the canvas must stay unchanged and confident to become final "
-        "before its block does; 0 waits for the block",
+        "finalize the start of a canvas once it has stayed unchanged and confident for this many "
+        "steps; 0 waits for the block",
         most=10_000,
     )
     logprobs: bool = _parameter(

@@ -33,7 +33,7 @@ RUNTIME = (
     "profiles passes capacity noise tables tokenizer pictures",
     "engine sampling host_head",
     "model request backends inputs candidates",
-    "kv_cache gpu settled prefix host_sampler",
+    "kv_cache gpu settled prefix host_sampler early_stop",
     "active answers",
     "cpu schedule",
     "generator",

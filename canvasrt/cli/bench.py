@@ -1,4 +1,4 @@
-"""`canvasrt bench`: measures how fast a bundle generates, optionally against the reference."""
+"""`canvasrt bench`: measures how fast a bundle generates, or how fast a server answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvasrt.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from canvasrt.runtime.bench import Sample, Spread, Summary
+    from canvasrt.runtime.bench import RunSummary, Sample, Spread
     from canvasrt.runtime.generator import Request
     from canvasrt.runtime.model import Model
 
@@ -54,7 +54,9 @@ EarlyStop = Annotated[
         help="Whether blocks may finish early; --against always takes all steps.",
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Number of requests that run together.")]
+BatchOption = Annotated[
+    int, typer.Option("--batch", min=1, help="Number of requests that run together.")
+]
 Rounds = Annotated[
     int, typer.Option("--rounds", min=1, help="Number of measured rounds, after one to warm up.")
 ]
@@ -72,7 +74,7 @@ ModelName = Annotated[
     str | None,
     typer.Option("--model", metavar="NAME", show_default="the first", help="URL: the model."),
 ]
-Prompts = Annotated[
+PromptsOption = Annotated[
     str,
     typer.Option(
         "--prompts",
@@ -84,7 +86,8 @@ Sessions = Annotated[
     int, typer.Option("--sessions", min=1, help="URL: conversations in each round.")
 ]
 Concurrency = Annotated[
-    int, typer.Option("--concurrency", min=1, help="URL: most conversations at a time.")
+    int,
+    typer.Option("--concurrency", min=1, help="URL: maximum number of conversations at a time."),
 ]
 Rate = Annotated[
     float | None,
@@ -92,15 +95,18 @@ Rate = Annotated[
         "--rate",
         metavar="PER_SECOND",
         min=1e-3,
-        show_default="as places are free",
-        help="URL: conversations that arrive per second, at random moments.",
+        show_default="as slots free up",
+        help="URL: conversations to start per second, at random times.",
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", min=1, help="URL: most tokens of an answer.")
+    int, typer.Option("--max-tokens", min=1, help="URL: maximum tokens per answer.")
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", min=1, metavar="SECONDS", help="URL: limit of one call.")
+    float,
+    typer.Option(
+        "--timeout", min=1, metavar="SECONDS", help="URL: time limit per call, in seconds."
+    ),
 ]
 Report = Annotated[
     Path | None,
@@ -126,13 +132,13 @@ def bench(
     blocks: Blocks = 2,
     steps: Steps = None,
     early_stop: EarlyStop = False,
-    batch: Batch = 1,
+    batch: BatchOption = 1,
     rounds: Rounds = 5,
     threads: Threads = None,
     device: Device = None,
     share_passes: SharePasses = False,
     model: ModelName = None,
-    prompts: Prompts = "short",
+    prompts: PromptsOption = "short",
     sessions: Sessions = 32,
     concurrency: Concurrency = 1,
     rate: Rate = None,
@@ -171,7 +177,7 @@ def bench(
     _check(against, checkpoint, early_stop)
     from canvasrt.console import emit, progress
     from canvasrt.runtime.backends.onnxruntime import available_cores
-    from canvasrt.runtime.bench import Summary
+    from canvasrt.runtime.bench import RunSummary
     from canvasrt.runtime.open import open_model
 
     threads = threads or available_cores()
@@ -183,7 +189,7 @@ def bench(
         sides[against] = _theirs(checkpoint, threads)
     with progress() as show:
         samples = _take_turns(sides, work, show)
-    summaries = {name: Summary.of(taken) for name, taken in samples.items()}
+    summaries = {name: RunSummary.of(taken) for name, taken in samples.items()}
     ratio = _ratio(samples["canvasrt"], samples[against]) if against else None
     settings = {
         "bundle": str(bundle),
@@ -297,7 +303,7 @@ def _ratio(ours: list[Sample], theirs: list[Sample]) -> Spread:
 def _render(
     console: Console,
     settings: dict[str, Any],
-    summaries: dict[str, Summary],
+    summaries: dict[str, RunSummary],
     ratio: Spread | None,
 ) -> None:
     from canvasrt.console import table
@@ -328,7 +334,7 @@ def _render(
         )
 
 
-def _rounds(summaries: dict[str, Summary]) -> int:
+def _rounds(summaries: dict[str, RunSummary]) -> int:
     return next(iter(summaries.values())).rounds
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from canvasrt.cli.prompt import Prompt
+from canvasrt.cli.prompt import PromptInput
 from canvasrt.console import emit
 from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.client.triton import Client, Protocol, StreamEvent
@@ -20,7 +20,7 @@ PROTOCOLS = ("http", "grpc", "openai")
 class ClientCall:
     """One call to a server. `options` are inputs of the served model by tensor name."""
 
-    prompt: Prompt
+    prompt: PromptInput
     options: Mapping[str, Any] = field(default_factory=dict)
     stream: bool = False
     drafts: bool = False

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.infer import Timeout, Url
+from canvasrt.cli.infer import Timeout
 from canvasrt.cli.prompt import System
 from canvasrt.cli.sampling import with_sampling
+from canvasrt.containers.names import API_PORT
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
 
@@ -24,11 +25,20 @@ NEW = "/new"
 Plain = Annotated[
     bool, typer.Option("--plain", help="Print text once it is final, without the drafts.")
 ]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="HOST:PORT",
+        show_default=f"127.0.0.1:{API_PORT}",
+        help="The server's address.",
+    ),
+]
 
 
 @with_sampling
 def chat(
-    url: Url = None,
+    url: ServerUrl = None,
     system: System = None,
     plain: Plain = False,
     *,

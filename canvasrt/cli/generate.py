@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
-from canvasrt.cli.prompt import Prompt, PromptIds, PromptText, Raw, System, read_prompt
+from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
 from canvasrt.errors import CanvasError, UsageError
 
@@ -131,7 +131,7 @@ def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
         return None
 
 
-def _encode(tokenizer: Tokenizer | None, prompt: Prompt) -> list[int]:
+def _encode(tokenizer: Tokenizer | None, prompt: PromptInput) -> list[int]:
     if prompt.ids is not None:
         return prompt.ids
     assert tokenizer is not None

@@ -14,7 +14,7 @@ from canvasrt.console import emit, progress, table
 from canvasrt.containers.client.openai import KEY_VARIABLE
 from canvasrt.containers.load import page as shown
 from canvasrt.containers.load.calls import Endpoint, first_model, root_of
-from canvasrt.containers.load.measure import Load, Summary, ratios, take_turns
+from canvasrt.containers.load.measure import Load, LoadSummary, ratios, take_turns
 from canvasrt.containers.load.prompts import SETS, Session, built_in, from_file
 from canvasrt.errors import UsageError
 
@@ -51,7 +51,7 @@ def run(url: str, options: LoadOptions, as_json: bool) -> None:
         taken = take_turns(endpoints, sessions, load, options.rounds, show)
     names = [each.url for each in endpoints]
     rounds = dict(zip(names, taken, strict=True))
-    summaries = {name: Summary.of(each) for name, each in rounds.items()}
+    summaries = {name: LoadSummary.of(each) for name, each in rounds.items()}
     compared = ratios(*taken) if len(taken) == 2 else {}
     settings = {
         "prompts": options.prompts,

@@ -50,7 +50,7 @@ Python = Annotated[
         "--python",
         metavar="VERSION",
         show_default=False,
-        help="The base's version of Python, such as 3.12, if its name does not say.",
+        help="Python version of the base image, such as 3.12, if its name does not say.",
     ),
 ]
 Sign = Annotated[

@@ -1,4 +1,4 @@
-"""The prompt of `generate` and `infer`: their arguments, and the one function that reads them."""
+"""The prompt of `generate` and `infer`, and the system message of `chat`: their arguments, and the one function that reads them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Raw = Annotated[
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptInput:
     """What to continue: `ids` if they were given, else `text`, as a chat unless it is `raw`."""
 
     text: str = ""
@@ -53,7 +53,7 @@ class Prompt:
 
 def read_prompt(
     text: str | None, ids: str | None = None, system: str | None = None, raw: bool = False
-) -> Prompt:
+) -> PromptInput:
     """Return the prompt that the arguments of a command name; `-` reads its text from stdin.
 
     UsageError unless they name exactly one that is not empty.
@@ -64,7 +64,7 @@ def read_prompt(
                 "--prompt-ids is the whole prompt",
                 "leave out PROMPT, --system and --raw, or leave out --prompt-ids",
             )
-        return Prompt(ids=_token_ids(ids))
+        return PromptInput(ids=_token_ids(ids))
     if text is None:
         raise UsageError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
     if raw and system is not None:
@@ -74,7 +74,7 @@ def read_prompt(
         text, kind = sys.stdin.read(), CanvasError
     if not text.strip():
         raise kind("the prompt is empty", "give some text, or token ids with --prompt-ids")
-    return Prompt(text, system=system, raw=raw)
+    return PromptInput(text, system=system, raw=raw)
 
 
 def _token_ids(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The sampling options of `generate` and `infer`: one per sampling parameter of the runtime."""
+"""The sampling options of `generate`, `infer` and `chat`: one per sampling parameter of the runtime."""
 
 from __future__ import annotations
 

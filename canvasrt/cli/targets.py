@@ -7,7 +7,7 @@ from canvasrt.console import emit, size, table
 
 
 def targets(as_json: options.AsJson = False) -> None:
-    """List the targets, what runs the released model, and what can be built and run on this machine."""
+    """List the targets, how each would run the released model, and what this machine can build and run."""
     from canvasrt.build.fit import released_fit
     from canvasrt.machine import builds_here, runs_here
     from canvasrt.targets import TARGETS

@@ -67,7 +67,7 @@ Key = Annotated[
         "--key",
         metavar="FILE",
         show_default=False,
-        help="For an image: also check its provenance, signed with this public key's other half.",
+        help="For an image: also check its provenance, signed with the private key that matches this one.",
     ),
 ]
 
@@ -84,7 +84,7 @@ def verify(
     key: Key = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check a bundle's files, with --reference its results, with --decisions its probabilities.
+    """Check a bundle's files. --reference also checks its results, --decisions its probabilities.
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
@@ -143,9 +143,9 @@ def _check(
 
             check_report_folder(report)
         if file is not None:
-            from canvasrt.fidelity.decisions import Reading, measure_decisions
+            from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
 
-            read = measure_decisions(found, file, Reading(samples, steps), fit, show)
+            read = measure_decisions(found, file, ReadSettings(samples, steps), fit, show)
         if checkpoint is not None:
             from canvasrt.fidelity import measure
 

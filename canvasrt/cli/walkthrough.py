@@ -39,7 +39,7 @@ DECISIONS = {
     "reverse planet": ("tenalp", "planet", "natpel"),
     "sort 40172": ("01247", "40172", "74210"),
 }
-SCHEMA = {
+SUM_SCHEMA = {
     "type": "object",
     "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["sum"],
@@ -52,7 +52,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Asked:
+class QuestionRow:
     """One question, and its answer over each protocol. Times are in milliseconds."""
 
     question: str
@@ -107,7 +107,7 @@ def run(keep: Path | None, as_json: bool) -> None:
     judge(rows)
 
 
-def ask_all(server: Server, openai_url: str) -> list[Asked]:
+def ask_all(server: Server, openai_url: str) -> list[QuestionRow]:
     """Ask every question over all protocols."""
     with (
         Client(f"{server.address}:{server.ports.http}", "http") as http,
@@ -123,7 +123,7 @@ def ask_all(server: Server, openai_url: str) -> list[Asked]:
             by_grpc, grpc_ms = _timed(grpc.infer, inputs)
             by_openai, openai_ms = _timed(openai.ask, inputs)
             rows.append(
-                Asked(
+                QuestionRow(
                     question=question,
                     http=by_http.text,
                     grpc=by_grpc.text,
@@ -143,12 +143,12 @@ def decide_all(openai_url: str) -> list[Decided]:
     client = OpenAIClient(openai_url)
     found = []
     for question, options in DECISIONS.items():
-        asked = {
+        closed = {
             "type": "choice",
             "instructions": "Which one is right?",
             "choices": [{"value": each} for each in options],
         }
-        body = {"model": client.model, "input": question, "layout": "bare", "questions": [asked]}
+        body = {"model": client.model, "input": question, "layout": "bare", "questions": [closed]}
         reply, ms = _timed(lambda given: client.post("decisions", given), body)
         (answer,) = reply["answers"]
         right = answer["choice"] == options[0]
@@ -159,7 +159,7 @@ def decide_all(openai_url: str) -> list[Decided]:
 def ask_for_json(openai_url: str) -> tuple[str, float]:
     """Return an answer that follows SCHEMA, and its milliseconds."""
     client = OpenAIClient(openai_url)
-    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
     body = {
         "model": client.model,
         "messages": [{"role": "user", "content": QUESTIONS[0]}],
@@ -186,7 +186,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _print(
-    rows: list[Asked],
+    rows: list[QuestionRow],
     decided: list[Decided],
     followed: tuple[str, float],
     seconds: dict[str, float],
@@ -222,14 +222,14 @@ def _decided(each: Decided) -> tuple[str, ...]:
     return each.question, each.choice, f"{each.probability:.4f}", right, f"{each.ms:.0f}"
 
 
-def _cells(row: Asked) -> tuple[str, ...]:
+def _cells(row: QuestionRow) -> tuple[str, ...]:
     steps = " ".join(map(str, row.steps))
     times = " ".join(f"{ms:.0f}" for ms in (row.http_ms, row.grpc_ms, row.openai_ms))
     right = "yes" if row.right else "no"
     return (row.question, row.http, row.grpc, row.openai, right, steps, times)
 
 
-def judge(rows: list[Asked]) -> None:
+def judge(rows: list[QuestionRow]) -> None:
     """Raise CanvasError when the protocols differ, or more than MAY_MISS answers are wrong."""
     for row in rows:
         if not row.http == row.grpc == row.openai:

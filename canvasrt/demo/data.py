@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """``prefix`` is padded on the left. ``tasks`` are indices into the task names.
 
     Where the right probabilities are known: ``targets`` has those of every token, without a look at
@@ -57,7 +57,7 @@ class Examples:
         place = around.index(self.vocab["?"])
         self.before, self.after = around[:place], around[place + 1 :]
 
-    def batches(self, sizes: Sequence[int]) -> list[Batch]:
+    def batches(self, sizes: Sequence[int]) -> list[TrainingBatch]:
         """Split a batch into parts of these sizes, sorted by prefix length to keep padding small."""
         examples = sorted((self._example() for _ in range(sum(sizes))), key=lambda e: len(e[0]))
         ends = list(accumulate(sizes))
@@ -80,11 +80,11 @@ class Examples:
         return [self.vocab[character] for character in text]
 
 
-def _collate(examples: list[tuple[list[int], list[int], int]]) -> Batch:
+def _collate(examples: list[tuple[list[int], list[int], int]]) -> TrainingBatch:
     longest = max(len(prefix) for prefix, _, _ in examples)
     rows = [[PAD] * (longest - len(prefix)) + prefix for prefix, _, _ in examples]
     lengths = torch.tensor([len(prefix) for prefix, _, _ in examples])
-    return Batch(
+    return TrainingBatch(
         prefix=torch.tensor(rows),
         padding=torch.arange(longest)[None] < longest - lengths[:, None],
         block=torch.tensor([block for _, block, _ in examples]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from canvasrt.demo.odds import Asked, choice, predicate
+from canvasrt.demo.odds import ClosedQuestion, choice, predicate
 
 # Names differ in their first letter, so one pass tells them apart.
 COLORS = {
@@ -71,7 +71,7 @@ def answer_of(picture: Dots, prompt: str) -> str:
     return picture.color if prompt == "color?" else str(picture.count)
 
 
-def questions_of(picture: Dots, rng: random.Random) -> tuple[Asked, ...]:
+def questions_of(picture: Dots, rng: random.Random) -> tuple[ClosedQuestion, ...]:
     """Return closed questions about a picture; each has one right option."""
     counts = [str(each + 1) for each in range(MOST_DOTS)]
     others = [each for each in COLORS if each != picture.color]

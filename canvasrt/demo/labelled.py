@@ -19,7 +19,7 @@ _OFF = (1, -1, 10)  # what wrong sums differ by
 def labelled(count: int, more: bool, seed: int = 0) -> list[dict[str, Any]]:
     """Return `count` held-out sums and differences, each with wrong ones to choose from.
 
-    With `more`, also what the second stage of the training teaches: `count` cases of each task with
+    With `more`, also what the second phase of the training teaches: `count` cases of each task with
     known probabilities, asked with letters and bare, and as many pictures.
     """
     found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]
@@ -34,17 +34,17 @@ def labelled(count: int, more: bool, seed: int = 0) -> list[dict[str, Any]]:
 
 def _sum(task: str, prompt: str) -> dict[str, Any]:
     right = int(TASKS[task].answer(prompt, random.Random(0)))
-    asked = {
+    question = {
         "type": "choice",
         "instructions": "?",
         "choices": [{"value": str(right + off)} for off in (0, *_OFF)],
         "answer": str(right),
     }
-    return {"input": prompt, "layout": "bare", "group": f"{task}, bare", "questions": [asked]}
+    return {"input": prompt, "layout": "bare", "group": f"{task}, bare", "questions": [question]}
 
 
 def _known(case: Case) -> list[dict[str, Any]]:
-    asked = [{**each.data, "probabilities": case.shares(each)} for each in case.questions]
+    questions = [{**each.data, "probabilities": case.shares(each)} for each in case.questions]
     whole = {
         "type": "choice",
         "instructions": "?",
@@ -53,7 +53,7 @@ def _known(case: Case) -> list[dict[str, Any]]:
     }
     bare = {"layout": "bare", "group": f"{case.task}, bare"}
     return [
-        {"input": case.state, "questions": asked, "group": case.task},
+        {"input": case.state, "questions": questions, "group": case.task},
         {"input": case.prompt, "questions": [whole], **bare},
     ]
 
@@ -63,15 +63,15 @@ def _picture(rng: random.Random) -> dict[str, Any]:
     dots = draw_dots(rng)
     file = io.BytesIO()
     image.fromarray(dots.pixels).save(file, "PNG")
-    asked = []
+    questions = []
     for each in questions_of(dots, rng):
         count = len(each.data.get("choices", "ab"))
         shares = [float(option == each.options[0]) for option in range(count)]
-        asked.append({**each.data, "probabilities": shares})
+        questions.append({**each.data, "probabilities": shares})
     return {
         "input": "",
         "images": [file.getvalue()],
         "image_tokens": 70,
-        "questions": asked,
+        "questions": questions,
         "group": "pictures",
     }

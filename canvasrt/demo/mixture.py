@@ -1,4 +1,4 @@
-"""Training examples of the second stage: known probabilities, closed questions, and pictures."""
+"""Training examples of the second phase: known probabilities, closed questions, and pictures."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
     get_aspect_ratio_preserving_size,
 )
 
-from canvasrt.demo.data import Batch
+from canvasrt.demo.data import TrainingBatch
 from canvasrt.demo.dots import COLORS, PROMPTS, Dots, answer_of, draw_dots, questions_of
 from canvasrt.demo.model import PATCH, POOL
-from canvasrt.demo.odds import CASES, Asked, Case, count_options, draw_case
+from canvasrt.demo.odds import CASES, Case, ClosedQuestion, count_options, draw_case
 from canvasrt.demo.tokenizer import (
     IMAGE,
     IMAGE_END,
@@ -51,7 +51,7 @@ class Example:
 
 
 class Mixture:
-    """A seeded stream of second-stage examples from the training split."""
+    """A seeded stream of second-phase examples from the training split."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, canvas_length: int, seed: int) -> None:
         self.rng = random.Random(f"mixture:{seed}")
@@ -61,24 +61,24 @@ class Mixture:
         place = around.index(self.vocab["?"])
         self.before, self.after = around[:place], around[place + 1 :]
 
-    def plain(self, count: int) -> list[Batch]:
+    def plain(self, count: int) -> list[TrainingBatch]:
         """Return plain chats with known probabilities."""
         return [self._collate([self._plain(self._case()) for _ in range(count)])]
 
-    def asked(self, count: int) -> list[Batch]:
+    def closed(self, count: int) -> list[TrainingBatch]:
         """Return chats with one to three closed questions, whose answers are letters."""
         made = sorted(
-            (self._asked(self._case()) for _ in range(count)), key=lambda e: len(e.prefix)
+            (self._closed(self._case()) for _ in range(count)), key=lambda e: len(e.prefix)
         )
         return [self._collate(made[: count // 2]), self._collate(made[count // 2 :])]
 
-    def pictures(self, plain: int, asked: int, soft_tokens: int) -> list[Batch]:
+    def pictures(self, plain: int, closed: int, soft_tokens: int) -> list[TrainingBatch]:
         """Return plain chats and closed questions about pictures of at most `soft_tokens` each."""
-        sizes = ((plain, self._named), (asked, self._read_off))
+        sizes = ((plain, self._named), (closed, self._read_off))
         made = [[make(soft_tokens) for _ in range(count)] for count, make in sizes if count]
         return [self._with_pixels(examples, soft_tokens) for examples in made]
 
-    def _with_pixels(self, examples: Sequence[Example], soft_tokens: int) -> Batch:
+    def _with_pixels(self, examples: Sequence[Example], soft_tokens: int) -> TrainingBatch:
         images = [each.picture.pixels for each in examples if each.picture]
         seen = image_processor(soft_tokens)(images, return_tensors="pt")
         return replace(
@@ -98,7 +98,7 @@ class Mixture:
             case.task, prefix, answers, case.probabilities, case.draw(self.rng), None
         )
 
-    def _asked(self, case: Case) -> Example:
+    def _closed(self, case: Case) -> Example:
         count = self.rng.randint(1, min(MOST_QUESTIONS, len(case.questions)))
         questions = self.rng.sample(case.questions, count)
         prefix = [*self.before, *self._ids(asking(case.state, questions)), *self.after]
@@ -155,11 +155,11 @@ class Mixture:
         width = 1 if block[1] == TURN_END else 1 + max(map(len, COLORS))
         return torch.arange(self.canvas_length) < width
 
-    def _collate(self, examples: Sequence[Example]) -> Batch:
+    def _collate(self, examples: Sequence[Example]) -> TrainingBatch:
         longest = max(len(each.prefix) for each in examples)
         rows = [[PAD] * (longest - len(each.prefix)) + each.prefix for each in examples]
         lengths = torch.tensor([len(each.prefix) for each in examples])
-        return Batch(
+        return TrainingBatch(
             prefix=torch.tensor(rows),
             padding=torch.arange(longest)[None] < longest - lengths[:, None],
             block=torch.tensor([each.block for each in examples]),
@@ -175,19 +175,19 @@ class Mixture:
 NAMES = (*CASES, "pictures")
 
 
-def asking(state: str, questions: Sequence[Asked]) -> str:
+def asking(state: str, questions: Sequence[ClosedQuestion]) -> str:
     """Return the message that asks closed questions about a state, as `/v1/decisions` sends it."""
     read = read_questions([each.data for each in questions])
     (message,) = with_questions([{"role": "user", "content": state}], read)
     return str(message["content"]).strip()
 
 
-def lettered(questions: Sequence[Asked], outcome: int) -> str:
+def lettered(questions: Sequence[ClosedQuestion], outcome: int) -> str:
     """Return the answer to closed questions: a numbered line with a letter for each."""
     lines = []
-    for number, asked in enumerate(questions, 1):
-        names = letters(count_options(asked.data))
-        lines.append(f"{number}. {names[asked.options[outcome]]}")
+    for number, question in enumerate(questions, 1):
+        names = letters(count_options(question.data))
+        lines.append(f"{number}. {names[question.options[outcome]]}")
     return "\n".join(lines)
 
 

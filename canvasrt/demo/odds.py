@@ -15,7 +15,7 @@ HELD_OUT_ONE_IN = 10
 
 
 @dataclass(frozen=True)
-class Asked:
+class ClosedQuestion:
     """A closed question in the shape of `/v1/decisions`, and how likely each outcome makes each
     option: `options[outcome]` is the index of the option that is right then."""
 
@@ -37,7 +37,7 @@ class Case:
     ask: str
     outcomes: tuple[str, ...]
     probabilities: tuple[float, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[ClosedQuestion, ...]
 
     @property
     def prompt(self) -> str:
@@ -53,10 +53,10 @@ class Case:
         """Return an outcome's index."""
         return rng.choices(range(len(self.outcomes)), weights=self.probabilities)[0]
 
-    def shares(self, asked: Asked) -> list[float]:
+    def shares(self, question: ClosedQuestion) -> list[float]:
         """Return the right probability of each option of a question."""
-        found = [0.0] * count_options(asked.data)
-        for outcome, option in enumerate(asked.options):
+        found = [0.0] * count_options(question.data)
+        for outcome, option in enumerate(question.options):
             found[option] += self.probabilities[outcome]
         return found
 
@@ -67,20 +67,20 @@ def count_options(question: dict[str, Any]) -> int:
     return len(listed) if listed else 2
 
 
-def predicate(text: str, true: Sequence[bool]) -> Asked:
+def predicate(text: str, true: Sequence[bool]) -> ClosedQuestion:
     """Return a question with yes and no. `true[outcome]` says for which outcomes yes is right."""
     data = {"type": "predicate", "instructions": text}
-    return Asked(data, tuple(int(not each) for each in true))
+    return ClosedQuestion(data, tuple(int(not each) for each in true))
 
 
-def choice(text: str, values: Sequence[str], right: Sequence[str]) -> Asked:
+def choice(text: str, values: Sequence[str], right: Sequence[str]) -> ClosedQuestion:
     """Return a question with these values. `right[outcome]` is the one that is right then."""
     data = {
         "type": "choice",
         "instructions": text,
         "choices": [{"value": value} for value in values],
     }
-    return Asked(data, tuple(values.index(each) for each in right))
+    return ClosedQuestion(data, tuple(values.index(each) for each in right))
 
 
 def _coin(rng: random.Random) -> Case:
@@ -137,7 +137,9 @@ def _wheel(rng: random.Random) -> Case:
         names,
         tuple(weight / sum(weights) for weight in weights),
         (
-            Asked({"type": "score", "instructions": "how high?", "levels": levels}, (0, 1, 2)),
+            ClosedQuestion(
+                {"type": "score", "instructions": "how high?", "levels": levels}, (0, 1, 2)
+            ),
             predicate("low?", (True, False, False)),
             predicate("high?", (False, False, True)),
         ),

@@ -2,7 +2,7 @@
 
 python -m canvasrt.demo.train --seed 0 --out DIR
 
-The first stage learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores, and
+The first phase learns the tasks of `canvasrt.demo.tasks` in about an hour on three cores, and
 writes `DIR/first` and `DIR/undertrained`. The second goes on from `DIR/first`, or from `--start`:
 known probabilities, closed questions and pictures, with the first tasks mixed in. It writes
 `DIR/checkpoint`. Both write `DIR/latest` regularly.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from canvasrt.defaults import SOFT_TOKENS
-from canvasrt.demo.data import Batch, Examples
+from canvasrt.demo.data import Examples, TrainingBatch
 from canvasrt.demo.mixture import NAMES, Mixture, image_processor
 from canvasrt.demo.model import CANVAS_LENGTH, FastForward, add_sight, build_model, sees
 from canvasrt.demo.muon import Muon
@@ -38,9 +38,9 @@ from canvasrt.runtime.pictures import BUDGETS
 
 # A few examples have prefixes of whole blocks, and a part of their own.
 BATCH_PARTS = (56, 56, 16)
-# The second stage: the same tasks, plain chats, closed questions, and pictures in both. A picture of
+# The second phase: the same tasks, plain chats, closed questions, and pictures in both. A picture of
 # the full budget takes four times as long as one of the smallest.
-OLD_PARTS, PLAIN, ASKED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
+OLD_PARTS, PLAIN, CLOSED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
 LARGE_PICTURES, LARGE_EVERY = 2, 8
 SECOND_RATE = 0.5
 SLOT_WEIGHT = 7.0
@@ -85,7 +85,7 @@ def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
     return torch.where(torch.rand(block.shape) < draw_share, drawn, canvas)
 
 
-def read_canvas(batch: Batch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def read_canvas(batch: TrainingBatch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return the first canvas and its targets, [batch, canvas, vocabulary], for answers whose
     probabilities are known.
 
@@ -97,12 +97,12 @@ def read_canvas(batch: Batch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, 
     right = F.one_hot(batch.block, vocab_size).float()
     rows = (len(canvas), 1)
     blank, read = torch.rand(rows) < 0.7, torch.rand(rows) < 0.6
-    told = corrupt(batch.block, ~batch.slots & read, vocab_size)
+    seen = corrupt(batch.block, ~batch.slots & read, vocab_size)
     targets = torch.where(blank[..., None], batch.targets, right)
-    return torch.where(blank, told, canvas), targets
+    return torch.where(blank, seen, canvas), targets
 
 
-def loss_of(forward: FastForward, batch: Batch) -> tuple[Tensor, Tensor]:
+def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Return the training loss, and each example's cross-entropy (detached).
 
     There are two denoising steps, as in generation: the second is conditioned on the first's
@@ -174,16 +174,16 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One stage: its batches per step, its tasks' names, and how long and fast it learns."""
+class TrainingPhase:
+    """One phase: its batches per step, its tasks' names, and how long and fast it learns."""
 
-    batches: Callable[[int], Sequence[Batch]]
+    batches: Callable[[int], Sequence[TrainingBatch]]
     names: Sequence[str]
     steps: int
     rate: float = 1.0
 
 
-def fit(model: Any, plan: Plan, snapshot: Callable[[int, Any], None]) -> Any:
+def fit(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -> Any:
     """Train a model, and return the running average of its weights.
 
     `snapshot` gets that average after each step, and its number.
@@ -223,7 +223,7 @@ def fit(model: Any, plan: Plan, snapshot: Callable[[int, Any], None]) -> Any:
 
 
 def train(seed: int, steps: int, out: Path, save_every: int) -> None:
-    """Run the first stage: the tasks of `canvasrt.demo.tasks`, from random weights."""
+    """Run the first phase: the tasks of `canvasrt.demo.tasks`, from random weights."""
     torch.manual_seed(seed)
     model, tokenizer = build_model(), build_tokenizer()
     examples = Examples(tokenizer, CANVAS_LENGTH, seed)
@@ -235,13 +235,13 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
         if step % save_every == 0:
             save(averaged, tokenizer, out / "latest")
 
-    plan = Plan(lambda step: examples.batches(BATCH_PARTS), tuple(TASKS), steps)
+    plan = TrainingPhase(lambda step: examples.batches(BATCH_PARTS), tuple(TASKS), steps)
     save(fit(model, plan, snapshot), tokenizer, out / "first")
 
 
 def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -> None:
-    """Run the second stage from the first's weights: known probabilities, closed questions and
-    pictures, with the first stage's tasks mixed in."""
+    """Run the second phase from the first's weights: known probabilities, closed questions and
+    pictures, with the first phase's tasks mixed in."""
     torch.manual_seed(seed)
     model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(start, dtype="float32")
     if not sees(model.config):
@@ -251,26 +251,26 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
     new = Mixture(tokenizer, CANVAS_LENGTH, seed)
     out.mkdir(parents=True, exist_ok=True)
 
-    def batches(step: int) -> list[Batch]:
+    def batches(step: int) -> list[TrainingBatch]:
         large = new.pictures(LARGE_PICTURES, 0, SOFT_TOKENS) if step % LARGE_EVERY == 0 else []
         small = new.pictures(*PICTURES, min(BUDGETS))
-        return [*old.batches(OLD_PARTS), *new.plain(PLAIN), *new.asked(ASKED), *small, *large]
+        return [*old.batches(OLD_PARTS), *new.plain(PLAIN), *new.closed(CLOSED), *small, *large]
 
     def snapshot(step: int, averaged: Any) -> None:
         if step % save_every == 0:
             save(averaged, tokenizer, out / "latest")
 
-    plan = Plan(batches, tuple(TASKS), steps, SECOND_RATE)
+    plan = TrainingPhase(batches, tuple(TASKS), steps, SECOND_RATE)
     save(fit(model, plan, snapshot), tokenizer, out / "checkpoint")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=3800, help="of the first stage")
-    parser.add_argument("--more-steps", type=int, default=800, help="of the second stage")
+    parser.add_argument("--steps", type=int, default=3800, help="of the first phase")
+    parser.add_argument("--more-steps", type=int, default=800, help="of the second phase")
     parser.add_argument(
-        "--start", type=Path, help="weights of a first stage, which is then left out"
+        "--start", type=Path, help="weights of a first phase, which is then left out"
     )
     parser.add_argument("--threads", type=int, default=3)
     parser.add_argument("--save-every", type=int, default=250, help="steps between snapshots")

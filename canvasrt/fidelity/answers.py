@@ -8,7 +8,7 @@ from typing import Any
 
 from canvasrt.demo.reply import MAX_NEW_TOKENS
 from canvasrt.demo.tasks import TASKS, is_correct
-from canvasrt.fidelity.prompts import Prompts, chats, spread
+from canvasrt.fidelity.prompts import PromptSet, chats, spread
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.stats import paired_loss, ratio_interval, wilson
 from canvasrt.progress import Progress
@@ -23,7 +23,7 @@ BATCH = 4
 
 
 @dataclass
-class Work:
+class GenerationTotals:
     """What generations took, with one entry per request on one side."""
 
     steps: list[int] = field(default_factory=list)
@@ -48,8 +48,8 @@ class Work:
 class Pace:
     """Both sides' work on the same requests."""
 
-    bundle: Work = field(default_factory=Work)
-    reference: Work = field(default_factory=Work)
+    bundle: GenerationTotals = field(default_factory=GenerationTotals)
+    reference: GenerationTotals = field(default_factory=GenerationTotals)
 
     def add(self, bundle: Result, reference: Result) -> None:
         self.bundle.add(bundle)
@@ -109,7 +109,7 @@ class Marks:
 
 
 @dataclass
-class Answers:
+class AnswerScores:
     """The demo's held-out questions, by task."""
 
     tasks: dict[str, Marks]
@@ -136,12 +136,12 @@ def ask_questions(
     tokenizer: Tokenizer,
     questions: int,
     progress: Progress,
-) -> tuple[Answers, Pace]:
+) -> tuple[AnswerScores, Pace]:
     """Ask both sides `questions` held-out questions per demo task."""
     asked = [(task, question) for task in TASKS for question in spread(task, questions)]
-    prompts = Prompts("questions", chats(tokenizer, [question for _, question in asked]))
+    prompts = PromptSet("questions", chats(tokenizer, [question for _, question in asked]))
     pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS, progress)
-    answers = Answers({task: Marks() for task in TASKS}, {task: Pace() for task in TASKS})
+    answers = AnswerScores({task: Marks() for task in TASKS}, {task: Pace() for task in TASKS})
     total = Pace()
     for (task, question), pair in zip(asked, pairs, strict=True):
         ours, theirs = (is_correct(question, tokenizer.decode(each.token_ids)) for each in pair)
@@ -152,7 +152,7 @@ def ask_questions(
 
 
 def compare_pace(
-    model: Model, reference: ReferenceModel, prompts: Prompts, progress: Progress
+    model: Model, reference: ReferenceModel, prompts: PromptSet, progress: Progress
 ) -> Pace:
     """Continue every prompt on both sides, up to the checkpoint's own number of tokens."""
     pace = Pace()
@@ -164,7 +164,7 @@ def compare_pace(
 def _generate(
     model: Model,
     reference: ReferenceModel,
-    prompts: Prompts,
+    prompts: PromptSet,
     max_new_tokens: int | None,
     progress: Progress,
 ) -> list[tuple[Result, Result]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from canvasrt.fidelity.capture import CapturedPass, captured
 from canvasrt.fidelity.observe import ObservedModel
-from canvasrt.fidelity.prompts import Prompts
+from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
 from canvasrt.fidelity.stats import RelativeError, Series
 from canvasrt.progress import Progress
@@ -102,7 +102,7 @@ def phase_of(index: int, count: int) -> str:
 def compare_steps(
     observed: ObservedModel,
     reference: ReferenceModel,
-    prompts: Prompts,
+    prompts: PromptSet,
     progress: Progress,
     most: int = MAX_STEPS,
 ) -> Steps:

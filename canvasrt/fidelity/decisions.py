@@ -31,7 +31,7 @@ _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadSettings:
     """How questions are read: draws of noise, steps per read, and the first seed."""
 
     samples: int = 1
@@ -42,7 +42,7 @@ class Reading:
 def measure_decisions(
     bundle: Bundle,
     file: str,
-    reading: Reading,
+    reading: ReadSettings,
     fitted: bool = False,
     progress: Progress | None = None,
 ) -> Json:
@@ -70,7 +70,7 @@ def measure_decisions(
 
 
 def _of_demo(bundle: Bundle) -> list[Json]:
-    """Return the demo's questions: those of its second stage only for a tower that it trained."""
+    """Return the demo's questions: those of its second phase only for a tower that it trained."""
     vision = bundle.manifest.model.vision or {}
     return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 
@@ -128,7 +128,7 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
 
 
 def _answers(
-    bundle: Bundle, items: Sequence[Json], reading: Reading, show: Progress
+    bundle: Bundle, items: Sequence[Json], reading: ReadSettings, show: Progress
 ) -> list[Scored]:
     """Ask every question; item i is read with seed `seed + i`."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
@@ -157,7 +157,7 @@ def _answers(
 
 
 def _request(
-    item: Json, model: Model, tokenizer: Tokenizer, reading: Reading, number: int
+    item: Json, model: Model, tokenizer: Tokenizer, reading: ReadSettings, number: int
 ) -> tuple[Ask, list[np.ndarray], ReadRequest]:
     listed = item.get("questions")
     if not isinstance(listed, list):
@@ -199,7 +199,9 @@ def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndar
     if "probabilities" in label:
         shares = label["probabilities"]
         if not isinstance(shares, list) or len(shares) != len(options):
-            raise CanvasError(f"{path}.probabilities has no number per option", "give all of them")
+            raise CanvasError(
+                f"{path}.probabilities must have one number per option", f"give {len(options)}"
+            )
         right = np.array(shares, np.float64)
         if (right < 0).any() or abs(right.sum() - 1) > 1e-6:
             raise CanvasError(f"{path}.probabilities do not add up to 1", "give a distribution")

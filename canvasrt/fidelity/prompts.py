@@ -29,7 +29,7 @@ TEXTS = (
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSet:
     """Prompts as token ids; `kind` is `questions`, `texts` or `random`."""
 
     kind: str
@@ -44,17 +44,17 @@ def is_demo(checkpoint: Path) -> bool:
 
 def prompts_for(
     checkpoint: Path, tokenizer: Tokenizer | None, config: ModelConfig, room: int
-) -> Prompts:
+) -> PromptSet:
     """Return prompts that suit a checkpoint. `room` is the most tokens per prompt."""
     if tokenizer is not None and tokenizer.has_template:
         if is_demo(checkpoint):
             asked = [each for task in TASKS for each in spread(task, QUESTIONS_A_TASK)]
-            return Prompts("questions", chats(tokenizer, asked))
-        return Prompts("texts", [each[-room:] for each in chats(tokenizer, TEXTS)])
+            return PromptSet("questions", chats(tokenizer, asked))
+        return PromptSet("texts", [each[-room:] for each in chats(tokenizer, TEXTS)])
     # Short ones, and ones that the sliding window cuts off.
     lengths = [min(8, room), min(config.sliding_window + 8, room)]
     randoms = [np.random.default_rng(seed) for seed in range(RANDOM_PROMPTS)]
-    return Prompts(
+    return PromptSet(
         "random",
         [
             random.integers(0, config.vocab_size, lengths[seed % 2]).tolist()

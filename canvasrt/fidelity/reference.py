@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REFERENCE_EXTRA = "export,test"
-MAX_BATCH = 32
+MAX_REFERENCE_BATCH = 32
 MAX_LOGITS = 1 << 26
 
 
@@ -59,7 +59,7 @@ class ReferenceModel:
         # A request keeps its logits between steps, and a step needs several arrays of their size:
         # 256 MB each at most.
         logits = self.config.canvas_length * self.config.vocab_size
-        self.max_batch = max(1, min(MAX_BATCH, MAX_LOGITS // logits))
+        self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
         self.prefill_chunk = self.max_context  # a prompt is encoded in one piece
         self._torch, self._new_cache = torch, DynamicCache

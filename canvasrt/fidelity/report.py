@@ -12,12 +12,12 @@ from canvasrt.bundle import Bundle, made_by
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.answers import Answers, Pace, ask_questions, compare_pace
+from canvasrt.fidelity.answers import AnswerScores, Pace, ask_questions, compare_pace
 from canvasrt.fidelity.compare import MAX_STEPS, PHASES, Steps, compare_steps
 from canvasrt.fidelity.limits import check, limits_of
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.parts import DENOISE, part_errors
-from canvasrt.fidelity.prompts import Prompts, is_demo, prompts_for
+from canvasrt.fidelity.prompts import PromptSet, is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors
 from canvasrt.machine import available_bytes
@@ -124,12 +124,12 @@ def _tokenizer(bundle: Bundle) -> Tokenizer | None:
 def _generations(
     observed: ObservedModel,
     reference: ReferenceModel,
-    prompts: Prompts,
+    prompts: PromptSet,
     demo: Tokenizer | None,
     questions: int,
     progress: Progress,
 ) -> Json:
-    answers: Answers | None = None
+    answers: AnswerScores | None = None
     pace: Pace
     if demo is not None:
         answers, pace = ask_questions(observed.model, reference, demo, questions, progress)

@@ -42,7 +42,7 @@ def embedding_entry(file: Path) -> dict[str, Any]:
 
 
 def host_head_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """What an embedding's entry says of the head's weights for the host, which no step changes."""
+    """The entry's fields for the host's copy of the head's weights, passed on unchanged."""
     return {"host_head": entry["host_head"]} if "host_head" in entry else {}
 
 

@@ -15,7 +15,7 @@ from canvasrt.kernels.parse import Kernel, KernelTensor
 Json = dict[str, Any]
 
 SUFFIX = ".kernels.json.gz"
-SCHEMA = 1
+KERNELS_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KernelList:
 def write(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
     """Write the kernels of each profile."""
     data = {
-        "schema": SCHEMA,
+        "schema": KERNELS_SCHEMA,
         "programs": {name: [_to_json(k) for k in kernels] for name, kernels in programs.items()},
     }
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
@@ -40,7 +40,7 @@ def read(file: Path) -> KernelList:
     """Read a kernel list. Raises CanvasError if the file is not one, or has another schema."""
     try:
         data = json.loads(gzip.decompress(file.read_bytes()))
-        if data["schema"] != SCHEMA:
+        if data["schema"] != KERNELS_SCHEMA:
             raise ValueError(f"schema {data['schema']!r}")
         return KernelList(
             {name: tuple(map(_from_json, kernels)) for name, kernels in data["programs"].items()}

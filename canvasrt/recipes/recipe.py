@@ -24,7 +24,7 @@ Json = dict[str, Any]
 Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 
-SCHEMA = 1
+RECIPE_SCHEMA = 1
 _CACHES = (None, *(each.name for each in FORMATS.values() if each.caches))
 _README = "canvasrt/recipes/README.md shows how a recipe is written"
 
@@ -177,7 +177,7 @@ class Recipe:
     def to_json(self) -> Json:
         """Return the document as in a file, with every value written out."""
         return {
-            "schema": SCHEMA,
+            "schema": RECIPE_SCHEMA,
             "name": self.name,
             "description": self.description,
             "quantize": [
@@ -253,8 +253,8 @@ def _examples(config: ModelConfig) -> list[str]:
 
 def _recipe(document: Fields) -> Recipe:
     schema = document.take("schema", None)
-    if schema != SCHEMA:
-        raise document.wrong("schema", str(SCHEMA), schema)
+    if schema != RECIPE_SCHEMA:
+        raise document.wrong("schema", str(RECIPE_SCHEMA), schema)
     recipe = Recipe(
         name=document.text("name"),
         description=document.text("description"),

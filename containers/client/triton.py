@@ -38,7 +38,7 @@ _NUMPY = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class TritonAnswer:
     """One answer; its fields are the tensors of the same names."""
 
     text: str
@@ -56,7 +56,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class StreamEvent(Answer):
+class StreamEvent(TritonAnswer):
     """One event of a stream. `text` and `token_ids` are those of the draft, what the event adds to
     the answer or, in the last event, the whole answer. `canvas` is JSON, empty unless a draft."""
 
@@ -102,7 +102,7 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self._client.close()
 
-    def infer(self, inputs: Mapping[str, Any]) -> Answer:
+    def infer(self, inputs: Mapping[str, Any]) -> TritonAnswer:
         """Return one answer. `inputs` are values by tensor name; None leaves one out.
 
         CanvasError for an unreachable server, a missing or unready model, or an error reply.
@@ -112,7 +112,7 @@ class Client:
             result = self._client.infer(
                 ANSWER_MODEL, make_tensors(self._module, ANSWER_MODEL, inputs), **timeout
             )
-        return Answer(**read_reply(result, ANSWER_MODEL))
+        return TritonAnswer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
         """Yield the events of one request, over gRPC. Leaving the iteration early cancels the

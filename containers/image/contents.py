@@ -40,9 +40,9 @@ def _read(layers: Iterable[BaseLayer]) -> list[Installed]:
         for name, content in _files(layer):
             folder, _, last = name.rpartition("/")
             if last.startswith(_REMOVED):
-                gone = f"{folder}/{last.removeprefix(_REMOVED)}".lstrip("/")
+                deleted = f"{folder}/{last.removeprefix(_REMOVED)}".lstrip("/")
                 for known in (texts, python):
-                    for each in [each for each in known if f"{each}/".startswith(f"{gone}/")]:
+                    for each in [each for each in known if f"{each}/".startswith(f"{deleted}/")]:
                         del known[each]  # type: ignore[attr-defined]
             elif match := _PYTHON.match(name):
                 python[name] = Installed("pypi", match["name"], match["version"])

@@ -37,7 +37,7 @@ class TimedCall:
 
     @property
     def first(self) -> float | None:
-        """Seconds from when it was due to its first text; None without text."""
+        """Seconds from the scheduled start to the first text; None without text."""
         return self.pieces[0] - self.due if self.pieces else None
 
     @property
@@ -47,7 +47,7 @@ class TimedCall:
 
     @property
     def total(self) -> float:
-        """Seconds from when it was due to its end."""
+        """Seconds from the scheduled start to the end."""
         return self.end - self.due
 
 

@@ -46,7 +46,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencySpread:
     """A series, in milliseconds."""
 
     p50: float
@@ -58,7 +58,7 @@ class Spread:
     most: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread | None:
+    def of(cls, seconds: Sequence[float]) -> LatencySpread | None:
         """Return the spread of a series in seconds; None for an empty one."""
         if not seconds:
             return None
@@ -69,14 +69,14 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Summary:
+class LoadSummary:
     """What a server achieved. `tokens_per_pass` and `steps` are known of diffusion models only."""
 
     calls: int
     errors: Mapping[str, int]
-    first: Spread | None
-    gap: Spread | None
-    total: Spread | None
+    first: LatencySpread | None
+    gap: LatencySpread | None
+    total: LatencySpread | None
     tokens: int
     tokens_counted: bool
     tokens_per_second: float
@@ -85,7 +85,7 @@ class Summary:
     tokens_per_pass: float | None
 
     @classmethod
-    def of(cls, rounds: Sequence[Round]) -> Summary:
+    def of(cls, rounds: Sequence[Round]) -> LoadSummary:
         """Sum up rounds; failed calls count as errors alone."""
         calls = [call for each in rounds for call in each.calls]
         good = [call for call in calls if not call.error]
@@ -96,9 +96,9 @@ class Summary:
         return cls(
             len(calls),
             dict(Counter(call.error for call in calls if call.error)),
-            Spread.of([call.first for call in good if call.first is not None]),
-            Spread.of([gap for call in good for gap in call.gaps]),
-            Spread.of([call.total for call in good]),
+            LatencySpread.of([call.first for call in good if call.first is not None]),
+            LatencySpread.of([gap for call in good for gap in call.gaps]),
+            LatencySpread.of([call.total for call in good]),
             tokens,
             all(call.counted for call in good),
             tokens / seconds,
@@ -110,7 +110,7 @@ class Summary:
     def value(self, name: str) -> float | None:
         """Return what is compared: a median in milliseconds, or a rate."""
         found = getattr(self, name)
-        return found.p50 if isinstance(found, Spread) else found
+        return found.p50 if isinstance(found, LatencySpread) else found
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a key per field."""
@@ -144,7 +144,8 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[flo
             *(([one], [other]) for one, other in zip(ours, theirs, strict=True)),
         ]
         values = [
-            (Summary.of(one).value(name), Summary.of(other).value(name)) for one, other in sides
+            (LoadSummary.of(one).value(name), LoadSummary.of(other).value(name))
+            for one, other in sides
         ]
         known = [one / other for one, other in values if one is not None and other]
         if len(known) == len(values):

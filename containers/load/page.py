@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.containers.load.measure import COMPARED, Round, Spread, Summary
+from canvasrt.containers.load.measure import COMPARED, LatencySpread, LoadSummary, Round
 from canvasrt.pages import render, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
 
@@ -21,12 +21,12 @@ _SERIES = {
 }
 
 
-def spread_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
+def spread_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
     """Return a row per series and server, in milliseconds."""
     rows = []
     for name, label in _SERIES.items():
         for server, summary in summaries.items():
-            spread: Spread | None = getattr(summary, name)
+            spread: LatencySpread | None = getattr(summary, name)
             if spread is not None:
                 numbers = (spread.p50, spread.p90, spread.p99, spread.mean, spread.deviation)
                 shown = [f"{each:,.1f}" for each in (*numbers, spread.least, spread.most)]
@@ -34,7 +34,7 @@ def spread_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
     return rows
 
 
-def rate_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
+def rate_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
     """Return a row per server: how much it answered."""
     rows = []
     for server, each in summaries.items():
@@ -72,7 +72,7 @@ def ratio_rows(ratios: Mapping[str, Sequence[float]]) -> list[list[str]]:
     ]
 
 
-def error_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
+def error_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
     """Return a row per server and kind of error."""
     return [
         [server, kind, str(count)]
@@ -83,7 +83,7 @@ def error_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
 
 def page(
     rounds: Mapping[str, Sequence[Round]],
-    summaries: Mapping[str, Summary],
+    summaries: Mapping[str, LoadSummary],
     ratios: Mapping[str, Sequence[float]],
     settings: Json,
 ) -> str:
@@ -129,7 +129,7 @@ def _throughput(rounds: Mapping[str, Sequence[Round]]) -> str:
         figure, axes = figure_of(2.5)
         width = 0.8 / len(rounds)
         for number, (server, taken) in enumerate(rounds.items()):
-            rates = [Summary.of([each]).tokens_per_second for each in taken]
+            rates = [LoadSummary.of([each]).tokens_per_second for each in taken]
             places = np.arange(len(taken)) + 1 + (number - (len(rounds) - 1) / 2) * width
             axes.bar(places, rates, 0.92 * width, color=_COLOURS[number], label=server)
         axes.set_xticks(range(1, 1 + max(map(len, rounds.values()))))
@@ -180,7 +180,7 @@ def _timeline(rounds: Mapping[str, Sequence[Round]]) -> str:
         _legend(axes, rounds)
         return figure
 
-    return drawing("timeline", "Latency of each call by when it was due", draw)
+    return drawing("timeline", "Latency of each call by its scheduled start", draw)
 
 
 def _good(taken: Sequence[Round], name: str) -> list[Any]:

@@ -116,7 +116,7 @@ def _hear(state: State, heartbeat: Heartbeat | None, line: bytes) -> None:
         return
     _apply(state, json.loads(line))
     if heartbeat is not None:
-        heartbeat.hear()
+        heartbeat.acknowledge()
 
 
 def _apply(state: State, report: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ _CHANNEL = "thought\n"
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One tool call; `arguments` is a JSON object."""
 
     name: str
@@ -40,7 +40,7 @@ class Piece:
 
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
-    call: Call | None = None
+    call: ToolCall | None = None
     number: int = 0
 
 
@@ -142,7 +142,7 @@ class AnswerReader:
             pieces.append(Piece("call", call=call, number=self.calls))
             self.calls += 1
 
-    def _read(self, body: str) -> Call | None:
+    def _read(self, body: str) -> ToolCall | None:
         name = _NAME.match(body)
         if self._tools is None or name is None:
             return None
@@ -150,7 +150,7 @@ class AnswerReader:
             arguments = read_arguments(body[name.end() :].strip(), self._tools.get(name[1]))
         except CallError:
             return None
-        return Call(name[1], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(name[1], json.dumps(arguments, ensure_ascii=False))
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Answer:
 
     content: str
     reasoning: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
 
     @classmethod
     def read(cls, reader: AnswerReader, text: str) -> Answer:

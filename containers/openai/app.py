@@ -50,7 +50,7 @@ from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.schema import (
-    Body,
+    BodyT,
     ChatRequest,
     CompletionRequest,
     Sampling,
@@ -134,7 +134,7 @@ class Front:
         assert self._completions is not None
         return self._completions
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
         """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
         read = partial(read_body, kind, lenient=self.lenient)
         return await self._parsed(read, await request.body())

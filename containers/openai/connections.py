@@ -30,12 +30,12 @@ class Places:
 
     limit: int
     reserved: set[tuple[str, int] | None] = field(default_factory=set)
-    unasked: dict[Connection, None] = field(default_factory=dict)  # without a request, oldest first
+    idle: dict[Connection, None] = field(default_factory=dict)  # without a request, oldest first
 
     def make_room(self, open_now: int) -> None:
         """Close the connection that has waited longest without a request, if all places are taken."""
         if open_now > self.limit + RESERVED:
-            for oldest in list(self.unasked)[:1]:
+            for oldest in list(self.idle)[:1]:
                 oldest.drop("every place is taken")
 
 
@@ -57,7 +57,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.places.reserved.discard(self.client)
-        self.places.unasked.pop(self, None)
+        self.places.idle.pop(self, None)
         for timer in (self._timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -105,9 +105,9 @@ class Connection(H11Protocol):
             self._timer.cancel()
             self._timer = None
         if stage == "header":
-            self.places.unasked[self] = None
+            self.places.idle[self] = None
         else:
-            self.places.unasked.pop(self, None)
+            self.places.idle.pop(self, None)
         reserved = self.client in self.places.reserved
         seconds = {
             "header": _RESERVED_TIMEOUT if reserved else HEADER_TIMEOUT,

@@ -47,10 +47,10 @@ class _Ask(Strict):
     def inputs(self, chat: Chat, questions: list[Any]) -> dict[str, Any]:
         """Return the inputs of the served model."""
         own = {name: getattr(self, name) for name in _OWN}
-        asked = {name: value for name, value in own.items() if value is not None}
+        options = {name: value for name, value in own.items() if value is not None}
         return {
             "messages": json.dumps(chat.messages),
-            "questions": json.dumps({"questions": questions, **asked}),
+            "questions": json.dumps({"questions": questions, **options}),
             "seed": self.seed or 0,
             **image_inputs(chat, self.image_tokens),
         }
@@ -121,20 +121,20 @@ class Decisions:
 
     async def systemone(self, request: Request, body: SystemOneRequest) -> Response:
         """Answer in System One's shape."""
-        asked = {name: _own_question(each, name) for name, each in body.questions.items()}
+        questions = {name: _own_question(each, name) for name, each in body.questions.items()}
         state = body.state if isinstance(body.state, str) else json.dumps(body.state)
         if not state.strip():
             raise bad_request("state is empty.", "state", "invalid_value")
         chat = Chat([{"role": "user", "content": state}], [])
-        inputs = body.inputs(chat, list(asked.values()))
+        inputs = body.inputs(chat, list(questions.values()))
         try:
             final = await unless_disconnected(request.receive, self._ask(inputs, request))
         except ApiError as error:
-            raise _by_name(error, list(asked)) from None
+            raise _by_name(error, list(questions)) from None
         found = json.loads(final.text)["answers"]
         answers = {
             name: _own_answer(question, answer)
-            for (name, question), answer in zip(asked.items(), found, strict=True)
+            for (name, question), answer in zip(questions.items(), found, strict=True)
         }
         usage = {"input_tokens": len(final.prompt_token_ids), "output_tokens": 0}
         return JSONResponse({"model": body.model, "answers": answers, "usage": usage})

@@ -85,8 +85,8 @@ def _check_context(prompts: Sequence[dict[str, Any]], max_context: int | None) -
         count = len(prompt.get("prompt_ids", ()))
         if max_context is not None and count > max_context:
             raise bad_request(
-                f"The prompt of {count} tokens and new ones exceed the context of {max_context}"
-                " tokens.",
+                f"The prompt ({count} tokens) plus the new tokens exceed the context of"
+                f" {max_context}.",
                 "prompt",
                 "context_length_exceeded",
             )

@@ -93,19 +93,19 @@ async def _reply(
     if name not in front.models:
         raise ApiError(404, f"model {body.get('model')!r} not found", param="model")
     ignored: list[str] | None = [] if front.lenient else None
-    asked = _asked(read, {**body, "model": name}, ignored)
-    answer = _Answer(body, await completions.start(request, asked), request.url.path, ignored)
+    generation = _generation(read, {**body, "model": name}, ignored)
+    answer = _Answer(body, await completions.start(request, generation), request.url.path, ignored)
     if body.get("stream", True):
         return await streamed(request, answer.lines(), _Lines)
     return JSONResponse(await unless_disconnected(request.receive, answer.whole()))
 
 
-def _asked(
+def _generation(
     read: Read, body: dict[str, Any], ignored: list[str] | None
 ) -> ChatRequest | CompletionRequest:
     """Return the request in a body; with `ignored`, without the options that are not supported."""
     try:
-        asked = read(body, ignored)
+        generation = read(body, ignored)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         names = {str(each["loc"][-1]) for each in found}
@@ -115,11 +115,11 @@ def _asked(
         for name in sorted(set(body["options"]) - set(kept)):
             note(ignored, f"options.{name} is not supported.")
         try:
-            asked = read({**body, "options": kept}, ignored)
+            generation = read({**body, "options": kept}, ignored)
         except ValidationError as again:
             raise explained(again) from None
-    asked._ignored = ignored
-    return asked
+    generation._ignored = ignored
+    return generation
 
 
 class _Answer:

@@ -22,7 +22,7 @@ from canvasrt.containers.openai.messages import is_remote
 MAX_BYTES = 20 * 2**20
 TIMEOUT = 10.0  # seconds for one image, redirects included
 REDIRECTS = 3
-MAX_IMAGES = 16  # of one request
+MAX_REMOTE_IMAGES = 16  # of one request
 # They carry an IPv4 address inside, which may be anything: 6to4, Teredo and NAT64.
 _TUNNELS = tuple(
     ipaddress.ip_network(each)
@@ -182,9 +182,9 @@ async def inline(messages: list[dict[str, Any]], fetcher: Fetcher) -> None:
         for j, part in enumerate(message["content"])
         if isinstance(part, dict) and _remote(part.get("image_url"))
     ]
-    if len(found) > MAX_IMAGES:
+    if len(found) > MAX_REMOTE_IMAGES:
         raise bad_request(
-            f"The request has {len(found)} remote images; at most {MAX_IMAGES} are fetched.",
+            f"The request has {len(found)} remote images; at most {MAX_REMOTE_IMAGES} are fetched.",
             "messages",
             "invalid_value",
         )

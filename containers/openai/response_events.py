@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.answer import Call, Piece
+from canvasrt.containers.openai.answer import Piece, ToolCall
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.replies import own_fields
 from canvasrt.containers.openai.responses import ResponsesRequest
@@ -60,7 +60,7 @@ class ResponseBuilder:
 
     def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
         """Return the response as it is now."""
-        asked = self._request.model_dump(exclude_none=True)
+        given = self._request.model_dump(exclude_none=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,
@@ -69,23 +69,23 @@ class ResponseBuilder:
             "status": status,
             "error": None,
             "incomplete_details": cut,
-            "instructions": asked.get("instructions"),
-            "max_output_tokens": asked.get("max_output_tokens"),
-            "metadata": asked.get("metadata", {}),
+            "instructions": given.get("instructions"),
+            "max_output_tokens": given.get("max_output_tokens"),
+            "metadata": given.get("metadata", {}),
             "model": self._request.model,
             "output": list(self._output),
-            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
             "previous_response_id": None,
-            "reasoning": {"effort": asked.get("reasoning", {}).get("effort"), "summary": None},
+            "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
             "store": False,
-            "temperature": asked.get("temperature"),
-            "text": {"format": {"type": "text"}, **asked.get("text", {})},
-            "tool_choice": asked.get("tool_choice", "auto"),
-            "tools": asked.get("tools", []),
-            "top_p": asked.get("top_p"),
+            "temperature": given.get("temperature"),
+            "text": {"format": {"type": "text"}, **given.get("text", {})},
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_p": given.get("top_p"),
             "truncation": "disabled",
             "usage": _usage(final) if final else None,
-            "user": asked.get("user"),
+            "user": given.get("user"),
             "canvasrt": own_fields(self._seed, self._request.ignored),
         }
 
@@ -129,7 +129,7 @@ class ResponseBuilder:
         self._output[-1] = {**self._output[-1], **changes, "status": "completed"}
         return self._in_output("response.output_item.done", item=self._output[-1])
 
-    def _call(self, call: Call) -> Iterator[Event]:
+    def _call(self, call: ToolCall) -> Iterator[Event]:
         item = {"id": _new(_IDS["function_call"]), "type": "function_call", "call_id": call.id}
         item |= {"name": call.name, "arguments": "", "status": "in_progress"}
         yield from self._begin_item(item)

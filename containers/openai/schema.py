@@ -220,11 +220,11 @@ class CompletionRequest(Sampling):
     best_of: only(1) = None  # type: ignore[valid-type]
 
 
-Body = TypeVar("Body", bound=Sampling)
+BodyT = TypeVar("BodyT", bound=Sampling)
 Kind = TypeVar("Kind", bound=Strict)
 
 
-def read_body(kind: type[Body], body: bytes, lenient: bool = False) -> Body:
+def read_body(kind: type[BodyT], body: bytes, lenient: bool = False) -> BodyT:
     """Return a request's body. ApiError names the parameter that is wrong.
 
     With `lenient`, parameters that are unknown or not supported are left out.
@@ -246,7 +246,7 @@ def parse_body(kind: type[Kind], body: bytes) -> Kind:
         raise explained(error) from None
 
 
-def parse_leniently(kind: type[Body], body: bytes) -> Body:
+def parse_leniently(kind: type[BodyT], body: bytes) -> BodyT:
     """Return a body without the parameters that are not supported, which it notes. ApiError names
     one that is wrong."""
     ignored: list[str] = []

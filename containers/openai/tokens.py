@@ -58,13 +58,13 @@ class TokenizeRequest(Strict):
                 "messages",
                 "unsupported_parameter",
             )
-        asked = ChatRequest(
+        request = ChatRequest(
             model="",
             messages=self.messages or [],
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        template = {k: v for k, v in template_inputs(asked).items() if k == "template"}
+        template = {k: v for k, v in template_inputs(request).items() if k == "template"}
         return {
             "messages": json.dumps(chat.messages),
             "tokenize": json.dumps(options),

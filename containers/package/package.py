@@ -90,7 +90,7 @@ def backends_of(manifests: Sequence[Manifest], tensorrt: str | None) -> dict[str
         if found.setdefault(name, version) != version:
             raise CanvasError(
                 f"the bundles need two versions of {name}, {found[name]} and {version}",
-                "build them with one version, or package each by itself",
+                "build them with one version, or package them separately",
             )
     return found
 
@@ -148,13 +148,13 @@ def _load(
     for other in bundles[1:]:
         if other.manifest.model != first.manifest.model:
             raise CanvasError(
-                f"{other.path} and {first.path} are different models", "package each by itself"
+                f"{other.path} and {first.path} are different models", "package them separately"
             )
     hosts = {_host(bundle.manifest) for bundle in bundles} - {"any"}
     if len(hosts) > 1:
         raise CanvasError(
             f"the targets need different hosts, {' and '.join(sorted(hosts))}; an image has one architecture",
-            "package each by itself",
+            "package them separately",
         )
     return placed
 

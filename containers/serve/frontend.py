@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from canvasrt.containers.heartbeat import heard, silence
+from canvasrt.containers.heartbeat import acknowledged, silence
 from canvasrt.containers.options import FrontOptions, FrontSettings, ServerPhase
 from canvasrt.containers.ports import listen, url_host
 from canvasrt.containers.processes import child_environment, die_with_parent
@@ -71,7 +71,7 @@ class FrontEnd:
         self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: list[float] = []
-        self._told = 0  # reports to the running process
+        self._reports = 0  # reports to the running process
 
     @classmethod
     def over(cls, server: Server, options: FrontOptions) -> FrontEnd:
@@ -101,7 +101,7 @@ class FrontEnd:
     def __enter__(self) -> FrontEnd:
         self.start()
         self.notify("serving")
-        self.wait_heard()
+        self.wait_acknowledged()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -130,21 +130,21 @@ class FrontEnd:
             if output is not None:
                 output.close()
         self._write(self._settings.to_line())
-        self._told = 0
+        self._reports = 0
         self.notify(*self._phase)
 
     def notify(self, phase: ServerPhase, detail: str = "") -> None:
         """Report the server's phase, which decides whether requests are accepted."""
         self._phase = (phase, detail)
-        self._told += 1
+        self._reports += 1
         self._write(json.dumps({"phase": phase, "detail": detail}).encode() + b"\n")
 
-    def wait_heard(self) -> None:
+    def wait_acknowledged(self) -> None:
         """Wait until the last phase decides what callers get. A process that is dead or hangs is left
         to `check_alive`."""
         deadline = time.monotonic() + _SILENCE
         while self._process is not None and self._process.poll() is None:
-            if heard(self._heartbeat) >= self._told or time.monotonic() > deadline:
+            if acknowledged(self._heartbeat) >= self._reports or time.monotonic() > deadline:
                 return
             time.sleep(_POLL / 10)
 

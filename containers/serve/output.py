@@ -21,7 +21,7 @@ _GLOG = re.compile(r"([IWEF])\d{4} ")
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
-class Output:
+class ServerOutput:
     """The output of one run, as a context manager. `log` is its file; without one, servers write to
     `descriptor`, which leads to `stream`."""
 
@@ -36,7 +36,7 @@ class Output:
         self._thread: threading.Thread | None = None
         self._shown = 0  # bytes of the log that are on the stream
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> ServerOutput:
         if self.log is None:
             reader, self.descriptor = os.pipe()
             self._thread = threading.Thread(target=self._pass_on, args=(reader,), daemon=True)

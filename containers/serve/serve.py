@@ -14,7 +14,7 @@ from canvasrt.containers.logs import configure
 from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.serve.frontend import FrontEnd
-from canvasrt.containers.serve.output import Output
+from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
 from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source
 from canvasrt.containers.serve.server import Server
@@ -49,7 +49,7 @@ def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
             about=about(source, profile, settings.model.max_model_len),
         ),
     )
-    with stop_request() as stop, Output(settings, stream) as output:
+    with stop_request() as stop, ServerOutput(settings, stream) as output:
         with _front(settings, output) as front:
             try:
                 _serve(settings, source, profile, front, output, stop, ready)
@@ -60,7 +60,7 @@ def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
 
 
 @contextlib.contextmanager
-def _front(settings: Settings, output: Output) -> Iterator[FrontEnd]:
+def _front(settings: Settings, output: ServerOutput) -> Iterator[FrontEnd]:
     """Run the front end, which answers health checks while Triton is not running yet."""
     triton = _triton(settings, Path(), output)
     grpc = f"{triton.address}:{settings.ports.grpc}"
@@ -78,7 +78,7 @@ def _serve(
     source: Bundle,
     profile: ServingProfile,
     front: FrontEnd,
-    output: Output,
+    output: ServerOutput,
     stop: StopRequest,
     ready: Ready,
 ) -> None:
@@ -102,12 +102,12 @@ def _serve(
 
 
 def _supervisor(
-    settings: Settings, repository: Path, front: FrontEnd, output: Output, stop: StopRequest
+    settings: Settings, repository: Path, front: FrontEnd, output: ServerOutput, stop: StopRequest
 ) -> Supervisor:
     return Supervisor(_triton(settings, repository, output), front, stop, settings.stall_timeout)
 
 
-def _triton(settings: Settings, repository: Path, output: Output) -> Server:
+def _triton(settings: Settings, repository: Path, output: ServerOutput) -> Server:
     return Server(
         repository,
         host=settings.triton_host,

@@ -169,8 +169,8 @@ class Server:
             return
         if self.host not in LOOPBACK:
             raise CanvasError(
-                f"{installation.binary} is {installation.release_text}, and one request from"
-                f" {self.host} could crash it",
+                f"{installation.binary} is {installation.release_text}, and a single request from"
+                f" {self.host} can crash it",
                 "let Triton listen on 127.0.0.1, or use a tritonserver of 26.07 or later",
             )
         self.metrics_host = self.metrics_host if self.metrics_host in LOOPBACK else self.host

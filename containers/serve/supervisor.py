@@ -50,7 +50,7 @@ class Supervisor:
             raise
         if not self._stop.requested.is_set():
             self.front.notify("serving")
-            self.front.wait_heard()
+            self.front.wait_acknowledged()
 
     def watch(self) -> None:
         """Wait for a request to stop. CanvasError when Triton ends or hangs, or the front end cannot

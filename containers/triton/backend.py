@@ -46,7 +46,7 @@ from canvasrt.containers.triton.tokens import tokenized
 from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Busy, Late, Overloaded, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.answers.infill import InfillRequest
+from canvasrt.runtime.answers.infill import GapRequest
 from canvasrt.runtime.generator import Event, Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
@@ -179,7 +179,7 @@ def _replies(
 ) -> ReplyBuilder | DecisionReplies | InfillReplies:
     if served.ask is not None:
         return DecisionReplies(served.ask)
-    if isinstance(served.request, InfillRequest):
+    if isinstance(served.request, GapRequest):
         return InfillReplies(tokenizer)
     return ReplyBuilder(
         tokenizer,

@@ -23,7 +23,7 @@ _KEPT = 32  # prompts
 _KEPT_TOKENS = 1 << 22
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """Token ids, int32 `[n]`, and the beginning of the answer that they hold."""
 
     ids: np.ndarray
@@ -40,7 +40,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._max_context = max_context
         self._long = threading.Lock()
-        self._prompts = Shared[Prompt](_KEPT, _KEPT_TOKENS, lambda prompt: prompt.ids.size)
+        self._prompts = Shared[EncodedPrompt](_KEPT, _KEPT_TOKENS, lambda prompt: prompt.ids.size)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -54,12 +54,12 @@ class PromptEncoder:
             if self._tokenizer is not None and isinstance(values.get(name), str):
                 self._check_length(name, values[name])
 
-    def encode(self, values: Mapping[str, Any]) -> Prompt:
+    def encode(self, values: Mapping[str, Any]) -> EncodedPrompt:
         """Return a request's prompt. CanvasError names what is wrong."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
-            return Prompt(np.asarray(values["prompt_ids"], np.int32), "")
+            return EncodedPrompt(np.asarray(values["prompt_ids"], np.int32), "")
         if self._tokenizer is None:
             raise CanvasError(
                 f"the model has no tokenizer, so it cannot encode {chosen}", "send prompt_ids"
@@ -119,13 +119,13 @@ class PromptEncoder:
                 "shorten it",
             )
 
-    def _encode(self, values: Mapping[str, Any], chosen: str) -> Prompt:
+    def _encode(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
         if is_long(values):
             with self._long:
                 return self._prompt(values, chosen)
         return self._prompt(values, chosen)
 
-    def _prompt(self, values: Mapping[str, Any], chosen: str) -> Prompt:
+    def _prompt(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
         tokenizer = self._tokenizer
         assert tokenizer is not None
         prefix = values.get("prefix", "")
@@ -149,10 +149,10 @@ def is_long(values: Mapping[str, Any]) -> bool:
     return sum(len(values.get(name, "")) for name in _TEXTS) > SHORT
 
 
-def _made(ids: list[int], opening: str = "") -> Prompt:
+def _made(ids: list[int], opening: str = "") -> EncodedPrompt:
     array = np.array(ids, np.int32)
     array.flags.writeable = False  # several requests share it
-    return Prompt(array, opening)
+    return EncodedPrompt(array, opening)
 
 
 def _no_chat(values: Mapping[str, Any], why: str) -> None:

@@ -24,7 +24,7 @@ from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.defaults import MAX_CONTEXT
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
-from canvasrt.export.quantize.prompts import Prompts, default_prompts
+from canvasrt.export.quantize.prompts import CalibrationPrompts, default_prompts
 from canvasrt.formats import FORMATS
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.recipe import Recipe
@@ -102,7 +102,7 @@ def calibrate(
     report = progress or no_progress
     formats = recipe.formats(manifest.model)
     names = [name for name in formats if FORMATS[formats[name].format].rounds_inputs]
-    source = Prompts(
+    source = CalibrationPrompts(
         file=prompts or default_prompts(graphs),
         tokenizer=Tokenizer.load(graphs) if manifest.tokenizer else None,
         config=manifest.model,
@@ -121,7 +121,7 @@ def _run(
     graphs: Bundle,
     names: Sequence[str],
     recipe: Recipe,
-    prompts: Prompts,
+    prompts: CalibrationPrompts,
     count: int,
     report: Progress,
     folder: Path,

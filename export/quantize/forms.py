@@ -38,7 +38,7 @@ from canvasrt.export.quantize.parts import (
     dtype_of,
     initializer,
 )
-from canvasrt.export.quantize.table import Projection, Table
+from canvasrt.export.quantize.table import EmbeddingTable, Projection
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import external, lowbits
 from canvasrt.graphs.external import Stored
@@ -64,7 +64,7 @@ def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
     inputs: dict[tuple[str, str], ir.Value] = {}
     for name, form in forms.items():
         if FORMATS[form.format].of_table:
-            Table(model.graph, name, form).rewrite()
+            EmbeddingTable(model.graph, name, form).rewrite()
         elif name == TABLE:
             Projection(model.graph, name, form).rewrite()
         else:

@@ -19,7 +19,7 @@ from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
-KINDS = ("prompt", "messages", "prompt_ids")
+PROMPT_KINDS = ("prompt", "messages", "prompt_ids")
 _HINT = (
     'a line is {"prompt": "..."}, {"messages": [{"role": "user", "content": "..."}]}'
     ' or {"prompt_ids": [...]}'
@@ -37,7 +37,7 @@ def default_prompts(graphs: Bundle) -> Path:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class CalibrationPrompts:
     """The prompts of a file, as requests."""
 
     file: Path
@@ -132,9 +132,9 @@ class Prompts:
             raise self._wrong(
                 number, f"it is not JSON ({error.msg.removesuffix(' at')}, column {error.colno})"
             ) from error
-        kinds = [kind for kind in KINDS if isinstance(data, dict) and kind in data]
+        kinds = [kind for kind in PROMPT_KINDS if isinstance(data, dict) and kind in data]
         if len(kinds) != 1:
-            raise self._wrong(number, f"it needs exactly one of {', '.join(KINDS)}")
+            raise self._wrong(number, f"it needs exactly one of {', '.join(PROMPT_KINDS)}")
         (kind,) = kinds
         value = data[kind]
         if not _FITS[kind](value):

@@ -127,14 +127,14 @@ def _write(
     done = 0
     for name, (entry, own) in changed.items():
         segment = _QuantizedGraph(graphs.file(name), entry, own, calibration)
-        segment.write(out / name, cache, partial(_told, report, done, total))
+        segment.write(out / name, cache, partial(_report_part, report, done, total))
         done += graphs.manifest.files[str(Path(name).with_suffix(".bin"))]["bytes"]
         if TABLE in own and graphs.manifest.embedding["file"] in data:
             done += graphs.manifest.files[graphs.manifest.embedding["file"]]["bytes"]
     report("quantizing", total, total)
 
 
-def _told(report: Progress, before: int, total: int, read: int) -> None:
+def _report_part(report: Progress, before: int, total: int, read: int) -> None:
     report("quantizing", before + read, total)
 
 

@@ -17,7 +17,7 @@ from canvasrt.export.quantize.parts import (
 )
 
 
-class Table(Quantized):
+class EmbeddingTable(Quantized):
     """The embedding table: a product uses it, another its transpose, and its rows are looked up."""
 
     def rewrite(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from canvasrt.runtime.answers.grammar import State
 from canvasrt.runtime.answers.prompted import Prompted
 from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.candidates import biased
+from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.host_sampler import accept
 from canvasrt.runtime.model import Model
@@ -92,7 +92,8 @@ class ActiveConstrained(Prompted):
         self._steps: list[int] = []
         self._step = 0
         self._hidden: np.ndarray = np.empty(0)
-        self._history: deque[np.ndarray] = deque(maxlen=max(1, self._params.stability_threshold))
+        # Without entropy, the grammar leaves nothing to choose.
+        self._early = EarlyStopping(self._params, when_certain=True)
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step."""
@@ -101,7 +102,7 @@ class ActiveConstrained(Prompted):
             forced = self._state.forced()[: len(canvas)]
             canvas[: len(forced)] = forced
             self._hidden = self._model.first_hidden(canvas)
-            self._history.clear()
+            self._early.start_block()
         self._step += 1
         return hidden_input(self.row, self._hidden)
 
@@ -126,7 +127,8 @@ class ActiveConstrained(Prompted):
             Draft(self.id, len(self._steps), self._step, step.argmax, step.accepted, step.canvas)
         ]
         self._hidden = step.next_hidden
-        if self._stops(step) or self._step == self._params.max_denoising_steps:
+        stops = self._early.stops(step.argmax, step.entropy)
+        if stops or self._step == self._params.max_denoising_steps:
             events += self._finish_block(step)
         return events
 
@@ -182,18 +184,6 @@ class ActiveConstrained(Prompted):
         return _Step(
             found.tokens, found.state, found.ended, argmax, canvas, accepted, entropy, following
         )
-
-    def _stops(self, step: _Step) -> bool:
-        """Stable and confident, as without a grammar, or nothing was left to choose."""
-        if not self._params.early_stop:
-            return False
-        wanted = self._params.stability_threshold
-        stable = len(self._history) >= wanted and all(
-            np.array_equal(step.argmax, before) for before in list(self._history)[-wanted:]
-        )
-        self._history.append(step.argmax)
-        certain = float(step.entropy.mean()) < self._params.confidence_threshold
-        return (stable and certain) or not step.entropy.any()
 
     def _finish_block(self, step: _Step) -> list[Event]:
         index, steps = len(self._steps), self._step

@@ -15,7 +15,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.runtime.tokenizer import Tokenizer
 
-KINDS = ("json_schema", "json_object", "regex", "grammar")
+GRAMMAR_TYPES = ("json_schema", "json_object", "regex", "grammar")
 # What compiling and following a grammar may take; llguidance counts them, not seconds, so that a
 # grammar is refused on every machine or on none.
 LIMITS = {
@@ -177,8 +177,8 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     """
     llguidance = require("llguidance", "serve")
     kind = spec.get("type")
-    if kind not in KINDS:
-        raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(KINDS)}")
+    if kind not in GRAMMAR_TYPES:
+        raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
     path, source = _source(spec, path)
     text = source if isinstance(source, str) else json.dumps(source)
     if len(text.encode()) > MAX_BYTES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -16,8 +15,9 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.prompted import Prompted
+from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import log_softmax
-from canvasrt.runtime.host_sampler import told_step
+from canvasrt.runtime.host_sampler import host_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
@@ -69,7 +69,7 @@ def default_prompt(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class InfillRequest:
+class GapRequest:
     """A prompt, and canvases to fill: one for each way to choose the gaps' lengths.
 
     canvases: tokens, with −1 in the gaps. words: the tokens that may stand in a gap, int64.
@@ -89,7 +89,7 @@ class InfillRequest:
 
 def infill_request(
     text: str, prompt: Sequence[int], params: SamplingParams, model: Model, tokenizer: Tokenizer
-) -> InfillRequest:
+) -> GapRequest:
     """Return the request that fills the gaps in `text`. CanvasError if it does not fit a canvas."""
     most = model.canvas_length * (tokenizer.longest_token + _GAP_LENGTH)
     if len(text) > most:
@@ -122,7 +122,7 @@ def infill_request(
     words = [token for token in range(config.vocab_size) if tokenizer.token_bytes(token)]
     kept = np.array([token for token in words if token not in config.eos_token_ids], np.int64)
     params = replace(params, max_new_tokens=model.canvas_length)
-    return InfillRequest(prompt, params, tuple(canvases), kept, end)
+    return GapRequest(prompt, params, tuple(canvases), kept, end)
 
 
 def _check_length(tokens: int, model: Model) -> None:
@@ -155,7 +155,7 @@ class ActiveInfill(Prompted):
     """The state of one infill between passes. Canvases are filled one after another, and the one
     whose gaps are likeliest per token is kept."""
 
-    def __init__(self, id: int, request: InfillRequest, model: Model, added: float) -> None:
+    def __init__(self, id: int, request: GapRequest, model: Model, added: float) -> None:
         super().__init__(request.prompt_token_ids, model)
         self.id = id
         self.finished = False
@@ -165,13 +165,13 @@ class ActiveInfill(Prompted):
         self._steps: list[int] = []
         self._step = 0
         self._hidden = np.empty(0)
-        self._history: deque[np.ndarray] = deque(maxlen=max(1, self._params.stability_threshold))
+        self._early = EarlyStopping(self._params)
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step."""
         if self._step == 0:
             self._hidden = self._model.first_hidden(self._noise(0)[1])
-            self._history.clear()
+            self._early.start_block()
         self._step += 1
         return hidden_input(self.row, self._hidden)
 
@@ -179,7 +179,7 @@ class ActiveInfill(Prompted):
         """Apply the result of that step; the last one of the last canvas ends the request."""
         assert output.hidden is not None
         params, (uniforms, noise) = self._params, self._noise(self._step)
-        step = told_step(
+        step = host_step(
             self._model.host_head,
             output.hidden,
             self._allowed(),
@@ -189,7 +189,10 @@ class ActiveInfill(Prompted):
             noise,
         )
         self._hidden = step.next_hidden
-        if not self._stops(step.argmax, step.entropy) and self._step < params.max_denoising_steps:
+        # Only the gaps count: the other positions are pinned, and their entropy is 0.
+        gaps = np.array(self._canvas) < 0
+        stops = self._early.stops(step.argmax, step.entropy[gaps])
+        if not stops and self._step < params.max_denoising_steps:
             return []
         self._done.append((self._score(output.hidden, step.argmax), step.argmax))
         self._steps.append(self._step)
@@ -251,13 +254,3 @@ class ActiveInfill(Prompted):
         logs = log_softmax(self._model.host_head.logits(hidden[places], words))
         columns = np.searchsorted(words, tokens[places])
         return float(logs[np.arange(len(places)), columns].mean())
-
-    def _stops(self, argmax: np.ndarray, entropy: np.ndarray) -> bool:
-        """Stable and confident, as the released sampler; the mean is over the gaps alone."""
-        wanted = self._params.stability_threshold
-        stable = len(self._history) >= wanted and all(
-            np.array_equal(argmax, before) for before in list(self._history)[-wanted:]
-        )
-        self._history.append(argmax)
-        mean = float(entropy[np.array(self._canvas) < 0].mean())
-        return self._params.early_stop and stable and mean < self._params.confidence_threshold

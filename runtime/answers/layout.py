@@ -67,11 +67,11 @@ class Ask:
         some label or template does not fit."""
         make = _letters if self.layout == "letters" else _bare
         templates = make(self.questions, model, tokenizer)
-        asked = messages if self.layout == "bare" else with_questions(messages, self.questions)
+        chat = messages if self.layout == "bare" else with_questions(messages, self.questions)
         params = SamplingParams.from_defaults(
             model.sampler, model.config, seed=seed, max_denoising_steps=self.steps
         )
-        ids = tokenizer.encode_chat(asked)
+        ids = tokenizer.encode_chat(chat)
         if pictures:
             ids = insert(ids, pictures, model.config)
         return ReadRequest(ids, templates, params, self.samples, pictures=pictures)

@@ -14,7 +14,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.prompted import Prompted
 from canvasrt.runtime.answers.template import Fork, Template
 from canvasrt.runtime.host_head import log_softmax
-from canvasrt.runtime.host_sampler import told_step
+from canvasrt.runtime.host_sampler import host_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden, hidden_input
@@ -178,7 +178,7 @@ class ActiveRead(Prompted):
 
     def _next_hidden(self, hidden: np.ndarray) -> np.ndarray:
         params, (uniforms, noise) = self._request.params, self._noise(self._step)
-        return told_step(
+        return host_step(
             self._model.host_head,
             hidden,
             self._allowed(),

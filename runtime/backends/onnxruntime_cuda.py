@@ -16,7 +16,7 @@ import onnxruntime as ort
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.backends.cuda import CudaDevice
-from canvasrt.runtime.engine import Call
+from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.profiles import Profiles
 from canvasrt.runtime.tables import host_dtype
 
@@ -156,7 +156,7 @@ class OrtCudaEngine:
     def prepare(self) -> None:
         """Do nothing: sessions allocate memory when they run."""
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: EngineCall) -> None:
         number, binding = self._binding(call)
         options = ort.RunOptions()
         # The caller synchronizes the stream.
@@ -171,7 +171,7 @@ class OrtCudaEngine:
                 "the GPU's memory may be full: try a smaller --max-context",
             ) from error
 
-    def _binding(self, call: Call) -> tuple[int, Any]:
+    def _binding(self, call: EngineCall) -> tuple[int, Any]:
         """Return the call's binding and the number of its graph, -1 if it is not captured."""
         if not call.repeats:
             return -1, self._bind(call)
@@ -183,7 +183,7 @@ class OrtCudaEngine:
             self._bound[call.key] = known
         return known
 
-    def _bind(self, call: Call) -> Any:
+    def _bind(self, call: EngineCall) -> Any:
         binding = self._session.io_binding()
         for types, bind in (
             (self._input_types, binding.bind_input),

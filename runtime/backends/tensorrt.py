@@ -18,7 +18,7 @@ from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
 from canvasrt.runtime.backends.cuda import CudaDevice
-from canvasrt.runtime.engine import Call
+from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.profiles import Profiles
 from canvasrt.runtime.tables import host_dtype
 
@@ -195,7 +195,7 @@ class TensorRTEngine:
         self._backend.activations()
         self._context(0)
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: EngineCall) -> None:
         profile = self.profiles.pick(call.dims)
         if profile is None:
             raise EngineError(
@@ -207,7 +207,7 @@ class TensorRTEngine:
         else:
             self._context(profile).run(call)
 
-    def _repeat(self, profile: int, call: Call) -> None:
+    def _repeat(self, profile: int, call: EngineCall) -> None:
         key = call.key
         if key not in self._known:
             self._known[key] = None
@@ -296,7 +296,7 @@ class _Context:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
 
-    def run(self, call: Call) -> None:
+    def run(self, call: EngineCall) -> None:
         for name in self._engine.inputs:
             shape = call.shapes[name]
             if self._shapes.get(name) != shape:
@@ -343,7 +343,7 @@ class _Captured:
         else:
             _log.warning("%s runs without a CUDA graph: TensorRT says it cannot be captured", name)
 
-    def run(self, call: Call, device: CudaDevice) -> None:
+    def run(self, call: EngineCall, device: CudaDevice) -> None:
         if self.graph is None and self.fits and not self.itself:
             try:
                 self.graph = device.capture(self.context.enqueue)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET
 from canvasrt.errors import EngineError
-from canvasrt.runtime.engine import Call
+from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
 
@@ -35,7 +35,7 @@ class Pass:
 
 def body_call(
     space: Workspace, config: ModelConfig, number: int, this: Pass, capacity: int, shared: bool
-) -> Call:
+) -> EngineCall:
     """Return a body segment's launch; with `shared`, every expert's first product takes all tokens."""
     segment, cache = space.segments[number], space.cache
     tokens = (this.batch, this.length)
@@ -82,7 +82,7 @@ def body_call(
     return _call(dims, tensors, this.phase == "denoise")
 
 
-def head_call(space: Workspace, config: ModelConfig, this: Pass) -> Call:
+def head_call(space: Workspace, config: ModelConfig, this: Pass) -> EngineCall:
     """Return the launch of the head."""
     tokens = (this.batch, this.length)
     states = (*tokens, config.hidden_size)
@@ -101,10 +101,10 @@ def head_call(space: Workspace, config: ModelConfig, this: Pass) -> Call:
 
 def _call(
     dims: dict[str, int], tensors: dict[str, tuple[tuple[int, ...], int]], repeats: bool
-) -> Call:
+) -> EngineCall:
     shapes = {name: shape for name, (shape, _) in tensors.items()}
     addresses = {name: address for name, (_, address) in tensors.items()}
-    return Call(dims, shapes, addresses, repeats)
+    return EngineCall(dims, shapes, addresses, repeats)
 
 
 def too_full() -> EngineError:

@@ -15,14 +15,14 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import OCTET, PREFILL_CHUNK
-from canvasrt.runtime.engine import Call, DeviceBackend, Engine, Pitched
+from canvasrt.runtime.engine import DeviceBackend, Engine, EngineCall, Pitched
 from canvasrt.runtime.gpu.calls import Pass, body_call, head_call, too_full
 from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
 from canvasrt.runtime.gpu.slots import DeviceRow
-from canvasrt.runtime.gpu.workspace import KINDS, DeviceSegment, Workspace, WorkspaceSizes
-from canvasrt.runtime.model import Input, Model
+from canvasrt.runtime.gpu.workspace import ATTENTION_KINDS, DeviceSegment, Workspace, WorkspaceSizes
+from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
@@ -77,7 +77,7 @@ class DeviceModel(Model):
         self.workspace = Workspace(self.device, config, self.segments, sizes)
         self._cache = self.workspace.cache
         self._sight = Sight(self.device, vision, config) if vision else None
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls: dict[tuple[Any, ...], EngineCall] = {}
         self._pages: Pages | None = None
 
     @classmethod
@@ -127,7 +127,7 @@ class DeviceModel(Model):
         }
         return {
             kind: min(in_units(limits[kind]), OCTET * self._largest(f"octets_{kind}"))
-            for kind in KINDS
+            for kind in ATTENTION_KINDS
         }
 
     def warm_up(self) -> None:
@@ -197,15 +197,15 @@ class DeviceModel(Model):
         self._cache.take(row)
         self._pages.restore(row, [(each.data, each.tokens) for each in saved])
 
-    def _batches(self, inputs: Sequence[Input]) -> list[Sequence[Input]]:
+    def _batches(self, inputs: Sequence[InputT]) -> list[Sequence[InputT]]:
         for item in inputs:
             self._cache.take(item.row)
         ordered = sorted(inputs, key=lambda item: item.row.slot)
-        groups: list[list[Input]] = [[item for item in ordered if self._shares(item)]]
+        groups: list[list[InputT]] = [[item for item in ordered if self._shares(item)]]
         groups += [[item] for item in ordered if not self._shares(item)]
         return [group for group in groups if group]
 
-    def _shares(self, item: Input) -> bool:
+    def _shares(self, item: InputT) -> bool:
         """Return whether a row's pass is one that all requests share, whether or not there are others."""
         return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.is_crowded(0))
 
@@ -393,7 +393,7 @@ class DeviceModel(Model):
         )
         self.segments[-1].engine.launch(call)
 
-    def _remember(self, key: tuple[Any, ...], call: Call) -> Call:
+    def _remember(self, key: tuple[Any, ...], call: EngineCall) -> EngineCall:
         if len(self._calls) >= _CALLS:
             self._calls.clear()
         self._calls[key] = call

@@ -8,7 +8,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import SOFT_TOKENS
-from canvasrt.runtime.engine import Call, Device, Engine
+from canvasrt.runtime.engine import Device, Engine, EngineCall
 from canvasrt.runtime.gpu.calls import Pass
 from canvasrt.runtime.gpu.workspace import Workspace
 from canvasrt.runtime.passes import EncodeInput
@@ -51,7 +51,7 @@ class Sight:
         self._device.synchronize()
         return features.astype(np.float32)
 
-    def _call(self, patches: int) -> Call:
+    def _call(self, patches: int) -> EngineCall:
         tokens = patches // self._square
         shapes = {
             "pixel_values": (1, patches, self._pixel),
@@ -61,7 +61,7 @@ class Sight:
         }
         # The exporter names the number of patches by its expression.
         dims = {"images": 1, f"{self._square}*soft_tokens": patches}
-        return Call(dims, shapes, self._addresses, repeats=False)
+        return EngineCall(dims, shapes, self._addresses, repeats=False)
 
 
 def place(space: Workspace, this: Pass, batch: Sequence[EncodeInput], hidden: np.ndarray) -> None:

@@ -141,7 +141,7 @@ class DeviceCache:
         free = next((slot for slot in range(self.slots) if self.row(slot) is None), None)
         if free is None:
             raise CanvasError(
-                f"all {self.slots} request slots are taken",
+                f"all {self.slots} cache slots are taken",
                 "run fewer requests together, or build with a larger --max-batch",
             )
         row.slot, row.width = free, self.widths[0]

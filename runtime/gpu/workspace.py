@@ -13,7 +13,7 @@ from canvasrt.runtime.engine import Device, Engine
 from canvasrt.runtime.gpu.buffers import Transfer, aligned, constant
 from canvasrt.runtime.gpu.slots import DeviceCache
 
-KINDS = ("sliding", "full")
+ATTENTION_KINDS = ("sliding", "full")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from canvasrt.containers.heartbeat import Heartbeat, heard, silence, silence_at
+from canvasrt.containers.heartbeat import Heartbeat, acknowledged, silence, silence_at
 
 # Beats as fast as it can until its input ends.
 _BEAT = """
@@ -52,11 +52,11 @@ def test_silence_grows_until_the_next_beat(tmp_path: Path) -> None:
 
 def test_reports_that_were_heard_are_counted() -> None:
     descriptor = os.memfd_create("heartbeat")
-    assert (heard(descriptor), silence(descriptor)) == (0, None)
+    assert (acknowledged(descriptor), silence(descriptor)) == (0, None)
     heartbeat = Heartbeat(descriptor)
     for count in range(3):
-        assert heard(descriptor) == count
-        heartbeat.hear()
+        assert acknowledged(descriptor) == count
+        heartbeat.acknowledge()
     os.ftruncate(descriptor, 0)  # as for the next process
-    assert heard(descriptor) == 0
+    assert acknowledged(descriptor) == 0
     os.close(descriptor)

@@ -18,7 +18,7 @@ import pytest
 
 import canvasrt.containers.serve.output as output_module
 from canvasrt.bundle import Bundle
-from canvasrt.containers.serve.output import Output
+from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import engines_folder
 from canvasrt.containers.serve.profiles import profiles_of
 from canvasrt.containers.serve.settings import Settings
@@ -146,7 +146,7 @@ def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output_module, "_LOOK_EVERY", 0.02)
     log = tmp_path / "log"
     log.write_text("of the last run\n")
-    with Output(Settings(log=str(log)), sys.stderr):
+    with ServerOutput(Settings(log=str(log)), sys.stderr):
         assert (tmp_path / "log.1").read_text() == "of the last run\n"
         with log.open("ab") as file:  # as a server has it open all the time
             for number in range(2000):

@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaEngine
-from canvasrt.runtime.engine import Call, Pitched
+from canvasrt.runtime.engine import EngineCall, Pitched
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
 from canvasrt.runtime.profiles import Profiles
 
@@ -101,20 +101,20 @@ class FakeEngine:
         self._device = device
         self.profiles = Profiles(profiles) if profiles else self._bound.profiles
         self.name, self.inputs, self.outputs = name, self._bound.inputs, self._bound.outputs
-        self.calls: list[Call] = []
+        self.calls: list[EngineCall] = []
         self.prepared = False
 
     def prepare(self) -> None:
         self.prepared = True
 
-    def launch(self, call: Call) -> None:
+    def launch(self, call: EngineCall) -> None:
         assert self.prepared
         if self.profiles.pick(call.dims) is None:
             raise CanvasError(f"{self.name}: no profile holds {dict(call.dims)}", "")
         self.calls.append(call)
         self.run(call)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: EngineCall) -> None:
         """Queue the call."""
         for name in (*self.inputs, *self.outputs):
             assert call.addresses[name] % ALIGNMENT == 0, name

@@ -19,7 +19,7 @@ import numpy as np
 
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.backends.tensorrt import DTYPES
-from canvasrt.runtime.engine import Call
+from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
 from canvasrt.runtime.tables import host_dtype
 from tests.helpers.fake_engine import FakeDevice, FakeEngine
@@ -233,7 +233,7 @@ class IExecutionContext:
             return False
         self._compile()
         self._capture()
-        engine.fake.run(Call({}, self._all_shapes(), dict(self.addresses), repeats=False))
+        engine.fake.run(EngineCall({}, self._all_shapes(), dict(self.addresses), repeats=False))
         return True
 
     def _compile(self) -> None:

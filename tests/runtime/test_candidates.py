@@ -14,7 +14,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.candidates import biased, candidates
 from canvasrt.runtime.generator import Draft, Generator, Request
 from canvasrt.runtime.host_head import HostHead
-from canvasrt.runtime.host_sampler import redrawn, told_step
+from canvasrt.runtime.host_sampler import host_step, redrawn
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling import SamplingParams
@@ -120,8 +120,8 @@ def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair, change: dict)
         noise = random.integers(0, config.vocab_size, config.canvas_length)
         free = SamplingParams(entropy_bound=1e6, max_denoising_steps=30, t_min=0.05, t_max=0.6)
         params = replace(free, **change)
-        before = told_step(head, hidden, {}, free, step, uniforms, noise)
-        wanted = told_step(head, hidden, {}, params, step, uniforms, noise)
+        before = host_step(head, hidden, {}, free, step, uniforms, noise)
+        wanted = host_step(head, hidden, {}, params, step, uniforms, noise)
         temperature = params.temperature_at(step)
         output = DenoiseOutput(**vars(before), hidden=hidden)
         found, places, states = redrawn(head, output, params, temperature, uniforms)

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
+import torch
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    StableAndConfidentStoppingCriteria,
+)
 
 from canvasrt.runtime.active import ActiveRequest
+from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.request import Block, Event, Request
 from canvasrt.runtime.sampling import SamplingParams
@@ -61,3 +67,32 @@ def test_a_new_block_forgets_the_last_ones_canvas(tiny) -> None:
 def test_the_last_step_ends_a_block_in_any_case(tiny) -> None:
     assert blocks_of(tiny, params(1), [(token, UNSURE) for token in range(3, 9)]) == [6]
     assert blocks_of(tiny, params(1, adaptive=False), [(7, CONFIDENT)] * 6) == [6]
+
+
+@pytest.mark.parametrize("stability", [0, 1, 2, 3])
+def test_the_rule_is_that_of_transformers(stability: int) -> None:
+    """Canvases that change now and then, with logits between flat and peaked."""
+    rng = np.random.default_rng(stability)
+    theirs = StableAndConfidentStoppingCriteria(stability, 0.005)
+    ours = EarlyStopping(params(stability))
+    canvas, expected, found = np.zeros(32, np.int64), [], []
+    for step in range(200):
+        if step % 50 == 0:
+            theirs.reset()
+            ours.start_block()
+        if rng.random() < 0.3:
+            canvas = rng.integers(0, 2, 32)
+        logits = torch.tensor(rng.normal(size=(1, 32, 9)) * rng.choice([1, 30, 3000]))
+        entropy = torch.distributions.Categorical(logits=logits).entropy()[0].float().numpy()
+        expected.append(bool(theirs(torch.tensor(canvas)[None], logits)))
+        found.append(ours.stops(canvas, entropy))
+    assert found == expected
+    assert 0 < sum(found) < 200
+
+
+def test_when_certain_the_first_step_without_entropy_is_enough() -> None:
+    canvas, none = np.zeros(32, np.int64), np.zeros(32, np.float32)
+    assert EarlyStopping(params(3), when_certain=True).stops(canvas, none)
+    assert not EarlyStopping(params(3), when_certain=True).stops(canvas, none + np.float32(1e-6))
+    assert not EarlyStopping(params(3)).stops(canvas, none)
+    assert not EarlyStopping(params(3, adaptive=False), when_certain=True).stops(canvas, none)

@@ -15,7 +15,7 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
-from tests.helpers.told import cache_of, told_steps
+from tests.helpers.restricted import cache_of, restricted_steps
 
 
 def params(pair: Pair, **options: int | bool | float) -> SamplingParams:
@@ -33,7 +33,7 @@ def reference_steps(pair: Pair, ids: list[int], given: SamplingParams) -> list[n
 
     count = given.max_denoising_steps
     cache, first = cache_of(pair.reference, ids), noise(0)[1].tolist()
-    done = told_steps(pair.reference, cache, len(ids), first, {}, given, noise, count)
+    done = restricted_steps(pair.reference, cache, len(ids), first, {}, given, noise, count)
     return [log_softmax(step.logits) for step in done]
 
 

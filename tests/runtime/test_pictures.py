@@ -61,8 +61,8 @@ def test_other_kinds_of_files() -> None:
 
 
 BAD: dict[str, tuple[bytes, int, str]] = {
-    "nothing": (b"", 280, "no format that is read here"),
-    "text": (b"hello" * 100, 280, "no format that is read here"),
+    "nothing": (b"", 280, "unsupported image format"),
+    "text": (b"hello" * 100, 280, "unsupported image format"),
     "cut short": (png(noise(200, 200))[:-900], 280, "cannot be read"),
     "a budget": (png(noise(20, 20)), 100, "image_tokens is 100"),
 }

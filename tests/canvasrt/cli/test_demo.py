@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from canvasrt.checkpoints.locate import demo_checkpoint
-from canvasrt.cli.walkthrough import DECISIONS, QUESTIONS, SCHEMA, Asked, judge
+from canvasrt.cli.walkthrough import DECISIONS, QUESTIONS, SUM_SCHEMA, QuestionRow, judge
 from canvasrt.demo.tasks import is_correct, task_of
 from canvasrt.errors import CanvasError
 from tests.helpers.serving import needs_triton
@@ -59,7 +59,7 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
     assert data["right"] >= 6
     assert [each["question"] for each in data["decisions"]] == list(DECISIONS)
     assert all(each["right"] for each in data["decisions"])
-    jsonschema.validate(json.loads(data["json"]["answer"]), SCHEMA)
+    jsonschema.validate(json.loads(data["json"]["answer"]), SUM_SCHEMA)
     assert (tmp_path / "kept" / "package" / "manifest.json").exists()
     assert not left_by(process, tmp_path)
 
@@ -84,8 +84,8 @@ def test_it_asks_a_question_of_every_task():
     assert {task_of(question).name for question in QUESTIONS} == set(TASKS)
 
 
-def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> Asked:
-    return Asked(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
+def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> QuestionRow:
+    return QuestionRow(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
 
 
 def test_one_wrong_answer_is_forgiven_and_three_are_not():

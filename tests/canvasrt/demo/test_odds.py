@@ -102,11 +102,11 @@ def test_labelled_questions_are_questions() -> None:
     assert {each["group"] for each in items} == {*sums, *CASES, *bare, "pictures"}
     for item in items:
         labels = ("answer", "probabilities")
-        asked = [
+        questions = [
             {name: value for name, value in each.items() if name not in labels}
             for each in item["questions"]
         ]
-        read = Ask.from_json({"questions": asked, "layout": item.get("layout", "letters")})
+        read = Ask.from_json({"questions": questions, "layout": item.get("layout", "letters")})
         for question, each in zip(read.questions, item["questions"], strict=True):
             shares = right_of(question, each, "questions[0]")
             assert len(shares) == len(question.options)
@@ -124,7 +124,7 @@ def test_training_canvases_are_those_of_reads(demo: Pair) -> None:
         case = draw_case(task, "train", mixture.rng)
         whole: dict[str, Any] = {"type": "choice", "instructions": "?"}
         whole["choices"] = [{"value": each} for each in case.outcomes]
-        bare, lettered = mixture._plain(case), mixture._asked(case)
+        bare, lettered = mixture._plain(case), mixture._closed(case)
         shown = demo.tokenizer.decode(lettered.prefix, False)
         # The example asks some of the questions, in some order.
         numbered = {

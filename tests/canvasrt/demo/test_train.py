@@ -17,7 +17,7 @@ from canvasrt.demo.tasks import TASKS  # noqa: E402
 from canvasrt.demo.tokenizer import PAD, TURN_END, build_tokenizer, chat_prompt  # noqa: E402
 from canvasrt.demo.train import train, train_more  # noqa: E402
 from tests.helpers.reference import Reference  # noqa: E402
-from tests.helpers.told import cache_of  # noqa: E402
+from tests.helpers.restricted import cache_of  # noqa: E402
 
 
 def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
@@ -33,9 +33,9 @@ def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
     assert any(not torch.equal(first[name], twin[name]) for name in first)
 
 
-def test_the_second_stage_goes_on_from_the_first(tmp_path, monkeypatch):
+def test_the_second_phase_goes_on_from_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr("canvasrt.demo.train.BATCH_PARTS", (4, 4, 2))
-    for name, size in {"OLD_PARTS": (2, 2), "PLAIN": 2, "ASKED": 2, "PICTURES": (1, 1)}.items():
+    for name, size in {"OLD_PARTS": (2, 2), "PLAIN": 2, "CLOSED": 2, "PICTURES": (1, 1)}.items():
         monkeypatch.setattr(f"canvasrt.demo.train.{name}", size)
     train(seed=3, steps=1, out=tmp_path, save_every=100)
     for run in ("one", "two"):
@@ -78,7 +78,7 @@ def test_a_picture_in_training_is_the_stock_one():
 
 def test_targets_are_the_known_probabilities():
     mixture = Mixture(build_tokenizer(), 32, 0)
-    for batch in (*mixture.plain(20), *mixture.asked(20), *mixture.pictures(4, 4, 70)):
+    for batch in (*mixture.plain(20), *mixture.closed(20), *mixture.pictures(4, 4, 70)):
         torch.testing.assert_close(batch.targets.sum(-1), torch.ones(len(batch.block), 32))
         right = batch.targets.gather(-1, batch.block[..., None])[..., 0]
         assert (right[~batch.slots] == 1).all()

@@ -129,7 +129,7 @@ def test_labels(question: dict, label: dict, right: list[float]) -> None:
         (PREDICATE, {"answer": "yes"}, r"questions\[0\].answer is 'yes'"),
         (PREDICATE, {}, r"questions\[0\].answer is None"),
         (CHOICE, {"answer": "c"}, "answer is 'c'"),
-        (CHOICE, {"probabilities": [1]}, "no number per option"),
+        (CHOICE, {"probabilities": [1]}, "one number per option"),
         (CHOICE, {"probabilities": [0.5, 0.6]}, "do not add up to 1"),
     ],
 )

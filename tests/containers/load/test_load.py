@@ -14,7 +14,14 @@ import pytest
 
 from canvasrt.containers.load import page
 from canvasrt.containers.load.calls import Endpoint, LoadConnection, first_model
-from canvasrt.containers.load.measure import Load, Spread, Summary, ratios, run, take_turns
+from canvasrt.containers.load.measure import (
+    LatencySpread,
+    Load,
+    LoadSummary,
+    ratios,
+    run,
+    take_turns,
+)
 from canvasrt.containers.load.prompts import SETS, built_in, from_file
 from canvasrt.errors import CanvasError
 from tests.conftest import Command
@@ -115,7 +122,7 @@ def test_concurrency_is_what_was_asked_for(endpoint: Endpoint) -> None:
     each = FIRST + (PIECES - 1) * GAP
     assert one.seconds == pytest.approx(4 * each, rel=0.4)
     assert four.seconds == pytest.approx(3 * each, rel=0.6)
-    summary = Summary.of([one])
+    summary = LoadSummary.of([one])
     assert summary.tokens == 4 * TOKENS
     assert summary.tokens_per_second == pytest.approx(4 * TOKENS / one.seconds)
     assert (summary.steps, summary.tokens_per_pass) == (STEPS, TOKENS / STEPS)
@@ -124,8 +131,8 @@ def test_concurrency_is_what_was_asked_for(endpoint: Endpoint) -> None:
 def test_arrivals_do_not_wait_for_answers_and_waiting_counts(endpoint: Endpoint) -> None:
     """With one place for two arrivals at a time, a call's wait is part of its latency."""
     sessions = built_in("short", 8)
-    wide = Summary.of([run(endpoint, sessions, Load(8, rate=40.0))])
-    narrow = Summary.of([run(endpoint, sessions, Load(1, rate=40.0))])
+    wide = LoadSummary.of([run(endpoint, sessions, Load(8, rate=40.0))])
+    narrow = LoadSummary.of([run(endpoint, sessions, Load(1, rate=40.0))])
     assert wide.total is not None
     assert narrow.total is not None
     assert wide.total.p50 < 2 * 1e3 * (FIRST + 3 * GAP)
@@ -144,7 +151,7 @@ def test_errors_are_counted_by_kind(
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text(f"fine\n{text}\nfine\n")
-    summary = Summary.of([run(endpoint, from_file(file, 3), Load(1))])
+    summary = LoadSummary.of([run(endpoint, from_file(file, 3), Load(1))])
     assert summary.errors == {error: 1}
     assert summary.tokens == 2 * TOKENS
 
@@ -154,7 +161,7 @@ def test_pieces_stand_for_tokens_that_a_server_does_not_count(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "uncounted"}]}\n')
-    summary = Summary.of([run(endpoint, from_file(file, 2), Load(2))])
+    summary = LoadSummary.of([run(endpoint, from_file(file, 2), Load(2))])
     assert (summary.tokens, summary.tokens_counted) == (2 * PIECES, False)
     assert summary.steps is None
     assert "(pieces)" in page.rate_rows({"a": summary})[0][4]
@@ -198,11 +205,11 @@ def test_a_server_against_itself_is_about_as_fast(endpoint: Endpoint) -> None:
 
 
 def test_percentiles_are_those_of_the_series() -> None:
-    spread = Spread.of([each / 1000 for each in range(1, 102)])
+    spread = LatencySpread.of([each / 1000 for each in range(1, 102)])
     assert spread is not None
     assert (spread.p50, spread.least, spread.most) == pytest.approx((51, 1, 101))
     assert spread.p90 == pytest.approx(91)
-    assert Spread.of([]) is None
+    assert LatencySpread.of([]) is None
 
 
 def test_the_command_prints_and_writes_a_page(

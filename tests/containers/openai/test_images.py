@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], str, str]] = {
         [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}],
         {},
         "messages",
-        "in no format that is read here",
+        "nsupported image format",
     ),
     "detail": (
         [part(noise(20, 20), detail="huge")],

@@ -109,7 +109,7 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "names the call",
     ),
     ({"messages": user(None)}, "messages[0].content", "invalid_type", "list of parts"),
-    ({"messages": user([IMAGE])}, "messages", "invalid_value", "no format that is read"),
+    ({"messages": user([IMAGE])}, "messages", "invalid_value", "nsupported image format"),
     (
         {"messages": user([{"type": "text"}])},
         "messages[0].content[0]",

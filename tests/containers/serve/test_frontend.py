@@ -118,7 +118,7 @@ def test_ready_is_said_when_callers_are_let_in(server: Server):
         assert front.pid
         os.kill(front.pid, signal.SIGSTOP)  # as slow as a busy machine can make it
         front.notify("serving")
-        waiting = threading.Thread(target=front.wait_heard)
+        waiting = threading.Thread(target=front.wait_acknowledged)
         waiting.start()
         waiting.join(0.3)
         assert waiting.is_alive()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.client.triton import Answer, Client
+from canvasrt.containers.client.triton import Client, TritonAnswer
 from canvasrt.containers.ports import listen
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError, UsageError
@@ -102,7 +102,7 @@ def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle,
 
 def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
-        answers: list[Answer] = []
+        answers: list[TritonAnswer] = []
         started = threading.Event()
 
         def ask() -> None:

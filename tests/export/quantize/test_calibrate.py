@@ -24,7 +24,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.graphs import export
 from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
-from canvasrt.export.quantize.prompts import Prompts, default_prompts
+from canvasrt.export.quantize.prompts import CalibrationPrompts, default_prompts
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, quantizable
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.capacity import Capacity
@@ -73,10 +73,10 @@ class Tiny:
     graphs: Bundle
     file: Path
 
-    def prompts(self, **settings: Any) -> Prompts:
+    def prompts(self, **settings: Any) -> CalibrationPrompts:
         manifest = self.graphs.manifest
         chosen = replace(RECIPE.calibration, **settings)
-        return Prompts(self.file, None, manifest.model, manifest.sampler, chosen, 4096)
+        return CalibrationPrompts(self.file, None, manifest.model, manifest.sampler, chosen, 4096)
 
     def calibrate(self, file: Path | None = None, **settings: Any) -> Calibration:
         recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, **settings))

@@ -11,7 +11,7 @@ import pytest
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import (
     Gap,
-    InfillRequest,
+    GapRequest,
     InfillResult,
     filled,
     infill_request,
@@ -21,14 +21,14 @@ from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.reference import Pair
-from tests.helpers.told import cache_of, told_steps
+from tests.helpers.restricted import cache_of, restricted_steps
 
 
 def params(pair: Pair, **options: Any) -> SamplingParams:
     return SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **options)
 
 
-def run(pair: Pair, request: InfillRequest) -> InfillResult:
+def run(pair: Pair, request: GapRequest) -> InfillResult:
     (result,) = Generator(pair.model).run([request])
     assert isinstance(result, InfillResult)
     return result
@@ -43,7 +43,7 @@ def test_every_step_is_the_reference_s(
     words = np.arange(100, 300, 7)
     canvas = tuple(-1 if place % 3 else 40 + place for place in range(30)) + (1, 0)
     ids = prompt(50, seed)
-    result = run(tiny, InfillRequest(ids, given, (canvas,), words, 1))
+    result = run(tiny, GapRequest(ids, given, (canvas,), words, 1))
 
     def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
         uniforms, tokens = step_noise(seed, 0, step, 32, tiny.reference.vocab)
@@ -52,7 +52,7 @@ def test_every_step_is_the_reference_s(
 
     allowed = {place: words if token < 0 else (token,) for place, token in enumerate(canvas)}
     cache, first = cache_of(tiny.reference, ids), noise(0)[1].tolist()
-    steps = told_steps(tiny.reference, cache, len(ids), first, allowed, given, noise, 6)
+    steps = restricted_steps(tiny.reference, cache, len(ids), first, allowed, given, noise, 6)
     assert result.token_ids == steps[-1].argmax[:30].tolist()
     assert result.steps == [6]
     places = [place for place in range(30) if canvas[place] < 0]
@@ -62,7 +62,7 @@ def test_every_step_is_the_reference_s(
     assert result.logprob == pytest.approx(logs[range(len(places)), chosen].mean(), abs=1e-4)
 
 
-def ask(pair: Pair, text: str, prompt: str, **options: Any) -> InfillRequest:
+def ask(pair: Pair, text: str, prompt: str, **options: Any) -> GapRequest:
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": prompt}])
     return infill_request(text, ids, params(pair, **options), pair.model, pair.tokenizer)
 

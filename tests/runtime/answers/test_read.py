@@ -22,7 +22,7 @@ from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair
-from tests.helpers.told import cache_of, told_steps
+from tests.helpers.restricted import cache_of, restricted_steps
 
 Prompt = Callable[..., list[int]]
 FIXED = tuple(range(100, 132))
@@ -78,7 +78,7 @@ def expected(
         return uniforms, tokens
 
     cache = cache_of(pair.reference, prompt, images)
-    done = told_steps(
+    done = restricted_steps(
         pair.reference, cache, len(prompt), noise(0)[1].tolist(), allowed, given, noise, steps
     )
     return softmax(done[-1].logits[place, of])

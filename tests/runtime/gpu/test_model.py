@@ -233,7 +233,7 @@ def test_more_requests_than_places_are_an_error(
 ) -> None:
     model, _ = fake
     rows = [model.new_row() for _ in range(model.max_batch + 1)]
-    with pytest.raises(CanvasError, match="all 4 request slots are taken") as raised:
+    with pytest.raises(CanvasError, match="all 4 cache slots are taken") as raised:
         model.encode([EncodeInput(row, np.array(prompt(3))) for row in rows])
     assert "--max-batch" in raised.value.hint
     for row in rows:

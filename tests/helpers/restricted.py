@@ -1,4 +1,4 @@
-"""The reference for canvases that were told things: transformers' own steps, with other tokens' logits
+"""The reference for canvases with restricted tokens: transformers' own steps, with other tokens' logits
 at minus infinity, drawing from canvasrt's noise."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cache_of(
     return cache
 
 
-def told_steps(
+def restricted_steps(
     reference: Reference,
     cache: DynamicCache,
     begin: int,
