@@ -35,6 +35,11 @@ def resolve(name: str | Path) -> Path:
     return path
 
 
+def is_hub_name(name: str) -> bool:
+    """Return whether a name has the form of a hub's: `owner/model`, perhaps with `@revision`."""
+    return bool(_HUB_NAME.fullmatch(name))
+
+
 def _locate(name: str) -> Path:
     path = Path(name).expanduser()
     if name == DEMO and not (path / "config.json").exists():
@@ -46,7 +51,7 @@ def _locate(name: str) -> Path:
             f"{name} is a file; a checkpoint is a folder",
             "name the folder that holds config.json and *.safetensors",
         )
-    if _HUB_NAME.fullmatch(name):
+    if is_hub_name(name):
         return _fetch(name)
     raise CanvasError(
         f"no checkpoint at {name}",

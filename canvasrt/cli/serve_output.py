@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from canvasrt.console import console, emit
+from canvasrt.console import console, emit, progress
 
 if TYPE_CHECKING:
     from canvasrt.containers.serve.local import Local
@@ -20,7 +20,8 @@ def build(found: Local) -> None:
     shown = console(stderr=True)
     if found.why and not found.is_built:
         shown.print(f"serving from the CPU: {found.why}", markup=False)
-    local.build(found, lambda text: shown.print(text, markup=False))
+    with progress() as report:
+        local.build(found, lambda text: shown.print(text, markup=False), report)
 
 
 def unbuilt(found: Local) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Builds engines in a process of its own: its memory returns to the system, and its crash is not the server's.
 
-The job is a JSON object in the first argument. Lines of output that are JSON objects report: `{"doing": WHAT}` once per
-kind of work, and at the end `{"error": MESSAGE, "hint": HINT}` if it failed. Other lines are the builder's log.
+The job is a JSON object in the first argument. Lines of output that are JSON objects report:
+`{"doing": WHAT, "done": N, "total": M}` per percent of each kind of work, and at the end
+`{"error": MESSAGE, "hint": HINT}` if it failed. Other lines are the builder's log.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError
 from canvasrt.staging import raise_exit, system_error
 
@@ -25,8 +27,8 @@ class EngineBuild:
     source: str
     target: str
     out: str
-    max_context: int
-    max_batch: int
+    max_context: int | None = None
+    max_batch: int = MAX_BATCH
 
     def command(self) -> list[str]:
         """Return the command that builds it."""
@@ -49,13 +51,14 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, raise_exit)
     job = EngineBuild(**json.loads(sys.argv[1]))
-    begun: set[str] = set()
+    percents: dict[str, int] = {}
 
     def progress(what: str, done: int, total: int) -> None:
         # Several kinds of work may run side by side and report in turn.
-        if what not in begun:
-            begun.add(what)
-            _say({"doing": what})
+        percent = 100 * done // max(total, 1)
+        if percents.get(what) != percent:
+            percents[what] = percent
+            _say({"doing": what, "done": done, "total": total})
 
     try:
         options = BuildOptions(max_context=job.max_context, max_batch=job.max_batch)
@@ -69,7 +72,7 @@ def main() -> int:
     return 0
 
 
-def _say(report: dict[str, str]) -> None:
+def _say(report: dict[str, Any]) -> None:
     sys.stdout.write(f"{json.dumps(report)}\n")  # in one piece, since threads report
     sys.stdout.flush()
 

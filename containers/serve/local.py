@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +13,14 @@ import canvasrt
 from canvasrt import extras, machine
 from canvasrt.bundle import MANIFEST
 from canvasrt.cache import cache_folder
-from canvasrt.checkpoints.locate import DEMO, resolve
-from canvasrt.containers.processes import die_with_parent
-from canvasrt.containers.serve.prepare import alone
-from canvasrt.errors import CanvasError
+from canvasrt.checkpoints.locate import DEMO, is_hub_name, resolve
+from canvasrt.containers.serve.build_engines import EngineBuild
+from canvasrt.containers.serve.prepare import alone, run_build
 from canvasrt.machine import Gpu
+from canvasrt.progress import Progress, no_progress
 from canvasrt.targets import TARGETS, Target, find_target
 
 Say = Callable[[str], None]
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ def is_checkpoint(path: Path) -> bool:
     """Return whether what is to be served is a checkpoint: a folder, `demo`, or a hub name."""
     if path.exists():
         return (path / "config.json").exists() and not (path / MANIFEST).exists()
-    return str(path) == DEMO or bool(_HUB_NAME.fullmatch(str(path)))
+    return str(path) == DEMO or is_hub_name(str(path))
 
 
 def plan(name: Path, cache: Path | None = None) -> Local:
@@ -77,32 +72,18 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     return find_target("cpu"), "; ".join(reasons)
 
 
-def build(local: Local, say: Say) -> None:
-    """Build the engines unless the cache has them. The child process shows its progress on stderr.
+def build(local: Local, say: Say, progress: Progress = no_progress) -> None:
+    """Build the engines unless the cache has them.
 
-    It is a process of its own because building takes memory that only its end gives back.
+    Raises CanvasError with the build's own message when it fails.
     """
-    cache = local.engines.parents[1]
     with alone(local.engines, lambda _, detail: say(detail), threading.Event()):
         if local.is_built:
             return
         say(f"building {local.checkpoint} for {local.target.name}; this happens once")
-        command = [sys.executable, "-m", "canvasrt", "build", str(local.checkpoint)]
-        command += ["--target", local.target.name, "-o", str(local.engines)]
-        done = subprocess.run(
-            command,
-            env={**os.environ, "CANVASRT_CACHE": str(cache)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            preexec_fn=die_with_parent(),
-            check=False,
-        )
-    if done.returncode:
-        raise CanvasError(
-            f"cannot build {local.checkpoint} for {local.target.name}: the build ended with exit"
-            f" code {done.returncode}",
-            "see its own message above",
-        )
+        job = EngineBuild(str(local.checkpoint), local.target.name, str(local.engines))
+        what = f"{local.checkpoint} for {local.target.name}"
+        run_build(job, what, local.engines.parents[1], progress)
 
 
 def _distance(target: Target, gpu: Gpu) -> tuple[bool, bool, int]:

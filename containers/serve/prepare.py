@@ -23,11 +23,13 @@ from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.build_engines import EngineBuild, report_in
 from canvasrt.containers.serve.profiles import ServingProfile
 from canvasrt.errors import CanvasError
+from canvasrt.progress import Progress, no_progress
 
 log = logging.getLogger(__name__)
 
 Notify = Callable[[ServerPhase, str], None]
 _LOOK_EVERY = 0.2
+_GRACE = 5.0
 _SPARE = 2  # free space, by the size of damaged engines, that lets them be kept
 
 
@@ -134,8 +136,15 @@ def _build(
     stop: threading.Event,
     watch: Callable[[], None],
 ) -> None:
-    """Build in a child process, which returns its memory and can be ended."""
     notify("building", "")
+    begun: set[str] = set()
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what not in begun:
+            begun.add(what)
+            log.info("build: %s", what)
+            notify("building", f"Now: {what}.")
+
     job = EngineBuild(
         source=str(profile.path),
         target=profile.target.name,
@@ -143,7 +152,24 @@ def _build(
         max_context=profile.max_context,
         max_batch=profile.max_batch,
     )
-    cache = out.parents[2]
+    what = f"the engines of {profile.name} for {profile.target.name}"
+    run_build(job, what, out.parents[2], progress, stop, watch)
+
+
+def run_build(
+    job: EngineBuild,
+    what: str,
+    cache: Path,
+    progress: Progress = no_progress,
+    stop: threading.Event | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Build in a child process, which returns its memory and can be ended; `stop` ends it.
+
+    `cache` is canvasrt's folder for what builds share. CanvasError, which says that `what` cannot
+    be built, when the build fails.
+    """
+    stop = stop or threading.Event()
     process = subprocess.Popen(
         job.command(),
         env={**child_environment(), "CANVASRT_CACHE": str(cache)},
@@ -156,7 +182,7 @@ def _build(
         preexec_fn=die_with_parent(),
     )
     failure: dict[str, str] = {}
-    reader = threading.Thread(target=_report, args=(process, failure, notify), daemon=True)
+    reader = threading.Thread(target=_report, args=(process, failure, progress), daemon=True)
     reader.start()
     try:
         while process.poll() is None:
@@ -168,18 +194,27 @@ def _build(
         reader.join(timeout=2)
     finally:
         if process.poll() is None:
-            process.kill()
-            process.wait()
+            _end(process)
     if process.returncode:
         how = failure.get("error") or f"it ended with exit code {process.returncode}"
         raise CanvasError(
-            f"cannot build the engines of {profile.name} for {profile.target.name}: {how}",
+            f"cannot build {what}: {how}",
             failure.get("hint", "see the build's output in the log"),
         )
 
 
-def _report(process: subprocess.Popen[str], failure: dict[str, str], notify: Notify) -> None:
-    """Pass the build's reports on, log its other lines, and note why it failed."""
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let a build clean up after itself, then kill it."""
+    process.terminate()
+    try:
+        process.wait(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _report(process: subprocess.Popen[str], failure: dict[str, str], progress: Progress) -> None:
+    """Pass the build's progress on, log its other lines, and note why it failed."""
     assert process.stdout is not None
     for line in process.stdout:
         report = report_in(line)
@@ -187,8 +222,7 @@ def _report(process: subprocess.Popen[str], failure: dict[str, str], notify: Not
             if line.strip():
                 log.info("build: %s", line.strip())
         elif "doing" in report:
-            log.info("build: %s", report["doing"])
-            notify("building", f"Now: {report['doing']}.")
+            progress(report["doing"], report["done"], report["total"])
         else:
             failure.update(report)
             log.info("build: error: %s", report.get("error"))

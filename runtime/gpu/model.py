@@ -7,7 +7,7 @@ writes in place. Only tokens, entropies and acceptance flags of a canvas cross t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from canvasrt.runtime.gpu.calls import Pass, body_call, head_call, too_full
 from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
-from canvasrt.runtime.gpu.slots import DeviceRow
+from canvasrt.runtime.gpu.slots import DeviceRow, Resident
 from canvasrt.runtime.gpu.workspace import ATTENTION_KINDS, DeviceSegment, Workspace, WorkspaceSizes
 from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
@@ -32,14 +32,6 @@ from canvasrt.shapes import PassShape, in_units
 _CALLS = 1024
 # A repeated call is captured at the latest when it comes a third time.
 _UNTIL_CAPTURED = 3
-
-
-@dataclass(frozen=True)
-class Resident:
-    """Hidden states that stay on the device. `number` tells a row's newest from older ones."""
-
-    row: DeviceRow
-    number: int
 
 
 class DeviceModel(Model):

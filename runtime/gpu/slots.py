@@ -41,6 +41,14 @@ class DeviceRow:
 
 
 @dataclass(frozen=True)
+class Resident:
+    """Hidden states that stay on the device. `number` tells a row's newest from older ones."""
+
+    row: DeviceRow
+    number: int
+
+
+@dataclass(frozen=True)
 class LayerCache:
     """One layer's caches: keys and values, each `[slots, kv_heads, most, head_dim]`. Sizes are in bytes.
 

@@ -113,3 +113,12 @@ def quantized(
         return made[key]
 
     return make
+
+
+def producers(model: ir.Model, name: str) -> dict[str, ir.Node]:
+    """Return the nodes of a quantized weight's form, by the suffix of their names."""
+    return {
+        str(node.name).removeprefix(f"{name}/"): node
+        for node in model.graph
+        if str(node.name).startswith(f"{name}/")
+    }

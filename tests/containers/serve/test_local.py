@@ -69,6 +69,7 @@ def test_what_is_a_checkpoint(checkpoint_files: Path, tmp_path: Path) -> None:
     (tmp_path / "engines" / "manifest.json").write_text("{}")
     assert not local.is_checkpoint(tmp_path / "engines")
     assert not local.is_checkpoint(Path("/no/such/folder"))
+    assert not local.is_checkpoint(Path("../nothing"))
 
 
 def test_engines_are_found_again_until_the_checkpoint_changes(
@@ -83,16 +84,19 @@ def test_engines_are_found_again_until_the_checkpoint_changes(
 def test_a_build_that_fails_is_explained(checkpoint_files: Path, tmp_path: Path) -> None:
     """Its weights belong to no network."""
     said: list[str] = []
-    with pytest.raises(CanvasError, match=r"cannot build .* for cpu: the build ended with exit"):
+    with pytest.raises(CanvasError, match=r"cannot build .* for cpu: .* has no tensor") as refused:
         local.build(local.plan(checkpoint_files, tmp_path), said.append)
+    assert refused.value.hint
     assert "this happens once" in said[0]
 
 
 def test_the_demo_is_built_once(tmp_path: Path) -> None:
     found = local.plan(demo_checkpoint(), tmp_path)
     said: list[str] = []
-    local.build(found, said.append)
+    doing: set[str] = set()
+    local.build(found, said.append, lambda what, done, total: doing.add(what))
     assert found.is_built
+    assert "exporting graphs (fp32)" in doing
     assert len(said) == 1
     local.build(found, said.append)
     assert len(said) == 1
