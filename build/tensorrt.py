@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,8 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
 
 def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> SegmentBuild:
     model = graphs.manifest.model
+    if not plan.reading.sees:
+        model = replace(model, vision=None)  # bodies then need no slots for images
     sizes = profiles(entry, model, plan.max_context, plan.max_batch, plan.prefill_chunk)
     made_from = {
         "code": _code(),
