@@ -66,7 +66,10 @@ Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest
 )
 API_VERSION = "1.0"
-_SHORT = 1 << 16  # bytes of a body that is read at once
+_SHORT, _MEDIUM = (
+    1 << 16,
+    1 << 20,
+)  # bytes of a body that is read at once, and of one that is soon read
 _LONG, _LEVEL = 4096, 4  # bytes of a body that is worth compressing, and how much
 _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
@@ -92,7 +95,7 @@ class Front:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Hold the connection to Triton, which belongs to the event loop."""
         self._upstream = Upstream(self.settings.grpc)
-        self._long = asyncio.Semaphore(1)
+        self._medium, self._long = asyncio.Semaphore(2), asyncio.Semaphore(1)
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         fetcher = Fetcher() if self.options.allow_remote_images else None
         limits = Limits(self.options.max_n, self.options.about.get("max_context"))
@@ -137,12 +140,14 @@ class Front:
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
         """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
         read = partial(read_body, kind, lenient=self.lenient)
-        return await self._parsed(read, await request.body())
+        return await self.parsed(read, await request.body())
 
-    async def _parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    async def parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any:
+        """Return what `parse` makes of a body; the event loop serves others while it reads a long one."""
         if len(raw) <= _SHORT:
             return parse(raw)
-        async with self._long:  # the event loop serves the others meanwhile
+        # Those that take a second wait for each other only.
+        async with self._long if len(raw) > _MEDIUM else self._medium:
             return await asyncio.to_thread(parse, raw)
 
     async def generate(self, request: Request, kind: type[Sampling]) -> Response:
@@ -163,7 +168,7 @@ class Front:
     ) -> Response:
         """Answer one request of an endpoint that does not generate text."""
         self.admit(request)
-        body: Own = await self._parsed(partial(parse_body, kind), await request.body())
+        body: Own = await self.parsed(partial(parse_body, kind), await request.body())
         if body.model is not None:
             self.check_model(body.model)
         return await reply(request, body)

@@ -20,8 +20,12 @@ WRITE_TIMEOUT = 60.0  # while the caller reads nothing
 # Places beyond the limit, in which only health routes are answered.
 RESERVED = 32
 _RESERVED_TIMEOUT = 2.0
-# A chunk carries at least six bytes for its own: tiny ones cost much time and carry little.
-_FREE, _DENSITY = 1 << 16, 4
+# A chunk has at least six bytes beside its data, and takes some 30 µs of the event loop, with or without a key. So a
+# body may have so many of those bytes, and one more for so many bytes of data.
+_BESIDE, _DATA_PER_BYTE = 8192, 64
+_SLICE = 4096  # bytes that are parsed at once
+# Bytes that unread bodies may hold together; beyond, a connection that holds more than its share is closed.
+_MOST_HELD, _SHARE = 512 * 2**20, 2**20
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Places:
     """The places of one server's connections. `reserved` are the callers beyond the limit."""
 
     limit: int
+    held: int = 0  # bytes of bodies
     reserved: set[tuple[str, int] | None] = field(default_factory=set)
     idle: dict[Connection, None] = field(default_factory=dict)  # without a request, oldest first
 
@@ -49,13 +54,14 @@ class Connection(H11Protocol):
         self._stage = ""
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._wire = self._payload = 0
+        self._wire = self._payload = 0  # bytes of this body, and of its data
         if len(self.connections) > self.places.limit:
             self.places.reserved.add(self.client)
         self.places.make_room(len(self.connections))
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._begin_body()
         self.places.reserved.discard(self.client)
         self.places.idle.pop(self, None)
         for timer in (self._timer, self._write_timer):
@@ -64,19 +70,34 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        for begin in range(0, len(data), _SLICE):
+            self._receive(data[begin : begin + _SLICE])
+            if self._wire > self._payload + self._payload // _DATA_PER_BYTE + _BESIDE:
+                self.drop("its chunks are too small")
+                return
+            if self.places.held > _MOST_HELD and self._payload > _SHARE:
+                self.drop("there are too many large bodies")
+                return
+        self._follow()
+
+    def _receive(self, data: bytes) -> None:
+        """Parse some bytes, and count those of a body."""
+        inside = self._current_stage() == "body"  # the parser bounds headers
         before = len(self.cycle.body) if self.cycle else 0
         super().data_received(data)
-        self._wire += len(data)
-        self._payload += max(0, len(self.cycle.body) - before) if self.cycle else 0
-        if self._wire > _FREE and self._payload * _DENSITY < self._wire:
-            self.drop("its chunks are too small")
-            return
-        self._follow()
+        came = max(0, len(self.cycle.body) - before) if self.cycle else 0
+        self._payload += came
+        self.places.held += came
+        self._wire += len(data) if inside else 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wire = self._payload = 0
+        self._begin_body()
         self._follow()
+
+    def _begin_body(self) -> None:
+        self.places.held -= self._payload
+        self._wire = self._payload = 0
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -199,7 +199,7 @@ def _message(item: Any, path: str) -> dict[str, Any]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = item.get("role")
-        if role not in _ROLES:
+        if not isinstance(role, str) or role not in _ROLES:
             raise CanvasError(f"{path}.role is {role!r}", f"give one of {', '.join(_ROLES)}")
         return {"role": _ROLES[role], "content": _content(item.get("content"), f"{path}.content")}
     if kind in ("function_call", "custom_tool_call"):
@@ -304,10 +304,11 @@ def _by_name(error: ApiError, names: list[str]) -> ApiError:
     """Return the error with the caller's name for a question, which the model only numbers."""
 
     def name(match: re.Match[str]) -> str:
-        return f"questions.{names[int(match[1])]}"
+        number = int(match[1])
+        return f"questions.{names[number]}" if number < len(names) else match[0]
 
     def renamed(text: str) -> str:
-        named = re.sub(r"questions\[(\d+)\]", name, text)
+        named = re.sub(r"questions\[(\d{1,4})\]", name, text)
         return re.sub(r"\.(choices|levels)\b", ".criteria", named)
 
     error.message = renamed(error.message)

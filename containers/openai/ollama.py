@@ -88,7 +88,7 @@ async def _reply(
     read: Read,
 ) -> Response:
     completions = front.admit(request)
-    body = _body(await request.body())
+    body = await front.parsed(_body, await request.body())
     name = str(body.get("model", "")).removesuffix(":latest")
     if name not in front.models:
         raise ApiError(404, f"model {body.get('model')!r} not found", param="model")
@@ -236,7 +236,8 @@ def _shared(body: dict[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if name not in _IGNORED
     }
-    if (fields.get("max_tokens") or 0) < 0:  # as many as there is room for
+    most = fields.get("max_tokens")
+    if isinstance(most, int) and most < 0:  # as many as there is room for
         del fields["max_tokens"]
     think = body.get("think")
     if isinstance(think, str):
@@ -253,6 +254,9 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         one = {k: v for k, v in message.items() if k in ("role", "content") and v is not None}
         if message.get("thinking"):
             one["reasoning_content"] = message["thinking"]
+        for name in ("images", "tool_calls"):
+            if not isinstance(message.get(name) or [], list):
+                raise bad_request(f"messages[{number}].{name} is not a list", "messages")
         if message.get("images"):
             images = [{"type": "image_url", "image_url": {"url": u}} for u in message["images"]]
             one["content"] = [{"type": "text", "text": message.get("content") or ""}, *images]
