@@ -26,6 +26,48 @@ from tests.helpers.serving_process import ANY_PORTS, serving
 # So that no random request runs for long.
 LIMITS = ("--max-steps", "50", "--max-passes", "400", "--request-timeout", "20")
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
+_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+_CHOICE = {"type": "choice", "instructions": "Which?", "choices": [{"value": "a"}, {"value": "b"}]}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+# One good body for each shape of request; parts of it are replaced.
+GOOD: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}]},
+                {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+                {"role": "tool", "tool_call_id": "a", "content": "b"},
+            ],
+            "tools": [_TOOL],
+            "chat_template_kwargs": {"enable_thinking": False},
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}},
+            **_SHORT,
+        },
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"type": "message", "role": "user", "content": "a"}], "tools": []},
+    ),
+    ("/v1/decisions", {"input": "a", "questions": [_CHOICE], "samples": 1, "temperatures": {}}),
+    (
+        "/v1/systemone",
+        {"state": {"a": 1}, "questions": {"q": {"type": "noul", "instructions": "x"}}},
+    ),
+    ("/v1/infill", {"text": "a {2} b", "prompt": "a", "max_denoising_steps": 2}),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}),
+    ("/detokenize", {"tokens": [3, 4]}),
+    (
+        "/api/chat",
+        {
+            "messages": [{"role": "user", "content": "a", "images": []}],
+            "options": {"num_predict": 3, "max_denoising_steps": 2},
+            "stream": False,
+        },
+    ),
+    ("/api/generate", {"prompt": "a", "options": {"num_predict": 3}, "system": "b", "raw": False}),
+)
 OTHERS = ("/v1/models", "/v1/models/x", "/v1/metadata", "/v1/health/live", "/", "/v1/none", "/%00")
 GOOD_EVERY = 20
 _FIELDS = (
@@ -96,11 +138,26 @@ class Fuzzer:
             ]
         return body
 
+    def changed(self, value: Any, share: float) -> Any:
+        """Return a JSON value with so many of its parts replaced by any value, or left out."""
+        if self.draw.random() < share:
+            return self.value()
+        if isinstance(value, dict):
+            kept = [name for name in value if self.draw.random() >= share / 2]
+            return {name: self.changed(value[name], share) for name in kept}
+        if isinstance(value, list):
+            return [self.changed(each, share) for each in value] * self.draw.choice([1, 1, 1, 3])
+        return value
+
     def request(self) -> bytes:
         """Return a whole HTTP request."""
         draw = self.draw
         path, method = draw.choice(PATHS), "POST"
         body = json.dumps(self.body()).encode()
+        if draw.random() < 0.5:
+            path, good = draw.choice(GOOD)
+            made = self.changed({"model": "canvasrt", **good}, draw.choice([0.02, 0.1]))
+            body = json.dumps(made).encode()
         headers = {"Host": "127.0.0.1", "Content-Type": "application/json"}
         kind = draw.random()
         if kind < 0.1:  # damaged JSON
