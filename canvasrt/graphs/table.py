@@ -103,17 +103,19 @@ class _Pieces:
         return [*nodes, _node("Sum", parts, output)]
 
     def _wide(self, use: str) -> Iterator[NodeProto]:
-        """Yield the node that dequantizes each piece. Each use has its own initializers, or ONNX Runtime would keep the
-        first product's pieces for the second."""
+        """Yield the node that dequantizes each piece. The uses share the codes, which are then mapped once. Each has its
+        own scales, or ONNX Runtime would keep the first product's pieces for the second."""
         for number, first in enumerate(self._cuts[:-1]):
             count = self._cuts[number + 1] - first
-            parts = [
-                rows_of(item, first, count, f"{item.name}.{use}_{number}")
-                for item in (self._values, self._scale)
-            ]
-            self._graph.initializer.extend(parts)
-            names = [part.name for part in parts]
-            yield _node("DequantizeLinear", names, f"{TABLE}/{use}_wide_{number}", axis=0)
+            codes, scale = f"{VALUES}.{number}", f"{SCALE}.{use}_{number}"
+            self._add(self._values, first, count, codes)
+            self._add(self._scale, first, count, scale)
+            yield _node("DequantizeLinear", [codes, scale], f"{TABLE}/{use}_wide_{number}", axis=0)
+
+    def _add(self, whole: TensorProto, first: int, count: int, name: str) -> None:
+        """Add part of a tensor to the graph, once."""
+        if not any(item.name == name for item in self._graph.initializer):
+            self._graph.initializer.append(rows_of(whole, first, count, name))
 
 
 def _look_up_first(graph: GraphProto, unit: NodeProto) -> None:

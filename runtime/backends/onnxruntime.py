@@ -62,6 +62,8 @@ class OrtBackend:
         if self._one_arena:
             _make_arena()
             options.add_session_config_entry("session.use_env_allocators", "1")
+            # A pattern would take all of a pass's memory in one piece, beside the pieces that the first pass took.
+            options.enable_mem_pattern = False
         return options
 
     def _session(

@@ -18,7 +18,7 @@ from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.graphs import lowbits, table
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
-from canvasrt.graphs.table import embedding_entry, split_table
+from canvasrt.graphs.table import VALUES, embedding_entry, split_table
 from canvasrt.runtime.tables import map_table
 from tests.helpers import quantized as shared
 
@@ -137,6 +137,12 @@ def test_in_pieces_it_computes_the_same(
     onnx.checker.check_model(split)
     wide = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     assert len(wide) == 2 * pieces + 1
+    # Codes are mapped once for both products: apart from what looks rows up, every byte has one initializer.
+    codes = [each for each in model.graph.initializer if each.name.startswith(f"{VALUES}.")]
+    assert len(codes) == pieces
+    assert sum(each.dims[0] for each in codes) == 96
+    # The scales are not, or the products would share what they dequantize, which then stays in memory.
+    assert len({node.input[1] for node in wide}) == 2 * pieces + 1
     assert (lowered.parent / "embedding.bin").read_bytes() == before
     given = feeds(plain_graphs.manifest.model)
     expected, found = run(lowered, given), run(split, given)

@@ -24,7 +24,7 @@ def graph(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("work", "shared"), [(SMALL_PASS, "1"), (SMALL_PASS - 1, "")])
-def test_sessions_of_a_large_model_share_one_arena(
+def test_sessions_of_a_large_model_share_one_arena_without_patterns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: int, shared: str
 ) -> None:
     seen: list[ort.SessionOptions] = []
@@ -42,3 +42,5 @@ def test_sessions_of_a_large_model_share_one_arena(
         except RuntimeError:
             found = ""
         assert found == shared
+        # A pattern takes a pass's memory once more, which the arena keeps.
+        assert options.enable_mem_pattern == (not shared)
