@@ -10,6 +10,7 @@ import pytest
 from canvasrt.build.fit import released_fit
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.tensors import STREAM_MODEL, Tensor, inputs_of, outputs_of
+from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.targets import GB, TARGETS, Target
 
 README = Path(__file__).parents[1] / "README.md"
@@ -61,6 +62,17 @@ def target_rows() -> dict[str, dict[str, str]]:
     return rows
 
 
+def listed() -> set[str]:
+    """The precisions that the table lists for any GPU; `canvasrt targets` prints all."""
+    rows = [target_rows()[target.name] for target in TARGETS if target.memory is not None]
+    return {name for row in rows for name in row["precisions"].split(", ")}
+
+
+def test_the_readme_lists_every_default():
+    assert listed() >= {target.precision for target in TARGETS if target.memory is not None}
+    assert listed() <= {*FORMATS, *PLAIN}
+
+
 def test_the_readme_has_every_target_and_no_other():
     assert sorted(target_rows()) == sorted(target.name for target in TARGETS)
 
@@ -74,6 +86,6 @@ def test_the_readme_describes_the_target(target: Target):
     assert row["builder"].replace(" ", "-").lower().replace("onnx-", "onnx") == target.builder
     if target.memory is None:
         return
-    assert row["precisions"] == ", ".join(target.precisions)
+    assert row["precisions"].split(", ") == [each for each in target.precisions if each in listed()]
     assert row["memory"].removesuffix(" GB") == str(target.memory // GB)
     assert row["capability"] == target.capability_text

@@ -67,9 +67,12 @@ def test_blocks_divide_rows() -> None:
 
 
 def test_a_gpu_has_what_its_capability_has() -> None:
-    assert formats_of((8, 6)) == ("int4",)
-    assert formats_of((8, 9)) == ("fp8", "int4")
-    assert formats_of((12, 0)) == ("nvfp4", "fp8", "int4")
+    needs = {"int4": (8, 0), "fp8": (8, 9), "nvfp4": (10, 0)}
+    for capability in ((8, 6), (8, 9), (9, 0), (12, 0)):
+        able = {name for name, least in needs.items() if capability >= least}
+        assert able == needs.keys() & {*formats_of(capability)}
+    order = [each for each in formats_of((12, 0)) if each in needs]
+    assert order == ["nvfp4", "fp8", "int4"]
     for target in TARGETS:
         assert target.precisions[0] == target.precision
         assert len(set(target.precisions)) == len(target.precisions)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,6 @@ REPORTS = {
 }
 # Replies have fields of these names, too.
 IN_REPLIES = ("logprobs", "top_logprobs")
-# Declared for `generate` and `bench`, which pass it to `open_model` themselves.
-LOCAL = {"canvasrt/cli/generate.py", "canvasrt/cli/bench.py", "canvasrt/cli/options.py"}
 
 _REPLACED = """
 import sys, types
@@ -110,17 +110,40 @@ def test_serving_passes_request_fields_on_without_their_names(name: str) -> None
     assert files_with(name) <= REPORTS
 
 
-def test_an_option_of_the_models_is_named_where_it_is_declared_and_read() -> None:
-    declared = {"containers/options.py"}
-    assert files_with("share_passes") - LOCAL == declared | {"containers/triton/backend.py"}
+@cache
+def options_read() -> dict[str, set[str]]:
+    """The modules that read each option: as `options.NAME`, or `settings.front.NAME`."""
+    found: dict[str, set[str]] = {}
+    # The options of deploy share some names.
+    for path in (each for each in SERVING if "deploy" not in each.parts):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner = ast.unparse(node.value).rpartition(".")[2]
+                if owner in ("options", "front", "model"):
+                    found.setdefault(node.attr, set()).add(path.relative_to(ROOT).as_posix())
+    return found
 
 
-def test_an_option_of_the_front_end_is_named_where_it_is_declared_and_read() -> None:
-    assert files_with("max_body") == {
-        "containers/options.py",
-        "containers/openai/app.py",
-        "containers/openai/middleware.py",
-    }
+@pytest.mark.parametrize("name", [each.name for each in fields(ModelOptions)])
+def test_the_model_alone_reads_its_options(name: str) -> None:
+    around = {"containers/serve/serve.py"} if name == "max_model_len" else set()  # it tells callers
+    inside = options_read()[name] - around
+    assert len(inside) == 1
+    assert inside <= {"containers/triton/backend.py", "containers/triton/request.py"}
+
+
+# What the supervisor does itself with an option of the front end: it opens the ports, says where and as what it
+# listens, and logs alike.
+_SUPERVISOR = {"host", "port", "health_port", "names", "log_level", "json_logs", "keys", "tls"}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(FrontOptions)])
+def test_the_front_end_alone_reads_its_options(name: str) -> None:
+    readers = options_read()[name]
+    outside = {each for each in readers if not each.startswith("containers/openai/")}
+    if name not in _SUPERVISOR:
+        assert len(readers) == 1 + (name == "lenient")
+        assert not outside
 
 
 @pytest.mark.parametrize("code", [_NEW_FIELD, _NEW_OPTION], ids=["field", "option"])

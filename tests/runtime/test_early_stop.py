@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +97,13 @@ def test_when_certain_the_first_step_without_entropy_is_enough() -> None:
     assert not EarlyStopping(params(3), when_certain=True).stops(canvas, none + np.float32(1e-6))
     assert not EarlyStopping(params(3)).stops(canvas, none)
     assert not EarlyStopping(params(3, adaptive=False), when_certain=True).stops(canvas, none)
+
+
+@pytest.mark.parametrize("name", ["early_stop", "stability_threshold"])
+def test_the_rule_stands_in_one_place(name: str) -> None:
+    reading = {
+        path.name
+        for path in (Path(__file__).parents[2] / "runtime").rglob("*.py")
+        if f"params.{name}" in path.read_text(encoding="utf-8")
+    }
+    assert reading == {"early_stop.py"}

@@ -15,6 +15,7 @@ import canvasrt.recipes
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.locate import resolve
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import TARGETS, find_target
@@ -33,14 +34,16 @@ def config() -> ModelConfig:
     return ModelConfig.from_checkpoint(resolve("demo"))[0]
 
 
-# The recipes that quantize the embedding table or its products.
-TABLES = {"fp8": "fp8", "int4": "int8", "nvfp4": "fp8", "nvfp4-mixed": "fp8"}
-
-
 def test_the_recipes_that_ship() -> None:
-    assert list(SHIPPED) == ["fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"]
+    assert {"fp8", "int4", "nvfp4", "nvfp4-experts", "nvfp4-mixed"} <= {*SHIPPED}
+    assert {target.default for target in TARGETS if target.capability} <= {*SHIPPED}
     for name in list(SHIPPED):
         assert load_recipe(name).name == name
+
+
+def test_the_readme_has_a_row_per_recipe() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \|", (FOLDER / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(rows) == list(SHIPPED)
 
 
 @pytest.mark.parametrize("name", list(SHIPPED))
@@ -51,17 +54,35 @@ def test_a_shipped_recipe_accounts_for_every_weight(name: str, config: ModelConf
     with pytest.raises(CanvasError):  # norms and vision have no quantized form
         free.formats(config)
     for weight in [f"layers.{i}.router.proj" for i in range(4)] + ["table", "vision", "norm"]:
-        if weight == "table" and name in TABLES:
-            assert chosen[weight].format == TABLES[name]
+        if weight == "table" and weight in chosen:
+            assert FORMATS[chosen[weight].format].quantizes(table=True)
             continue
         assert weight not in chosen
         assert any(fnmatchcase(weight, each.pattern) for each in recipe.excluded), weight
     assert all(each.why for each in recipe.excluded)
     experts = {f"layers.{i}.experts.{part}" for i in range(4) for part in ("gate_up", "down")}
     assert experts <= chosen.keys()
-    assert (chosen.keys() == experts) == (name == "nvfp4-experts")
     formats = {choice.format for weight, choice in chosen.items() if weight != "table"}
-    assert formats == ({"fp8", "nvfp4"} if name == "nvfp4-mixed" else {recipe.precision})
+    assert most_demanding(formats) == recipe.precision
+
+
+@pytest.mark.parametrize(
+    ("name", "formats", "table"),
+    [
+        ("fp8", {"fp8"}, "fp8"),
+        ("int4", {"int4"}, "int8"),
+        ("nvfp4", {"nvfp4"}, "fp8"),
+        ("nvfp4-mixed", {"nvfp4", "fp8"}, "fp8"),
+        ("nvfp4-experts", {"nvfp4"}, None),
+    ],
+)
+def test_what_a_recipe_quantizes(
+    name: str, formats: set[str], table: str | None, config: ModelConfig
+) -> None:
+    chosen = {weight: each.format for weight, each in load_recipe(name).formats(config).items()}
+    assert chosen.pop("table", None) == table
+    assert {*chosen.values()} == formats
+    assert all(".experts." in weight for weight in chosen) == (name == "nvfp4-experts")
 
 
 def test_precisions_and_targets() -> None:
