@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 import canvasrt
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.answer import AnswerReader, Piece
+from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.completions import Completions, Run, streamed
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
@@ -45,7 +46,11 @@ class Front(Protocol):
     @property
     def lenient(self) -> bool: ...
 
+    keys: Keys
+
     def admit(self, request: Request) -> Completions: ...
+
+    async def parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any: ...
 
 
 class _Lines(EventStream):
@@ -64,7 +69,8 @@ def add_ollama(app: FastAPI, front: Front) -> None:
         return await _guarded(lambda: _reply(front, request, _generate))
 
     @app.get("/api/tags")
-    async def tags() -> Response:
+    async def tags(request: Request) -> Response:
+        front.keys.check(request.headers.get("authorization"))
         models = [{"name": name, "model": name, "details": {}} for name in front.models]
         return JSONResponse({"models": models})
 
