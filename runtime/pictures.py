@@ -105,6 +105,17 @@ def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> 
     return rows * side, columns * side
 
 
+def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
+    """Raise CanvasError unless a prompt has one image token for each image."""
+    places = sum(id == config.image_token_id for id in ids)
+    if places != images:
+        raise CanvasError(
+            f"messages have {images} images, but the chat template wrote {places}",
+            "leave the image token's spelling out of texts, and send images to a checkpoint whose "
+            "template has them",
+        )
+
+
 def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig) -> list[int]:
     """Return a prompt in which every image token stands for one picture, with as many image tokens
     as the picture has, between those that begin and end an image.
@@ -112,13 +123,7 @@ def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig)
     CanvasError when their numbers differ: a message may contain the token's spelling, and some
     templates write no images.
     """
-    places = sum(id == config.image_token_id for id in ids)
-    if places != len(pictures):
-        raise CanvasError(
-            f"messages have {len(pictures)} images, but the chat template wrote {places}",
-            "leave the image token's spelling out of texts, and send images to a checkpoint whose "
-            "template has them",
-        )
+    check_places(ids, len(pictures), config)
     expanded: list[int] = []
     left = iter(pictures)
     for id in ids:

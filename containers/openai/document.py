@@ -312,7 +312,7 @@ def _operation(each: Operation, needs_key: bool) -> Json:
     if each.streams:
         content[each.streams] = {"schema": {"type": "string"}}
     errors = each.errors or (_POST if each.method == "post" else {"403": _READ["403"]})
-    if each.path == "/v1/models":
+    if each.path in ("/v1/models", "/api/tags"):
         errors = _READ
     found: Json = {
         "summary": each.about,

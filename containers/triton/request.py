@@ -22,7 +22,7 @@ from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.pictures import Picture, insert, read_pictures
+from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
 from canvasrt.runtime.sampling import SamplingParams
 
 # The images of `n` answers are the same.
@@ -73,6 +73,8 @@ def read_request(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
     encoded, opening = encoder.encode(values)
+    if "images" in values:  # before they are decoded
+        check_places(encoded.tolist(), len(values["images"]), model.config)
     pictures = _pictures(values, model)
     prompt: Sequence[int] | np.ndarray = encoded
     if pictures:
