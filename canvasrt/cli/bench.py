@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, Device, SharePasses, Threads
+from canvasrt.cli.options import AsJson, Device, SharePasses, Threads, refuse
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import UsageError
 
@@ -158,8 +158,8 @@ def bench(
     """
     from canvasrt.cli import load
 
-    _check_options(context, load.is_url(bundle))
     if load.is_url(bundle):
+        refuse(context, _OF_BUNDLE, "is for measuring a bundle", "leave it out for a server")
         wanted = load.LoadOptions(
             against=against,
             model=model,
@@ -174,6 +174,7 @@ def bench(
         )
         load.run(bundle, wanted, as_json)
         return
+    refuse(context, _OF_URL, "is for measuring a server", "leave it out for a bundle")
     _check(against, checkpoint, early_stop)
     from canvasrt.console import emit, progress
     from canvasrt.runtime.backends.onnxruntime import available_cores
@@ -206,16 +207,6 @@ def bench(
     if ratio is not None:
         data["ratio"] = ratio.to_json()
     emit(data, as_json, lambda console: _render(console, settings, summaries, ratio))
-
-
-def _check_options(context: typer.Context, is_url: bool) -> None:
-    """Refuse an option that has no meaning for what is measured."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    for name in sorted(given & (_OF_BUNDLE if is_url else _OF_URL)):
-        option = f"--{name.replace('_', '-')}"
-        what, other = ("a bundle", "a server") if is_url else ("a server", "a bundle")
-        raise UsageError(f"{option} is for measuring {what}", f"leave it out for {other}")
 
 
 def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> None:
