@@ -240,7 +240,10 @@ ELSEWHERE = {
     ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"
     ),
-    ("build/plan.py", "--layers-per-segment {asked} is less than 1"): "tests/build/test_checks.py",
+    (
+        "build/plan.py",
+        "--layers-per-segment {requested} is less than 1",
+    ): "tests/build/test_checks.py",
 }
 
 
