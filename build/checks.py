@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build.cache_keys import is_cached
-from canvasrt.build.needs import check_disk, check_memory_here, same_disk
+from canvasrt.build.needs import check_disk, check_memory_here, gigabytes, same_disk
 from canvasrt.build.plan import Plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
@@ -129,7 +129,7 @@ def check_memory(plan: Plan) -> None:
     hint = ", or ".join(_what_fits(plan))
     raise CanvasError(
         f"{plan.precision.text} engines for {plan.max_batch} requests of {plan.max_context} tokens"
-        f" take {_gb(plan.memory.total)}, but {plan.target.name} has {_gb(plan.target.memory)}",
+        f" take {gigabytes(plan.memory.total)}, but {plan.target.name} has {gigabytes(plan.target.memory)}",
         f"this would fit: {hint}" if hint else "no precision or target has enough memory",
     )
 
@@ -186,7 +186,3 @@ def _targets_with(precision: str) -> str:
         for target in TARGETS
         if precision in target.precisions and (target.capability or precision not in PLAIN)
     )
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"

@@ -79,7 +79,7 @@ def check_memory_here(segment: str, need: int) -> None:
         "" if segment == "head" else "; --layers-per-segment cuts the model into smaller segments"
     )
     raise CanvasError(
-        f"building {segment} takes about {_gb(need)} of memory, but only {_gb(free)} are free",
+        f"building {segment} takes about {gigabytes(need)} of memory, but only {gigabytes(free)} are free",
         f"close other programs, or use a machine with more memory{fewer}",
     )
 
@@ -95,8 +95,8 @@ def check_disk(needed: Mapping[Path, int]) -> None:
         free = shutil.disk_usage(there).free
         if count > free:
             raise CanvasError(
-                f"the build writes about {_gb(count)} to the disk of {there},"
-                f" but only {_gb(free)} are free there",
+                f"the build writes about {gigabytes(count)} to the disk of {there},"
+                f" but only {gigabytes(free)} are free there",
                 "free space there, or name another disk with -o and CANVASRT_CACHE",
             )
 
@@ -116,5 +116,6 @@ def _total(
     return sum(memory.segment_bytes(source.model, precision, layers_per_segment, formats).values())
 
 
-def _gb(count: int) -> str:
+def gigabytes(count: int) -> str:
+    """Format a number of bytes for a message."""
     return f"{count / 1e9:.1f} GB"

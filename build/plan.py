@@ -23,6 +23,7 @@ from canvasrt.defaults import (
 )
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
+from canvasrt.recipes.calibration import check_calibration
 from canvasrt.targets import Target, find_target
 
 # Folders of LoRA adapters, and the factor for each.
@@ -231,11 +232,8 @@ def plan(
         (precision,) = choose([target], options.precision, source.precision)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
-    calibration = options.calibration
-    if calibration is not None and not calibration.is_file():
-        raise CanvasError(
-            f"no calibration file at {calibration}", "give a JSONL file of prompts, or leave it out"
-        )
+    # Another target of the same build may be the one that is calibrated.
+    check_calibration(options.calibration, True, precision.text)
     _check_adapters(source, options.adapters)
     precision.formats(source.model)  # refuses a recipe with a pattern that matches nothing
     return Plan(
@@ -246,7 +244,7 @@ def plan(
         options.max_batch,
         Path(out).expanduser(),
         _layers(source, options.layers_per_segment),
-        calibration,
+        options.calibration,
         options.adapters,
     )
 

@@ -7,6 +7,9 @@ from typing import ClassVar
 class CanvasError(Exception):
     """A mistake in the input or the environment: what is wrong, and what to do about it.
 
+    A file that cannot be read, or that does not hold what it should, is one, and so is standard
+    input: the same command is right once its file is.
+
     `log` holds the last lines of an explaining log that the user has not seen yet.
     """
 
@@ -20,7 +23,7 @@ class CanvasError(Exception):
 
 
 class UsageError(CanvasError):
-    """Wrong use: arguments that would be wrong on any machine."""
+    """Wrong use: arguments that would be wrong on any machine, whatever its files hold."""
 
     exit_code = 2
 

@@ -19,9 +19,10 @@ from canvasrt.build.precision import choose
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import GraphCache
-from canvasrt.errors import UsageError
+from canvasrt.formats import PLAIN
 from canvasrt.hashes import HashProgress
 from canvasrt.progress import Progress, no_progress
+from canvasrt.recipes.calibration import check_calibration
 from canvasrt.staging import check_output
 from canvasrt.targets import Target, find_target
 
@@ -88,11 +89,8 @@ def plan_all(
     """
     found = find_source(source)
     precisions = choose(targets, options.precision, found.precision)
-    if options.calibration is not None and not any(each.is_calibrated for each in precisions):
-        raise UsageError(
-            f"--calibration has no effect: {precisions[0].text} needs no calibration",
-            "leave --calibration out, or choose another recipe with --precision",
-        )
+    is_calibrated = any(each.is_calibrated for each in precisions)
+    check_calibration(options.calibration, is_calibrated, precisions[0].text)
     for target in targets if check else ():
         check_buildable(target)
     folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
@@ -140,7 +138,8 @@ def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
             precision=precision,
             progress=lambda done, total: progress(f"exporting graphs ({precision})", done, total),
             adapters=plan.adapters,
-            calibration=plan.calibration,
+            # Otherwise its prompts are for the quantization that follows.
+            calibration=plan.calibration if precision not in PLAIN else None,
         )
 
     return export

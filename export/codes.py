@@ -17,7 +17,7 @@ from torch import Tensor
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.export.weights import DAMAGED, Weight
+from canvasrt.export.weights import DAMAGED, Weight, check_scales
 from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.lowbits import Bytes, Floats, dequantize
 
@@ -203,12 +203,7 @@ class _PartScales:
         if tuple(tensor.shape) not in shapes:
             self._weight.refuse(name, f"shape {tuple(tensor.shape)}", f"{shapes[-1]}")
         values = tensor.to(torch.float32).reshape(-1).numpy()
-        wrong = values[~(np.isfinite(values) & (values > 0))]
-        if wrong.size:
-            raise CanvasError(
-                f"{name} in {self._weight.checkpoint.path} is {wrong[0]}; a scale must be positive and finite",
-                DAMAGED,
-            )
+        check_scales(values, name, self._weight.checkpoint.path)
         return values
 
     def _check_blocks(self, name: str, shape: tuple[int, int]) -> None:

@@ -24,6 +24,7 @@ from canvasrt.export.prequantized import Prequantized
 from canvasrt.export.segments import EMBEDDING_FILE, SegmentModule, segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs.table import embedding_entry
+from canvasrt.recipes.calibration import check_calibration
 from canvasrt.staging import staging
 
 # Called with (bytes of weights written so far, total bytes).
@@ -98,7 +99,9 @@ def export_folder(
         parts = segments(config, layers_per_segment, DTYPES[base])
         quantized = Prequantized(how, parts, source, config, DTYPES[base], packs) if how else None
         _check_weights(parts, source, quantized)
-        if quantized and packs and not quantized.static:
+        is_calibrated = quantized is not None and packs and not quantized.static
+        check_calibration(calibration, is_calibrated, "this checkpoint")
+        if quantized and is_calibrated:
             quantized.calibrate(
                 lambda wide: export_folder(folder, hashes, wide, precision="bf16"), out, calibration
             )

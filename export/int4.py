@@ -16,7 +16,7 @@ from torch import Tensor
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize
-from canvasrt.export.weights import DAMAGED, PACKED, Weight, packed_name
+from canvasrt.export.weights import DAMAGED, PACKED, Weight, check_scales, packed_name
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
@@ -155,12 +155,7 @@ def _scales(weight: Weight, part: str) -> Floats:
     """Return a part's scales as float32, rounded to the bfloat16 of the products."""
     name = _scale_name(part)
     values = weight.checkpoint.read(name).to(torch.bfloat16).to(torch.float32).numpy()
-    wrong = values[~(np.isfinite(values) & (values > 0))]
-    if wrong.size:
-        raise CanvasError(
-            f"{name} in {weight.checkpoint.path} is {wrong[0]}: a scale is positive and finite",
-            DAMAGED,
-        )
+    check_scales(values, name, weight.checkpoint.path)
     return values
 
 

@@ -18,6 +18,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import StoredCodes, read_codes
 from canvasrt.export.int4 import Int4Codes, TableCodes, read_int4, table_codes
+from canvasrt.export.onnx import DTYPES
 from canvasrt.export.quantize.forms import quantize_graph, stored_parts
 from canvasrt.export.quantize.packed import Form
 from canvasrt.export.segments import SegmentModule
@@ -34,8 +35,6 @@ from canvasrt.recipes.recipe import (
     quantizable,
 )
 from canvasrt.staging import scratch
-
-_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 
 
 class Prequantized:
@@ -178,7 +177,7 @@ class Prequantized:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 
-        return Stored(weight.name, _DTYPES[self._dtype], weight.shape, read)
+        return Stored(weight.name, DTYPES[self._dtype], weight.shape, read)
 
 
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +39,15 @@ DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one w
 
 # What compressed-tensors calls a packed weight.
 PACKED = "weight_packed"
+
+
+def check_scales(values: npt.NDArray[Any], name: str, source: Path) -> None:
+    """Raise CanvasError unless all scales of a tensor are positive and finite."""
+    wrong = values[~(np.isfinite(values) & (values > 0))]
+    if wrong.size:
+        raise CanvasError(
+            f"{name} in {source} is {wrong[0]}: a scale is positive and finite", DAMAGED
+        )
 
 
 def body_sources(config: ModelConfig, first: int, count: int) -> Sources:

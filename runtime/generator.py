@@ -78,14 +78,19 @@ class Generator:
         """The ids of the requests that have a place in the batch."""
         return {each.id for each in self._running}
 
-    def add(self, request: Work) -> int:
-        """Queue a request and return its id. Raises CanvasError if it can never run."""
+    def check(self, request: Work) -> None:
+        """Raise CanvasError for a request that can never run. Callable from any thread."""
         request.validate(self.model.config, self.model.max_context)
         if isinstance(request, (Request, ReadRequest)) and request.pictures:
             self.model.check_sight(request.pictures)
         if isinstance(request, Request) and request.params.on_host:
             names = " and ".join(request.params.on_host)
             self.model.host_head.check_signal(f"leave out {names}")
+
+    def add(self, request: Work, is_checked: bool = False) -> int:
+        """Queue a request and return its id. Checks it unless the caller has."""
+        if not is_checked:
+            self.check(request)
         id = self._next_id
         self._next_id += 1
         self._arrived.append(_activate(id, request, self.model))

@@ -48,7 +48,7 @@ def open_model(
 
 def _limit(most: int, wanted: int | None) -> int:
     if wanted is not None and wanted > most:
-        raise CanvasError(
+        raise UsageError(
             f"--max-model-len is {wanted}, but the engines support at most {most}",
             f"give at most {most}, or build engines with a larger --max-context",
         )

@@ -234,7 +234,10 @@ def _eos(text: _Fields, generation: Json | None) -> tuple[int, ...]:
     value = text.data.get("eos_token_id") if generation is None else generation.get("eos_token_id")
     values = [] if value is None else value if isinstance(value, list) else [value]
     if not all(_is_int(item) for item in values):
-        raise CanvasError(f"eos_token_id is not a token id or a list of them: {value!r}")
+        raise CanvasError(
+            f"eos_token_id is not a token id or a list of them: {value!r}",
+            "fetch generation_config.json and config.json again",
+        )
     return tuple(values)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, Device, Threads
+from canvasrt.cli.load import is_url
+from canvasrt.cli.options import MAX_SAMPLES, MAX_STEPS, AsJson, Device, Threads, refuse
+from canvasrt.cli.prompt import read_stdin
 from canvasrt.console import emit, table
-from canvasrt.errors import UsageError
+from canvasrt.errors import CanvasError, UsageError
 
 Where = Annotated[
     str,
@@ -33,10 +34,18 @@ Input = Annotated[
     typer.Argument(metavar="INPUT", show_default=False, help="The text; - reads it from stdin."),
 ]
 Samples = Annotated[
-    int | None, typer.Option("--samples", metavar="N", help="Draws of noise to average over.")
+    int | None,
+    typer.Option(
+        "--samples",
+        metavar="N",
+        min=1,
+        max=MAX_SAMPLES,
+        help="Draws of noise to average over.",
+    ),
 ]
 Steps = Annotated[
-    int | None, typer.Option("--steps", metavar="N", help="Denoising steps per read.")
+    int | None,
+    typer.Option("--steps", metavar="N", min=1, max=MAX_STEPS, help="Denoising steps per read."),
 ]
 Layout = Annotated[
     str | None,
@@ -51,6 +60,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the noise.")]
 
 
 def ask(
+    context: typer.Context,
     where: Where,
     questions: Questions,
     input: Input,
@@ -66,13 +76,16 @@ def ask(
 
     Example: canvasrt ask engines questions.yaml "12+34="
     """
+    if is_url(where):
+        refuse(context, ("threads", "device"), "does not support a server", "leave it out")
+    _check_layout(layout)
+    if not input.strip():
+        raise UsageError("INPUT is empty", "give some text")
     asked = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}
     asked |= {name: value for name, value in given.items() if value is not None}
-    text = sys.stdin.read() if input == "-" else input
-    if not text.strip():
-        raise UsageError("INPUT is empty", "give some text")
-    if where.startswith(("http://", "https://")):
+    text = read_stdin() if input == "-" else input
+    if is_url(where):
         found = _of_server(where, asked, text, seed)
     else:
         found = _of_bundle(Path(where), asked, text, seed, threads, device)
@@ -80,17 +93,22 @@ def ask(
     emit(found, as_json, lambda shown: shown.print(table(columns, _rows(asked, found["answers"]))))
 
 
+def _check_layout(layout: str | None) -> None:
+    if layout is not None:
+        from canvasrt.runtime.answers.layout import LAYOUTS
+
+        if layout not in LAYOUTS:
+            raise UsageError(f"--layout is {layout!r}", f"give one of {', '.join(LAYOUTS)}")
+
+
 def _read(file: Path) -> dict[str, Any]:
     """Return the fields in a file of questions."""
-    import yaml
+    from canvasrt.recipes.fields import read_yaml
 
-    try:
-        data = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot read {file}: {error}", "give a YAML file of questions") from None
+    data = read_yaml(file, "give a YAML file of questions")
     data = {"questions": data} if isinstance(data, list) else data
     if not isinstance(data, dict) or not isinstance(data.get("questions"), list):
-        raise UsageError(f"{file} holds no questions", "give a list of questions")
+        raise CanvasError(f"{file} holds no questions", "give a list of questions")
     return data
 
 

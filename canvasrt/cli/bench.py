@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, Device, SharePasses, Threads
+from canvasrt.cli.options import AsJson, Device, SharePasses, Threads, refuse
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import UsageError
 
@@ -158,8 +158,8 @@ def bench(
     """
     from canvasrt.cli import load
 
-    _check_options(context, load.is_url(bundle))
     if load.is_url(bundle):
+        refuse(context, _OF_BUNDLE, "is for measuring a bundle", "leave it out for a server")
         wanted = load.LoadOptions(
             against=against,
             model=model,
@@ -174,48 +174,68 @@ def bench(
         )
         load.run(bundle, wanted, as_json)
         return
+    refuse(context, _OF_URL, "is for measuring a server", "leave it out for a bundle")
     _check(against, checkpoint, early_stop)
+    work = Workload(prompt_tokens, blocks, steps, early_stop, batch, rounds)
+    where = {"device": device, "share_passes": share_passes}
+    measure_bundle(bundle, work, where, threads, checkpoint if against else None, as_json)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What each round measures on a bundle."""
+
+    prompt_tokens: int
+    blocks: int
+    steps: int | None
+    early_stop: bool
+    batch: int
+    rounds: int
+
+
+def measure_bundle(
+    bundle: str,
+    work: Workload,
+    where: dict[str, Any],
+    threads: int | None,
+    checkpoint: str | None,
+    as_json: bool,
+) -> None:
+    """Measure a bundle, in turns with transformers on `checkpoint` if there is one, and print it.
+
+    `where` holds the arguments of `open_model` that choose the device.
+    """
     from canvasrt.console import emit, progress
     from canvasrt.runtime.backends.onnxruntime import available_cores
     from canvasrt.runtime.bench import RunSummary
     from canvasrt.runtime.open import open_model
 
     threads = threads or available_cores()
-    opened = open_model(bundle, threads, device=device, share_passes=share_passes)
-    work = _requests(opened, prompt_tokens, blocks, steps, early_stop, batch, rounds + 1)
+    opened = open_model(bundle, threads, **where)
+    rounds = _requests(opened, work)
     sides = {"canvasrt": _ours(opened)}
-    if against:
-        assert checkpoint is not None
-        sides[against] = _theirs(checkpoint, threads)
+    if checkpoint is not None:
+        sides["transformers"] = _theirs(checkpoint, threads)
     with progress() as show:
-        samples = _take_turns(sides, work, show)
+        samples = _take_turns(sides, rounds, show)
     summaries = {name: RunSummary.of(taken) for name, taken in samples.items()}
-    ratio = _ratio(samples["canvasrt"], samples[against]) if against else None
+    ratio = None if checkpoint is None else _ratio(samples["canvasrt"], samples["transformers"])
+    params = rounds[0][0].params
     settings = {
-        "bundle": str(bundle),
+        "bundle": bundle,
         "threads": threads,
         "device": opened.device_name,
-        "batch": batch,
-        "prompt_tokens": prompt_tokens,
-        "new_tokens": work[0][0].params.max_new_tokens,
-        "steps": work[0][0].params.max_denoising_steps,
-        "early_stop": early_stop,
+        "batch": work.batch,
+        "prompt_tokens": work.prompt_tokens,
+        "new_tokens": params.max_new_tokens,
+        "steps": params.max_denoising_steps,
+        "early_stop": work.early_stop,
     }
     data: dict[str, Any] = {"settings": settings, "overflows": opened.counters.overflows}
     data |= {name: summary.to_json() for name, summary in summaries.items()}
     if ratio is not None:
         data["ratio"] = ratio.to_json()
     emit(data, as_json, lambda console: _render(console, settings, summaries, ratio))
-
-
-def _check_options(context: typer.Context, is_url: bool) -> None:
-    """Refuse an option that has no meaning for what is measured."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    for name in sorted(given & (_OF_BUNDLE if is_url else _OF_URL)):
-        option = f"--{name.replace('_', '-')}"
-        what, other = ("a bundle", "a server") if is_url else ("a server", "a bundle")
-        raise UsageError(f"{option} is for measuring {what}", f"leave it out for {other}")
 
 
 def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> None:
@@ -232,16 +252,8 @@ def _check(against: str | None, checkpoint: str | None, early_stop: bool) -> Non
         )
 
 
-def _requests(
-    model: Model,
-    prompt_tokens: int,
-    blocks: int,
-    steps: int | None,
-    early_stop: bool,
-    batch: int,
-    rounds: int,
-) -> list[list[Request]]:
-    """Return the requests of each round; prompts and seeds differ between rounds."""
+def _requests(model: Model, work: Workload) -> list[list[Request]]:
+    """Return the requests of each round, and of one to warm up; prompts and seeds differ."""
     from canvasrt.runtime.bench import random_prompts
     from canvasrt.runtime.generator import Request
     from canvasrt.runtime.sampling import SamplingParams
@@ -249,16 +261,16 @@ def _requests(
     params = SamplingParams.from_defaults(
         model.sampler,
         model.config,
-        max_new_tokens=blocks * model.canvas_length,
-        max_denoising_steps=steps,
-        early_stop=early_stop,
+        max_new_tokens=work.blocks * model.canvas_length,
+        max_denoising_steps=work.steps,
+        early_stop=work.early_stop,
         eos_token_ids=(),
     )
-    prompts = random_prompts(model.config, rounds * batch, prompt_tokens)
+    prompts = random_prompts(model.config, (work.rounds + 1) * work.batch, work.prompt_tokens)
     requests = [Request(ids, replace(params, seed=i)) for i, ids in enumerate(prompts)]
     # Before a reference is loaded, which can take minutes.
     requests[0].validate(model.config, model.max_context)
-    return [requests[i : i + batch] for i in range(0, len(requests), batch)]
+    return [requests[i : i + work.batch] for i in range(0, len(requests), work.batch)]
 
 
 def _ours(model: Model) -> Any:

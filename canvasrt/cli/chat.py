@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from canvasrt.cli.infer import Timeout
 from canvasrt.cli.prompt import System
 from canvasrt.cli.sampling import with_sampling
+from canvasrt.console import print_error
 from canvasrt.containers.names import API_PORT
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError
@@ -36,7 +38,8 @@ ServerUrl = Annotated[
 ]
 
 
-@with_sampling
+# Log-probabilities have no place in a conversation.
+@partial(with_sampling, without=("logprobs", "top_logprobs"))
 def chat(
     url: ServerUrl = None,
     system: System = None,
@@ -68,7 +71,7 @@ def chat(
         except CanvasError as error:
             if not sys.stdin.isatty():
                 raise
-            print(f"error: {error.message}", file=sys.stderr)
+            print_error(error.message, error.hint)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli.fields import with_fields
-from canvasrt.cli.serve import Bundle
+from canvasrt.cli.options import ServedBundle
 from canvasrt.containers.serve.settings import Settings
 
 
@@ -25,7 +25,7 @@ def create_model_store(
             help="The folder to write, which must be empty; serve it with NIM_MODEL_PATH or BUNDLE.",
         ),
     ],
-    bundle: Bundle = None,
+    bundle: ServedBundle = None,
 ) -> None:
     """Copy one serving profile's engines from a package into a folder that can be served by itself."""
     from canvasrt.cli.profiles import write_store

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli.fields import with_fields
-from canvasrt.cli.serve import Bundle
+from canvasrt.cli.options import ServedBundle
 from canvasrt.containers.serve.settings import Settings
 
 
 @with_fields("given", Settings, unset=True, only=("profile", "cache"))
 def download_to_cache(
     given: dict[str, Any],
-    bundle: Bundle = None,
+    bundle: ServedBundle = None,
     every: Annotated[
         bool, typer.Option("--all", help="Build every serving profile that this machine can run.")
     ] = False,

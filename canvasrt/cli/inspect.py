@@ -9,100 +9,110 @@ import typer
 from canvasrt.cli import options
 from canvasrt.console import emit, size, table
 
+Kernels = Annotated[
+    bool,
+    typer.Option(
+        "--kernels", help="Show the engines' kernels instead, with their predicted times."
+    ),
+]
+Batch = Annotated[
+    int, typer.Option("--batch", metavar="N", min=1, help="With --kernels: requests per pass.")
+]
+Context = Annotated[
+    int,
+    typer.Option(
+        "--context", metavar="TOKENS", min=0, help="With --kernels: cached tokens per request."
+    ),
+]
+Capacity = Annotated[
+    int | None,
+    typer.Option(
+        "--capacity",
+        metavar="SLOTS",
+        min=1,
+        show_default=False,
+        help="With --kernels: slots per expert. Default: enough for nearly uniform routing.",
+    ),
+]
+GpuName = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="NAME",
+        show_default=False,
+        help="With --kernels: predict for this GPU. Default: the bundle's target.",
+    ),
+]
+Rates = Annotated[
+    Path | None,
+    typer.Option(
+        "--rates",
+        metavar="FILE",
+        show_default=False,
+        help="With --kernels: the gpu.json of `python -m bench.gpu`, whose measured rates replace the table's.",
+    ),
+]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "--page",
+        metavar="DIR",
+        show_default=False,
+        help="With --kernels: also write kernels.json and kernels.html there.",
+    ),
+]
+# Options that only kernels take.
+_OF_KERNELS = ("batch", "context", "capacity", "gpu", "rates", "page")
+
 
 def inspect(
+    command: typer.Context,
     bundle: options.BundlePath,
-    kernels: Annotated[
-        bool,
-        typer.Option(
-            "--kernels", help="Show the engines' kernels instead, with their predicted times."
-        ),
-    ] = False,
-    batch: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, help="With --kernels: requests per pass.")
-    ] = 1,
-    context: Annotated[
-        int,
-        typer.Option(
-            "--context", metavar="TOKENS", min=0, help="With --kernels: cached tokens per request."
-        ),
-    ] = 1024,
-    capacity: Annotated[
-        int | None,
-        typer.Option(
-            "--capacity",
-            metavar="SLOTS",
-            min=1,
-            show_default=False,
-            help="With --kernels: slots per expert. Default: enough for nearly uniform routing.",
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu",
-            metavar="NAME",
-            show_default=False,
-            help="With --kernels: predict for this GPU. Default: the bundle's target.",
-        ),
-    ] = None,
-    rates: Annotated[
-        Path | None,
-        typer.Option(
-            "--rates",
-            metavar="FILE",
-            show_default=False,
-            help="With --kernels: the gpu.json of `python -m bench.gpu`, whose measured rates replace the table's.",
-        ),
-    ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--page",
-            metavar="DIR",
-            show_default=False,
-            help="With --kernels: also write kernels.json and kernels.html there.",
-        ),
-    ] = None,
+    kernels: Kernels = False,
+    batch: Batch = 1,
+    context: Context = 1024,
+    capacity: Capacity = None,
+    gpu: GpuName = None,
+    rates: Rates = None,
+    page: Page = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show a bundle's contents and origin, without checking its files."""
     from canvasrt.bundle import load_bundle
 
+    if not kernels:
+        options.refuse(command, _OF_KERNELS, "needs --kernels", "add --kernels")
     loaded = load_bundle(bundle, check=False)
     if kernels:
         from canvasrt.cli.kernels import show
 
         show(loaded, batch, context, capacity, gpu, rates, page, as_json)
         return
-    manifest = loaded.manifest
-    target = manifest.target or {}
+    emit(loaded.manifest.data, as_json, lambda console: _render(console, loaded.manifest))
 
-    def render(console: Any) -> None:
-        facts = [
-            ("kind", manifest.kind),
-            ("digest", manifest.digest),
-            ("size", f"{size(manifest.total_bytes)} in {len(manifest.files)} files"),
-            ("target", _pairs(target)),
-            ("made by", _pairs(manifest.made_by)),
-            ("made from", _pairs(_short(manifest.made_from))),
-            ("options", _pairs(_named(manifest.options))),
-            ("quantized", _quantized(manifest.segments)),
-            *_model_facts(manifest),
-        ]
-        width = max(len(name) for name, _ in facts)
-        for name, value in facts:
-            if value:
-                console.print(f"{name:<{width}}  {value}", markup=False)
-        _show_profiles(console, manifest.segments)
-        rows = [
-            (name, size(entry["bytes"]), entry["sha256"][:16])
-            for name, entry in manifest.files.items()
-        ]
-        console.print()
-        console.print(table(("file", "size", "SHA-256"), rows))
 
-    emit(manifest.data, as_json, render)
+def _render(console: Any, manifest: Any) -> None:
+    facts = [
+        ("kind", manifest.kind),
+        ("digest", manifest.digest),
+        ("size", f"{size(manifest.total_bytes)} in {len(manifest.files)} files"),
+        ("target", _pairs(manifest.target or {})),
+        ("made by", _pairs(manifest.made_by)),
+        ("made from", _pairs(_short(manifest.made_from))),
+        ("options", _pairs(_named(manifest.options))),
+        ("quantized", _quantized(manifest.segments)),
+        *_model_facts(manifest),
+    ]
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        if value:
+            console.print(f"{name:<{width}}  {value}", markup=False)
+    _show_profiles(console, manifest.segments)
+    rows = [
+        (name, size(entry["bytes"]), entry["sha256"][:16]) for name, entry in manifest.files.items()
+    ]
+    console.print()
+    console.print(table(("file", "size", "SHA-256"), rows))
 
 
 def _named(options: dict[str, Any]) -> dict[str, Any]:

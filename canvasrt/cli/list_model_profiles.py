@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from canvasrt.cli.options import AsJson
-from canvasrt.cli.serve import Bundle
+from canvasrt.cli.options import AsJson, ServedBundle
 
 
-def list_model_profiles(bundle: Bundle = None, as_json: AsJson = False) -> None:
+def list_model_profiles(bundle: ServedBundle = None, as_json: AsJson = False) -> None:
     """List the serving profiles of a package, and which of them run on this machine."""
     from canvasrt.cli.profiles import show_profiles
 

@@ -1,13 +1,18 @@
 """Arguments and options that several commands share."""
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
+from canvasrt.errors import UsageError
 from canvasrt.recipes import SHIPPED
+
+# The limits of `runtime.answers.read`, which is slow to import.
+MAX_SAMPLES, MAX_STEPS = 64, 48
 
 Checkpoint = Annotated[
     str,
@@ -31,6 +36,14 @@ BundlePath = Annotated[
         metavar="BUNDLE",
         show_default=False,
         help="A folder that `canvasrt export`, `build` or `package` wrote.",
+    ),
+]
+ServedBundle = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="BUNDLE",
+        show_default=False,
+        help="A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH.",
     ),
 ]
 Out = Annotated[
@@ -157,11 +170,18 @@ Threads = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+def refuse(context: typer.Context, names: Collection[str], reason: str, hint: str) -> None:
+    """Refuse parameters that would have no effect: UsageError if one of `names` was given."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
+            option = next(each for each in parameter.opts if each.startswith("--"))
+            raise UsageError(f"{option} {reason}", hint)
+
+
 def adapters(values: list[str] | None) -> list[tuple[Path, float]]:
     """Return folders and weights of `--adapter DIR[=WEIGHT]`. UsageError for a weight that is not a
     number."""
-    from canvasrt.errors import UsageError
-
     found = []
     for value in values or ():
         folder, equals, weight = value.rpartition("=")

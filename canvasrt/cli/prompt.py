@@ -69,12 +69,17 @@ def read_prompt(
         raise UsageError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
     if raw and system is not None:
         raise UsageError("--raw does not allow --system", "leave out one of them")
-    kind: type[CanvasError] = UsageError
-    if text == "-":
-        text, kind = sys.stdin.read(), CanvasError
     if not text.strip():
-        raise kind("the prompt is empty", "give some text, or token ids with --prompt-ids")
-    return PromptInput(text, system=system, raw=raw)
+        raise UsageError("the prompt is empty", "give some text, or token ids with --prompt-ids")
+    return PromptInput(read_stdin() if text == "-" else text, system=system, raw=raw)
+
+
+def read_stdin() -> str:
+    """Return the text on standard input. CanvasError if there is none."""
+    text = sys.stdin.read()
+    if not text.strip():
+        raise CanvasError("the prompt is empty", "give some text on standard input")
+    return text
 
 
 def _token_ids(text: str) -> list[int]:

@@ -43,9 +43,11 @@ def quantize(
 ) -> None:
     """Quantize graphs by a recipe, calibrated on generations from prompts if it rounds activations."""
     from canvasrt.extras import require
+    from canvasrt.recipes.calibration import check_calibration
     from canvasrt.recipes.recipe import load_recipe
 
     recipe = load_recipe(precision)
+    check_calibration(calibration, recipe.is_calibrated, recipe.name)
     for module in ("torch", "onnx_ir", "modelopt"):
         require(module, "export")
     require("onnxruntime", "cpu")

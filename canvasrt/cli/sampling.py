@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +13,12 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check
 
 
-def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+def with_sampling(
+    command: Callable[..., None], without: Collection[str] = ()
+) -> Callable[..., None]:
     """Give a command an option per sampling parameter, in place of its argument `sampling`.
+
+    `without` names the parameters that it does not support.
 
     The command gets the values that have one, by parameter name. UsageError for a value out of
     range.
@@ -25,8 +29,9 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
         _check(sampling)
         return sampling
 
+    supported = [each for each in PARAMETERS if each.name not in without]
     return with_options(
-        command, "sampling", {each.name: _argument(each) for each in PARAMETERS}, make
+        command, "sampling", {each.name: _argument(each) for each in supported}, make
     )
 
 

@@ -53,10 +53,20 @@ Decisions = Annotated[
     ),
 ]
 Samples = Annotated[
-    int, typer.Option("--samples", metavar="N", min=1, max=64, help="Draws per labelled question.")
+    int,
+    typer.Option(
+        "--samples",
+        metavar="N",
+        min=1,
+        max=options.MAX_SAMPLES,
+        help="Draws per labelled question.",
+    ),
 ]
 Steps = Annotated[
-    int, typer.Option("--steps", metavar="N", min=1, max=48, help="Steps per labelled read.")
+    int,
+    typer.Option(
+        "--steps", metavar="N", min=1, max=options.MAX_STEPS, help="Steps per labelled read."
+    ),
 ]
 Fit = Annotated[
     bool, typer.Option("--fit", help="Also fit a temperature for each type of question.")
@@ -73,6 +83,7 @@ Key = Annotated[
 
 
 def verify(
+    context: typer.Context,
     bundle: options.BundlePath,
     reference: Reference = None,
     report: Report = None,
@@ -93,9 +104,12 @@ def verify(
     from canvasrt.errors import CanvasError, UsageError
 
     if report is not None and reference is None and decisions is None:
-        raise UsageError("--report needs --reference", "add --reference CHECKPOINT")
-    if decisions is None and (fit or samples != 1 or steps != 1):
-        raise UsageError("--fit, --samples and --steps need --decisions", "add --decisions FILE")
+        raise UsageError("--report needs --reference or --decisions", "add one of them")
+    if reference is None:
+        options.refuse(context, ("questions",), "needs --reference", "add --reference CHECKPOINT")
+    if decisions is None:
+        decided = ("samples", "steps", "fit")
+        options.refuse(context, decided, "needs --decisions", "add --decisions FILE")
     if is_image(bundle):
         for name, given in (("--reference", reference), ("--decisions", decisions)):
             if given is not None:

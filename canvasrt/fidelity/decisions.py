@@ -15,6 +15,7 @@ from canvasrt.demo.labelled import labelled
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.calibration import Scored, cross_fitted, fit, summary
 from canvasrt.progress import Progress, no_progress
+from canvasrt.recipes.fields import read_yaml
 from canvasrt.runtime.answers.layout import Ask
 from canvasrt.runtime.answers.questions import TYPES, Question, text_of
 from canvasrt.runtime.answers.read import ReadRequest, ReadResult
@@ -94,16 +95,7 @@ def _by_part(scored: Sequence[Scored]) -> Json:
 
 def read_labelled(file: Path) -> list[Json]:
     """Return the items of a file: JSON Lines, or a YAML or JSON list."""
-    import yaml
-
-    try:
-        text = file.read_text("utf-8")
-        if file.suffix == ".jsonl":
-            items = [json.loads(line) for line in text.splitlines() if line.strip()]
-        else:
-            items = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
-        raise CanvasError(f"cannot read {file}: {error}", "give JSON Lines or YAML") from None
+    items = _lines(file) if file.suffix == ".jsonl" else read_yaml(file, "give JSON Lines or YAML")
     if not isinstance(items, list) or not items:
         raise CanvasError(f"{file} has no labelled questions", "give a list of them")
     for number, item in enumerate(items):
@@ -115,6 +107,14 @@ def read_labelled(file: Path) -> list[Json]:
                     f"{file}: [{number}].{name} is unknown", f"give {', '.join(_FIELDS)}"
                 )
     return [{**item, "images": _files(item, file, i)} for i, item in enumerate(items)]
+
+
+def _lines(file: Path) -> list[Any]:
+    try:
+        text = file.read_text("utf-8")
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise CanvasError(f"cannot read {file}: {error}", "give JSON Lines or YAML") from None
 
 
 def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:

@@ -15,7 +15,7 @@ from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.layout import Image
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
 SUFFIX = ".intoto.jsonl"
@@ -121,7 +121,7 @@ def _public(key: Path) -> Any:
     try:
         return SSlibKey.from_crypto(load_pem_public_key(key.read_bytes()))  # type: ignore[arg-type]
     except (OSError, ValueError) as error:
-        raise UsageError(
+        raise CanvasError(
             f"--key {key} is not a public key: {error}", f"give one in PEM: {_MAKE_ONE}"
         ) from error
 

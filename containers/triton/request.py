@@ -93,7 +93,6 @@ def read_request(
         ids = encoded.tolist()
         filled = infill_request(values["infill"], ids, params, model, encoder.tokenizer)
         return ServedRequest(replace(filled, owner=owner), False, ())
-    request.validate(model.config, model.max_context)
     control = bool(values.get("control"))
     return ServedRequest(
         request, bool(values.get("drafts")), stops, control, opening if control else ""

@@ -97,6 +97,11 @@ class Worker:
         gets the error of one that cannot run."""
         if self._refusal is not None:
             raise self._refusal
+        try:
+            self._generator.check(request)
+        except CanvasError as error:
+            _fail(sink, error)
+            return
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
             raise Busy(f"{MAX_WAITING} requests are already waiting", "try again later")
         if self._closing:
@@ -188,7 +193,7 @@ class Worker:
 
     def _take(self, known: _Known, sink: Sink) -> None:
         try:
-            id = self._generator.add(known.request)
+            id = self._generator.add(known.request, is_checked=True)
         except Exception as error:
             self._give_tokens_back(_tokens_of(known.request))
             _fail(sink, error)

@@ -178,7 +178,7 @@ def _items(
     elif name in forms:
         packed = pack(name)
         if packed.form != forms[name]:
-            raise CanvasError(f"{name} was quantized to {packed.form}, not to {forms[name]}", "")
+            raise ValueError(f"{name} was quantized to {packed.form}, not to {forms[name]}")
         yield from stored_parts(model, name, packed)
     else:
         yield external.from_graph(model.graph.initializers[name])

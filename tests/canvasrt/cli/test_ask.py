@@ -31,7 +31,7 @@ def test_a_bundle_answers(demo: Pair, tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("content", "code", "message"),
-    [("- [", 2, "cannot read"), ("{}", 2, "holds no questions"), ("[{type: x}]", 1, "type is 'x'")],
+    [("- [", 1, "is not YAML"), ("{}", 1, "holds no questions"), ("[{type: x}]", 1, "type is 'x'")],
 )
 def test_wrong_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, code: int, message: str

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from canvasrt.cli.app import command_names, run
+from canvasrt.cli import options
+from canvasrt.cli.app import command_names, parsed_command, run
 from canvasrt.errors import UsageError
+from canvasrt.runtime.answers import read
+from canvasrt.runtime.sampling import PARAMETERS
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,11 +31,19 @@ WRONG = {
     "inspect": "BUNDLE",
     "verify a b": "b",
     "verify a --questions -1": "--questions",
-    "verify a --report r": "--report needs --reference",
-    "verify a --fit": "--fit, --samples and --steps need --decisions",
+    "verify a --report r": "--report needs --reference or --decisions",
+    "verify a --fit": "--fit needs --decisions",
+    "verify a --samples 1": "--samples needs --decisions",
+    "verify a --steps 2": "--steps needs --decisions",
+    "verify a --questions 5 --decisions f": "--questions needs --reference",
+    "inspect a --batch 2": "--batch needs --kernels",
+    "inspect a --gpu l4": "--gpu needs --kernels",
+    "inspect a --page p": "--page needs --kernels",
     # making
     "export": "CHECKPOINT",
     "export demo -o out -p int4": "cannot export graphs in 'int4'",
+    "export demo -o out --calibration missing.jsonl": "this checkpoint needs no calibration",
+    "quantize graphs -p int4 -o out --calibration c": "--calibration has no effect: int4 needs",
     "export demo -o out --adapter a=x": "'x' is not a finite number",
     "export demo -o out --layers-per-segment 0": "--layers-per-segment",
     "quantize graphs -o out": "--precision",
@@ -99,6 +110,7 @@ WRONG = {
     "bench b --concurrency 2": "--concurrency is for measuring a server",
     "bench http://h --batch 2": "--batch is for measuring a bundle",
     "bench http://h --prompts none": "--prompts none is neither a file nor a set",
+    "bench http://h --all-steps": "--early-stop is for measuring a bundle",
     "bench http://h:x": "http://h:x is not an address of a server",
     "bench http://h --model m --against http://h": "--against is http://h itself",
     "bench http://h --against vllm": "vllm is not an address of a server",
@@ -123,10 +135,16 @@ WRONG = {
     "infer x --protocol openai --url a:port": "--url a:port is not an address",
     "infer x --timeout -5": "--timeout",
     "chat --seed -1": "--seed is -1",
+    "chat --logprobs": "--logprobs",
     "chat --url a:port": "--url a:port is not an address",
     "ask": "BUNDLE_OR_URL",
     "generate b --infill a{1}b --stream": "--infill fills one text",
-    "ask b missing.yaml x": "cannot read missing.yaml",
+    "ask b q.yaml ' '": "INPUT is empty",
+    "ask b q.yaml x --samples 0": "--samples",
+    "ask b q.yaml x --steps 0": "--steps",
+    "ask b q.yaml x --layout nope": "--layout is 'nope'",
+    "ask http://h q.yaml x --threads 2": "--threads does not support a server",
+    "ask http://h q.yaml x --device cpu": "--device does not support a server",
     # serving
     "serve b --ready-timeout -5": "--ready-timeout",
     "serve --dry-run": "there is nothing to serve",
@@ -191,29 +209,41 @@ FILES = {
         *("mine.jsonl", '{"prompt": "1+2="}'),
         "--calibration has no effect: int4 needs no calibration",
     ),
-    "ask b questions.yaml ' '": ("questions.yaml", "- {}", "INPUT is empty"),
-    "ask b nothing.yaml x": ("nothing.yaml", "{}", "nothing.yaml holds no questions"),
     "verify image --reference demo": (
         *("image/index.json", "{}"),
         "--reference does not support images",
     ),
 }
-# What only Python code, or a bundle, can do wrong: the start of the message → the test that has it.
+# What only Python code, or a bundle, can do wrong: where it is raised and words of its message →
+# the test that has these words.
 ELSEWHERE = {
-    "is not a public key": "tests/containers/image/test_attest.py",
-    "there is no bundle to package": "tests/containers/package/test_package.py",
-    "Triton does not stream over": "tests/containers/client/test_client.py",
-    "unknown GPU": "tests/canvasrt/kernels/test_predict.py",
-    "no profile of": "tests/canvasrt/kernels/test_predict.py",
-    "unknown device": "tests/runtime/backends/test_onnxruntime_cuda.py",
-    "holds graphs, but --adapter": "tests/build/test_checks.py",
-    "holds graphs of": "tests/build/test_checks.py",
-    "TLS (": "tests/containers/serve/test_settings.py",
-    "are both set": "tests/containers/serve/test_settings.py",
+    ("containers/package/package.py", "there is no bundle to package"): (
+        "tests/containers/package/test_package.py"
+    ),
+    ("containers/client/triton.py", "Triton does not stream over"): (
+        "tests/containers/client/test_client.py"
+    ),
+    ("canvasrt/kernels/rates.py", "unknown GPU"): "tests/canvasrt/kernels/test_predict.py",
+    ("canvasrt/kernels/predict.py", "no profile of"): "tests/canvasrt/kernels/test_predict.py",
+    ("runtime/open.py", "unknown device"): "tests/runtime/backends/test_onnxruntime_cuda.py",
+    ("runtime/open.py", "but the engines support at most"): (
+        "tests/containers/serve/test_supervised.py"
+    ),
+    ("containers/ports.py", "give a port from 1 to 65535"): (
+        "tests/containers/serve/test_serve.py"
+    ),
+    ("build/plan.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
+    ("build/plan.py", "holds graphs of"): "tests/build/test_checks.py",
+    ("containers/serve/settings.py", "TLS ("): "tests/containers/serve/test_settings.py",
+    ("containers/serve/settings.py", "are both set"): "tests/containers/serve/test_settings.py",
     # Typer refuses these values itself.
-    "--max-batch": "tests/build/test_checks.py",
-    "--layers-per-segment": "tests/build/test_checks.py",
-    "give a port from 1 to 65535": "tests/containers/serve/test_serve.py",
+    ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
+        "tests/build/test_checks.py"
+    ),
+    (
+        "build/plan.py",
+        "--layers-per-segment {requested} is less than 1",
+    ): "tests/build/test_checks.py",
 }
 
 
@@ -312,12 +342,49 @@ def test_every_usage_error_has_a_test(folder: Path, monkeypatch: pytest.MonkeyPa
     }
     sources = raised()
     assert len(sources) > 50
-    for start, test in ELSEWHERE.items():
-        assert start in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not say {start!r}"
-        assert any(start in source for source in sources.values()), f"nothing raises {start!r}"
+    tested_elsewhere = set()
+    for (file, words), test in ELSEWHERE.items():
+        said = words.rpartition("} ")[2]
+        assert said in (ROOT / test).read_text(encoding="utf-8"), f"{test} does not say {said!r}"
+        places = [each for each, text in sources.items() if each[0] == file and words in text]
+        assert len(places) == 1, f"{len(places)} errors of {file} say {words!r}"
+        tested_elsewhere |= set(places)
     missing = {
         place: source
         for place, source in sources.items()
-        if place not in lines and not any(start in source for start in ELSEWHERE)
+        if place not in lines and place not in tested_elsewhere
     }
     assert missing == {}
+
+
+def numbers() -> list[tuple[str, str, list[str]]]:
+    """Return every option with a number, by command, and values that it cannot take."""
+    found = []
+    for command in command_names():
+        for each in parsed_command(command).params:
+            if each.type_descriptor.annotation not in (int, float):
+                continue
+            ends = [each.min - 1] if each.min is not None else []
+            ends += [each.max + 1] if each.max is not None else []
+            option = next(name for name in each.opts if name.startswith("--"))
+            found.append((command, option, ["x", *map(str, ends)]))
+    return found
+
+
+def test_every_number_is_checked() -> None:
+    found = numbers()
+    assert len(found) > 50
+    sampling = {each.option.partition("/")[0] for each in PARAMETERS}
+    for command, option, values in found:
+        rows = [line for line in WRONG if line.startswith(f"{command} ") and option in line]
+        assert len(values) > 1 or option in sampling or rows, f"{command} {option} has no limits"
+        for value in values:
+            with pytest.raises(Exception) as refused:  # noqa: PT011 - Typer has no public type
+                parsed_command(command).make_context(command, [option, value])
+            error: Any = refused.value
+            assert error.exit_code == 2, (command, option, value)
+            assert option in error.format_message(), (command, option, value)
+
+
+def test_the_limits_of_a_read_are_the_runtimes() -> None:
+    assert (options.MAX_SAMPLES, options.MAX_STEPS) == (read.MAX_SAMPLES, read.MAX_STEPS)

@@ -26,7 +26,7 @@ from canvasrt.containers.image.blobs import Blobs, LayerEntry
 from canvasrt.containers.image.layout import Image, write_archive, write_layout
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 from tests.conftest import Command
 
 CONFIG = {"architecture": "amd64", "config": {}, "rootfs": {"diff_ids": []}}
@@ -175,7 +175,7 @@ def test_keys_that_are_none_are_refused(image: Image, signed: Path, tmp_path: Pa
     for path in (bad, tmp_path / "none.pem"):
         with pytest.raises(CanvasError, match="cannot sign with"):
             read_signer(path)
-        with pytest.raises(UsageError, match="is not a public key"):
+        with pytest.raises(CanvasError, match="is not a public key"):
             check_attestation(image.path, image.digest, path)
 
 
