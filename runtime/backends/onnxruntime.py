@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -20,6 +21,7 @@ from canvasrt.runtime.engine import Arrays
 # Multiply-adds. A pass of this size takes a few milliseconds on one thread, most of it between
 # products.
 SMALL_PASS = 500_000_000
+_PAGEOUT = 21  # Linux's MADV_PAGEOUT, which loses nothing: pages that were written stay
 
 
 def available_cores() -> int:
@@ -76,6 +78,8 @@ class OrtBackend:
                 f"ONNX Runtime cannot load {file}: {str(error).splitlines()[0]}",
                 "check the bundle with `canvasrt verify`, then build it again",
             ) from error
+        if self._one_arena:
+            drop_pages(file.with_suffix(".bin"))
         return OrtSegment(name, session)
 
 
@@ -91,6 +95,22 @@ class OrtSegment:
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
         names = list(self.outputs if wanted is None else wanted)
         return dict(zip(names, self._session.run(names, dict(feeds)), strict=True))
+
+
+def drop_pages(file: Path) -> None:
+    """Give up the memory of a mapped file; pages come back from the file when needed. Without Linux, do nothing.
+
+    At load, ONNX Runtime reads INT4 weights and their scales once, to repack them, and keeps the scales mapped.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        return
+    libc = ctypes.CDLL(None)
+    for line in maps.read_text().splitlines():
+        span, *_, name = line.split(maxsplit=5)
+        if name == str(file.resolve()):
+            begin, end = (int(each, 16) for each in span.split("-"))
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PAGEOUT)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, save
 
 from canvasrt.runtime.backends import onnxruntime as backend
-from canvasrt.runtime.backends.onnxruntime import SMALL_PASS, OrtBackend
+from canvasrt.runtime.backends.onnxruntime import SMALL_PASS, OrtBackend, drop_pages
 
 
 def graph(folder: Path) -> Path:
@@ -44,3 +45,32 @@ def test_sessions_of_a_large_model_share_one_arena_without_patterns(
         assert found == shared
         # A pattern takes a pass's memory once more, which the arena keeps.
         assert options.enable_mem_pattern == (not shared)
+
+
+def resident(file: Path) -> int:
+    """Bytes of a file's maps that are in memory."""
+    size, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            inside = rest[-1:] == [str(file)]
+        elif inside and first == "Rss:":
+            size += 1024 * int(rest[0])
+    return size
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").is_file(), reason="needs Linux")
+def test_pages_read_at_load_are_given_up_and_what_was_written_is_kept(tmp_path: Path) -> None:
+    file = tmp_path.resolve() / "weights.bin"
+    data = np.arange(1 << 20, dtype=np.float32)
+    data.tofile(file)
+    os.sync()  # a page that is not on the disk yet stays
+    mapped = np.memmap(file, np.float32, "c")
+    mapped[0] = 7
+    assert mapped.sum() > 0
+    before = resident(file)
+    assert before >= data.nbytes
+    drop_pages(file)
+    assert resident(file) < before / 4
+    np.testing.assert_array_equal(mapped[1:], data[1:])
+    assert mapped[0] == 7
