@@ -102,6 +102,12 @@ PROGRESS = (
     Tensor("step", "INT32", (1,), "denoising steps done in that block"),
 )
 CANVAS = Tensor("canvas", "BYTES", (1,), "the canvas of a `draft`, as JSON; no other event has it")
+BLOCK_SCORES = Tensor(
+    "block_scores",
+    "BYTES",
+    (1,),
+    "each finished block's score, and how often it was redone, as JSON; only if asked for",
+)
 
 
 def inputs_of(model: str) -> tuple[Tensor, ...]:
@@ -128,7 +134,8 @@ def inputs_of(model: str) -> tuple[Tensor, ...]:
 
 def outputs_of(model: str) -> tuple[Tensor, ...]:
     """Return the outputs of the answer model or the stream model."""
-    return (*PROGRESS, *RESULT, CANVAS) if model == STREAM_MODEL else RESULT
+    result = (*RESULT, BLOCK_SCORES)
+    return (*PROGRESS, *result, CANVAS) if model == STREAM_MODEL else result
 
 
 # Triton's own front ends add these to a request's parameters; all others come from the caller.

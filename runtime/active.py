@@ -74,6 +74,11 @@ class ActiveRequest:
         if self._params.logit_bias:
             self._wants = "hidden"
 
+    @property
+    def cacheable(self) -> list[Chunk]:
+        """The next chunks that the prefix cache may hold."""
+        return self.chunks if self.shares else []
+
     def skip(self, count: int) -> None:
         """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
         size = sum(chunk.size for chunk in self.chunks[:count])
@@ -156,6 +161,7 @@ class ActiveRequest:
             events += self._finish_block(argmax, before, output)
         elif new:
             scores = self._scored(output, before, new)
+            self._scores += scores
             events.append(Settled(self.id, block, step, new, scores))
         return events
 
@@ -206,25 +212,28 @@ class ActiveRequest:
         assert output.hidden is not None
         hidden = output.hidden[begin : begin + len(tokens)]
         top = self._params.top_logprobs
-        scores = self._model.host_head.scores(hidden, tokens, top, self._step)
-        self._scores += scores
-        return scores
+        return self._model.host_head.scores(hidden, tokens, top, self._step)
 
     def _finish_block(self, canvas: np.ndarray, settled: int, output: DenoiseOutput) -> list[Event]:
         """Return the events of a block whose first `settled` tokens were sent already."""
         tokens, reason = self._cut(canvas, len(self._steps) + 1)
         scores = self._scored(output, settled, tokens[settled:])
         index, steps = len(self._steps), self._step
-        self._steps.append(steps)
+        return self._stand(canvas, Block(self.id, index, steps, tokens, reason, settled, scores))
+
+    def _stand(self, canvas: np.ndarray, block: Block) -> list[Event]:
+        """Add a block that is final to the answer; return its events."""
+        self._steps.append(block.steps)
         self._step = 0
         if self._first_block is None:
             self._first_block = time.perf_counter() - self._added
-        self._tokens += tokens
-        events: list[Event] = [Block(self.id, index, steps, tokens, reason, settled, scores)]
-        if reason:
+        self._tokens += block.tokens
+        self._scores += block.logprobs
+        events: list[Event] = [block]
+        if block.finish:
             # Nothing follows the last block, so it is not encoded.
             self.finished = True
-            events.append(Finished(self.id, self.result(reason)))
+            events.append(Finished(self.id, self.result(block.finish)))
         else:
             self.pending = canvas
             self._clean.append(canvas)

@@ -146,6 +146,7 @@ class HostModel(Model):
             positions[index, :count] = np.arange(begin, begin + count)
         rows = [item.row for item in batch]
         feeds = self._feeds(rows, positions, causal=True)
+        marks = [item.row.cache.mark() if item.keep else None for item in batch]
         hidden = self.embed(tokens)
         for index, item in enumerate(batch):
             if item.groups is not None and item.features is not None:
@@ -159,8 +160,11 @@ class HostModel(Model):
                 for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
                     here = slice(index, index + 1)
                     row.cache.append(layer, keys[here, :, :count], values[here, :, :count])
-        for row, count in zip(rows, counts, strict=True):
-            row.cache.advance(count)
+        for item, count, mark, states in zip(batch, counts, marks, hidden, strict=True):
+            if mark is None or item.keep is None or item.keep(states[:count]):
+                item.row.cache.advance(count)
+            else:
+                item.row.cache.rewind(mark)
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         length = len(batch[0].hidden)

@@ -20,6 +20,7 @@ from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 from canvasrt.runtime.schedule import Schedule
+from canvasrt.runtime.scored import ActiveScored, check_scores
 
 __all__ = [
     "Block",
@@ -83,6 +84,8 @@ class Generator:
         request.validate(self.model.config, self.model.max_context)
         if isinstance(request, (Request, ReadRequest)) and request.pictures:
             self.model.check_sight(request.pictures)
+        if isinstance(request, Request) and request.params.scores:
+            check_scores(self.model)
         if isinstance(request, Request) and request.params.on_host:
             names = " and ".join(request.params.on_host)
             self.model.host_head.check_signal(f"leave out {names}")
@@ -110,7 +113,7 @@ class Generator:
         events = self._drop_cancelled()
         self._give_places()
         events += self._collect()
-        self._encode()
+        events += self._encode()
         events += self._denoise()
         self._leave([each for each in self._running if each.finished])
         return events
@@ -209,8 +212,9 @@ class Generator:
         self._leave([each for each in self._running if each.finished])
         return events
 
-    def _encode(self) -> None:
-        """Encode one chunk of every request that has tokens to encode."""
+    def _encode(self) -> list[Event]:
+        """Encode one chunk of every request that has tokens to encode. Return the events of blocks
+        that this gave their scores."""
         ready = self._to_encode()
         inputs = [each.next_chunk() for each in ready]
         self.model.encode(inputs)
@@ -219,17 +223,23 @@ class Generator:
             chunk = each.encoded(len(item.tokens))
             if chunk and self._prefixes is not None and each.shares:
                 self._prefixes.add(each.row, chunk)
+        scored = [each for each in ready if isinstance(each, ActiveScored)]
+        events = [event for each in scored for event in each.judged()]
+        self._leave([each for each in scored if each.finished])
+        return events
 
     def _to_encode(self) -> list[Active]:
         """Return the requests with tokens to encode. Of those with the same chunk, all but one wait
         for the prefix cache to have it."""
-        ready, keys = [], set()
+        ready: list[Active] = []
+        keys: set[bytes] = set()
         for each in self._running:
-            if self._prefixes is not None and each.shares and each.chunks:
-                each.skip(self._prefixes.fill(each.row, each.chunks))
-                if each.chunks and each.chunks[0].key in keys:
+            if self._prefixes is not None and each.cacheable:
+                each.skip(self._prefixes.fill(each.row, each.cacheable))
+                following = {chunk.key for chunk in each.cacheable[:1]}
+                if following & keys:
                     continue
-                keys |= {chunk.key for chunk in each.chunks[:1]}
+                keys |= following
             if each.pending.size:
                 ready.append(each)
         return ready
@@ -255,7 +265,8 @@ def _waits(each: Active) -> bool:
 def _activate(id: int, request: Work, model: Model) -> Active:
     added = time.perf_counter()
     if isinstance(request, Request):
-        return ActiveRequest(id, request, model, added)
+        kind = ActiveScored if request.params.scores else ActiveRequest
+        return kind(id, request, model, added)
     active: ActiveRead | ActiveInfill | ActiveConstrained
     if isinstance(request, ReadRequest):
         active = ActiveRead(id, request, model, added)

@@ -96,6 +96,20 @@ class HostHead:
             found.append(TokenScore(int(token), float(row[token]), listed, step))
         return found
 
+    def log_likelihoods(self, hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return the log-probability of each of `tokens` int64 `[n]` at temperature 1, float64 `[n]`.
+
+        `hidden` is the last layer's output, float32 `[n, hidden_size]`.
+        """
+        normed = _rms_norm(np.asarray(hidden, np.float32), self._eps) * self._weights["norm.weight"]
+        cap, total = np.float64(self._cap), np.zeros(len(normed), np.float64)
+        for begin in range(0, self.vocab_size, _ROWS):
+            piece = self._rows(np.arange(begin, min(begin + _ROWS, self.vocab_size)))
+            # Logits are at most the cap, so these sums do not overflow.
+            total += np.exp(self._capped(normed @ piece.T) - self._cap).sum(-1, dtype=np.float64)
+        own = self._capped(np.einsum("nd,nd->n", normed, self._rows(tokens)))
+        return own.astype(np.float64) - cap - np.log(total)
+
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Return scaled embeddings, float32 `[n, hidden_size]`, of int64 `tokens` `[n]`."""
         return self._rows(tokens) * self._scale

@@ -42,6 +42,14 @@ class RequestCache:
         self.keys[layer] = self._joined(layer, self.keys[layer], keys)
         self.values[layer] = self._joined(layer, self.values[layer], values)
 
+    def mark(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return what `rewind` needs to take back the tokens that are appended from now on."""
+        return list(self.keys), list(self.values)
+
+    def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:
+        """Take back what was appended since `mark` was called, and not yet counted by `advance`."""
+        self.keys, self.values = list(mark[0]), list(mark[1])
+
     def saved_bytes(self, count: int) -> int:
         """Return the bytes of the copy of that many tokens."""
         pairs = zip(self.keys, self._sliding, strict=True)

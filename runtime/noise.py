@@ -6,18 +6,18 @@ import numpy as np
 
 
 def step_noise(
-    seed: int, block: int, step: int, length: int, vocab_size: int
+    seed: int, block: int, step: int, length: int, vocab_size: int, attempt: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the uniforms and the tokens of one denoising step of one block.
 
     Step 0's tokens are the block's first canvas. Step s = 1, 2, ... draws its candidates with its
-    uniforms and renoises with its tokens.
+    uniforms and renoises with its tokens. A block that is redone has other noise in each `attempt`.
 
     Shapes: float32 `[length]` in [0, 1) on a grid of 2**-24, and int64 `[length]` in [0,
     vocab_size).
     """
     # Key and counter alone fix the stream, so any backend can replay any step.
-    raw = np.random.Philox(key=seed, counter=[0, 0, step, block]).random_raw(2 * length)
+    raw = np.random.Philox(key=seed, counter=[0, attempt, step, block]).random_raw(2 * length)
     uniforms = (raw[:length] >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
     tokens = ((raw[length:] >> np.uint64(32)) * np.uint64(vocab_size)) >> np.uint64(32)
     return uniforms, tokens.astype(np.int64)

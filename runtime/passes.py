@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,9 @@ class EncodeInput:
     # The image that each token is part of, int64 [n], -1 for text; None without images.
     groups: np.ndarray | None = None
     features: np.ndarray | None = None  # float32 [image tokens, hidden_size], instead of embeddings
+    # Called with the last layer's output, float32 [n, hidden_size]: whether to keep the tokens.
+    keep: Callable[[np.ndarray], bool] | None = None
+    whole: bool = False  # `keep` needs the output of all tokens, not only of the last ones
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,17 @@ def _is_empty(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class BlockScore:
+    """How good a block is, by the model's own account.
+
+    score: mean log-probability of its tokens, in nats. redone: how often the block was redone.
+    """
+
+    score: float
+    redone: int
+
+
+@dataclass(frozen=True)
 class Timings:
     """Seconds since the request was added."""
 
@@ -84,6 +95,7 @@ class Result:
     timings: Timings
     cached_tokens: int = 0  # of the prompt, from the prefix cache
     logprobs: list[TokenScore] = field(default_factory=list)  # one per token, if asked for
+    block_scores: list[BlockScore] = field(default_factory=list)  # one per block, if asked for
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,7 @@ class Block:
     finish: FinishReason | None  # None if another block follows
     settled: int = 0
     logprobs: list[TokenScore] = field(default_factory=list)  # of the others
+    score: BlockScore | None = None
 
 
 @dataclass(frozen=True)

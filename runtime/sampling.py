@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Logits divided by much less overflow, and their entropy is not a number.
 COLDEST = 1e-6
 MAX_BIAS = 100  # as in OpenAI's API; far beyond any difference of soft-capped logits
+MAX_SCORE = 1000  # nats; no token of soft-capped logits is that unlikely
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 
 
@@ -154,6 +155,24 @@ class SamplingParams:
     top_logprobs: int = _parameter(
         0, "INT32", "likeliest tokens to list with each log-probability; 0 when absent", most=20
     )
+    score_blocks: bool = _parameter(
+        False, "BOOL", "also return the score of every block; false when absent"
+    )
+    score_by_denoising: bool = _parameter(
+        False,
+        "BOOL",
+        "score a block by one more denoising pass over it, and not by its encoding pass",
+    )
+    redo_below: float = _parameter(
+        0.0,
+        "FP32",
+        "redo a block whose score is below this, with other noise; 0 never does",
+        least=-MAX_SCORE,
+        most=0,
+    )
+    max_redos: int = _parameter(
+        3, "INT32", "how often a block may be redone; 3 when absent", most=16
+    )
     eos_token_ids: tuple[int, ...] = ()
     # Tokens, and what is added to their logits.
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -206,11 +225,12 @@ class SamplingParams:
         steps = self.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"max_denoising_steps is {steps}", f"this server allows {max_steps}")
-        passes = self.blocks(canvas_length) * steps * answers
+        tries = 1 + self.max_redos if self.redo_below < 0 else 1
+        passes = self.blocks(canvas_length) * steps * answers * tries
         if max_passes is not None and passes > max_passes:
             raise CanvasError(
                 f"the request may take {passes} denoising passes",
-                f"this server allows {max_passes}: ask for fewer tokens, steps or answers",
+                f"this server allows {max_passes}: ask for fewer tokens, steps, answers or redos",
             )
 
     def temperature_at(self, step: int) -> np.float32:
@@ -228,6 +248,11 @@ class SamplingParams:
         if self.temperature == 1:
             return scheduled
         return max(np.float32(self.temperature) * scheduled, np.float32(COLDEST))
+
+    @property
+    def scores(self) -> bool:
+        """Whether blocks get a score."""
+        return self.score_blocks or self.redo_below < 0
 
     @property
     def restricts(self) -> bool:
@@ -287,6 +312,12 @@ def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) ->
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise CanvasError(
             f"top_logprobs is {values['top_logprobs']} without logprobs", "set logprobs to true"
+        )
+    if values.get("settle_steps") and (values.get("redo_below") or 0) < 0:
+        raise CanvasError(
+            f"settle_steps is {values['settle_steps']} and redo_below is {values['redo_below']}: a "
+            "token that has settled cannot be taken back",
+            "leave out one of them",
         )
     if values.get("settle_steps") and values.get("early_stop") is False:
         raise CanvasError(

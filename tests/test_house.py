@@ -39,6 +39,7 @@ RUNTIME = (
     "model request backends inputs candidates",
     "kv_cache gpu settled prefix host_sampler early_stop",
     "active answers",
+    "scored",
     "cpu schedule",
     "generator",
     "open",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
     from canvasrt.runtime.generator import Block, Event, Request, Result, Settled
+    from canvasrt.runtime.request import BlockScore
     from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 Count = Annotated[
@@ -148,11 +149,16 @@ def _answer(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "seed": result.seed,
         "steps": result.steps,
         **({"logprobs": [asdict(each) for each in result.logprobs]} if result.logprobs else {}),
+        **_scores(result.block_scores),
         "seconds": {
             "first_block": result.timings.first_block,
             "total": result.timings.total,
         },
     }
+
+
+def _scores(scores: Sequence[BlockScore]) -> dict[str, Any]:
+    return {"block_scores": [asdict(each) for each in scores]} if scores else {}
 
 
 def _without_end(ids: list[int], finish: str | None) -> list[int]:

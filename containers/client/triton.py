@@ -6,7 +6,7 @@ import contextlib
 import queue
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ class TritonAnswer:
     seed: int
     cached_tokens: int
     logprobs: str
+    block_scores: str = field(default="", kw_only=True)  # only if asked for
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with a key per field."""

@@ -136,7 +136,7 @@ class Run:
                             yield _event(opening)
                     if event.event == "final":
                         self.count(number, event)
-                        chunks = shape.closing(number, event.finish_reason)
+                        chunks = shape.closing(number, event)
                     else:
                         chunks = shape.pieces(number, event)
                     for chunk in chunks:

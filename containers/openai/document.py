@@ -68,6 +68,7 @@ _USAGE = _object(
         "denoising_steps": "integer",
     }
 )
+_SCORES = [_object({"score": "number", "redone": "integer"})]
 _OWN = _object({"seed": "integer"}, warnings=["string"])
 _ANSWER = {"id": "string", "object": "string", "created": "integer", "model": "string"}
 _ANSWER |= {"system_fingerprint": "string"}
@@ -140,7 +141,7 @@ OPERATIONS: tuple[Operation, ...] = (
         _object(
             {
                 **_ANSWER,
-                "choices": [_object({**_CHOICE, "message": _MESSAGE})],
+                "choices": [_object({**_CHOICE, "message": _MESSAGE}, block_scores=_SCORES)],
                 "usage": _USAGE,
                 "canvasrt": _OWN,
             }
@@ -155,7 +156,7 @@ OPERATIONS: tuple[Operation, ...] = (
         _object(
             {
                 **_ANSWER,
-                "choices": [_object({**_CHOICE, "text": "string"})],
+                "choices": [_object({**_CHOICE, "text": "string"}, block_scores=_SCORES)],
                 "usage": _USAGE,
                 "canvasrt": _OWN,
             }
@@ -175,7 +176,7 @@ OPERATIONS: tuple[Operation, ...] = (
                 "model": "string",
                 "output": ["object"],
                 "usage": "object or null",
-                "canvasrt": _OWN,
+                "canvasrt": _object({"seed": "integer"}, warnings=["string"], block_scores=_SCORES),
             }
         ),
         ResponsesRequest,

@@ -87,8 +87,13 @@ class Shape:
             chunks[0]["choices"][0]["logprobs"] = scores
         return chunks
 
-    def closing(self, index: int, finish_reason: str) -> list[dict[str, Any]]:
+    def closing(self, index: int, final: StreamEvent) -> list[dict[str, Any]]:
         """Return the last chunks of a choice."""
+        chunks = self._closing(index, final.finish_reason)
+        chunks[-1]["choices"][0] |= block_scores(final)
+        return chunks
+
+    def _closing(self, index: int, finish_reason: str) -> list[dict[str, Any]]:
         if not self.chat:
             return [self._chunk(index, "", finish_reason)]
         left = self._read(index, "", final=True)
@@ -114,7 +119,8 @@ class Shape:
             answer = {"message": read.to_message()}
             finish = _finish(finish, len(read.calls))
         scores = self._scores(final.logprobs)
-        return {"index": index, **answer, "logprobs": scores, "finish_reason": finish}
+        choice = {"index": index, **answer, "logprobs": scores, "finish_reason": finish}
+        return choice | block_scores(final)
 
     def _read(self, index: int, text: str, final: bool = False) -> list[dict[str, Any]]:
         """Take more of an answer's text apart; return its chunks."""
@@ -173,6 +179,11 @@ class Shape:
             # Our own addition: repeats the answer, even if the caller gave no seed.
             "canvasrt": own_fields(self.seed, self.ignored),
         }
+
+
+def block_scores(final: StreamEvent) -> dict[str, Any]:
+    """Return what a choice has of its blocks' scores: nothing, unless they were asked for."""
+    return {"block_scores": json.loads(final.block_scores)} if final.block_scores else {}
 
 
 def own_fields(seed: int, ignored: list[str] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.answer import Piece, ToolCall
 from canvasrt.containers.openai.errors import ApiError
-from canvasrt.containers.openai.replies import own_fields
+from canvasrt.containers.openai.replies import block_scores, own_fields
 from canvasrt.containers.openai.responses import ResponsesRequest
 
 Event = dict[str, Any]
@@ -86,7 +86,8 @@ class ResponseBuilder:
             "truncation": "disabled",
             "usage": _usage(final) if final else None,
             "user": given.get("user"),
-            "canvasrt": own_fields(self._seed, self._request.ignored),
+            "canvasrt": own_fields(self._seed, self._request.ignored)
+            | (block_scores(final) if final else {}),
         }
 
     def _piece(self, piece: Piece) -> Iterator[Event]:

@@ -119,7 +119,8 @@ def _type(parameter: Parameter) -> Any:
         return Annotated[int, Field(ge=least, le=most, description=about)]
     if parameter.kind is bool:
         return Annotated[bool, Field(description=about)]
-    limits: dict[str, Any] = {"exclusiveMinimum" if parameter.above_least else "minimum": 0}
+    low = "exclusiveMinimum" if parameter.above_least else "minimum"
+    limits: dict[str, Any] = {low: parameter.least}
     if parameter.most is not None:
         limits["maximum"] = parameter.most
     return Annotated[float, Field(description=about, json_schema_extra=limits)]

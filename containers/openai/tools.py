@@ -91,7 +91,8 @@ def call_grammar(request: ChatRequest) -> dict[str, Any] | None:
     if begun == "nothing" and (not strict or request.response_format is not None):
         return None
     others = has_images(request.messages) or any(
-        getattr(request, name) for name in ("logprobs", "settle_steps")
+        getattr(request, name)
+        for name in ("logprobs", "settle_steps", "score_blocks", "redo_below")
     )
     if not strict and (others or all(each.strict is False for each in functions)):
         return None

@@ -316,7 +316,9 @@ class AnswerModel:
             return error_response("CANCELLED", "the request was cancelled")
         if tensors["event"].as_numpy()[0] == ERROR_EVENT.encode():
             return error_response(**json.loads(tensors["text"].as_numpy()[0]))
-        return pb_utils.InferenceResponse([tensors[name] for name in self._outputs])
+        # Only some events have `block_scores`.
+        found = [tensors[name] for name in self._outputs if name in tensors]
+        return pb_utils.InferenceResponse(found)
 
     def _watch(self) -> None:
         """Report cancelled requests to the stream model; calls between models do not pass that on."""

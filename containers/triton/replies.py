@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ import numpy as np
 from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result, Settled
 from canvasrt.runtime.host_head import TokenScore
+from canvasrt.runtime.request import BlockScore
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 
 class ReplyBuilder:
     """Builds the replies to one request, and keeps what later ones repeat: each has all outputs,
-    apart from `canvas`, which only drafts have.
+    apart from `canvas`, which only drafts have, and `block_scores`, which few callers ask for.
 
     Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
     `only_final` sends only the result. The text begins with `opening`, ends before the first of
@@ -47,6 +49,8 @@ class ReplyBuilder:
         self._done: list[int] = []  # the tokens that are final
         self._opening = self._unsent = opening
         self._scores: list[TokenScore] = []
+        self._wants_scores = params.scores
+        self._block_scores: list[BlockScore] = []
         self._given = ""
         self._spelt: dict[int, str] = {}
         self._prompt = prompt
@@ -94,6 +98,7 @@ class ReplyBuilder:
     def _block(self, event: Block) -> dict[str, np.ndarray]:
         """Return the reply to a block, whose text is what its settled pieces left."""
         self._steps.append(event.steps)
+        self._block_scores += [event.score] if event.score else []
         rest = event.tokens[event.settled :]
         last = event.finish is not None
         text, tokens, scores = self._final(rest, event.logprobs, last)
@@ -145,6 +150,7 @@ class ReplyBuilder:
 
     def _result(self, result: Result) -> dict[str, np.ndarray]:
         self._steps = list(result.steps)
+        self._block_scores = list(result.block_scores)
         last = len(result.steps) - 1
         return self._tensors(
             "final",
@@ -183,7 +189,7 @@ class ReplyBuilder:
         finish: str = "",
         scores: Sequence[TokenScore] = (),
     ) -> dict[str, np.ndarray]:
-        return {
+        made = {
             "event": _bytes(event),
             "block": _ints([block]),
             "step": _ints([step]),
@@ -196,6 +202,10 @@ class ReplyBuilder:
             "cached_tokens": _ints([self._cached]),
             "logprobs": _bytes(self._shown(scores)),
         }
+        if self._wants_scores:
+            found = [asdict(each) for each in self._block_scores]
+            made["block_scores"] = _bytes(json.dumps(found))
+        return made
 
     def _shown(self, scores: Sequence[TokenScore]) -> str:
         """Return scores as JSON: token, text, logprob, step, and the likeliest tokens."""

@@ -54,7 +54,7 @@ class ConstrainedRequest:
         """Raise CanvasError for a request that could not run without a grammar either, or one that
         also asks for what a grammar does not support."""
         Request(self.prompt_token_ids, self.params).validate(config, max_context)
-        for name in ("logprobs", "settle_steps"):
+        for name in ("logprobs", "settle_steps", "score_blocks", "redo_below"):
             if getattr(self.params, name):
                 raise CanvasError(
                     f"{name} is not supported together with a grammar", f"leave out {name}"

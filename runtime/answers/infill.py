@@ -85,6 +85,11 @@ class GapRequest:
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for a prompt that is empty, foreign or too long."""
         Request(self.prompt_token_ids, self.params).validate(config, max_context)
+        for name in ("score_blocks", "redo_below"):
+            if getattr(self.params, name):
+                raise CanvasError(
+                    f"{name} is not supported together with gaps to fill", f"leave out {name}"
+                )
 
 
 def infill_request(

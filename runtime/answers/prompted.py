@@ -42,6 +42,11 @@ class Prompted:
         """It never makes room for another request."""
         raise AssertionError("it keeps its place")
 
+    @property
+    def cacheable(self) -> list[Chunk]:
+        """The next chunks that the prefix cache may hold."""
+        return self.chunks if self.shares else []
+
     def skip(self, count: int) -> None:
         """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
         size = sum(chunk.size for chunk in self.chunks[:count])

@@ -221,6 +221,10 @@ class DeviceModel(Model):
         if self._run(this, [capacity] * len(self.segments[:-1])) is not None:
             self._encode_again(item, capacity == this.length)
             return
+        if item.keep is not None:
+            states = self.workspace.last_hidden(this.batch, this.length)[0, :count]
+            if not item.keep(states):
+                return
         self._cache.make_room(row, count)
         for layer in range(len(self.config.layers)):
             keys, values = space.new("encode", layer)
@@ -230,17 +234,17 @@ class DeviceModel(Model):
     def _encode_again(self, item: EncodeInput, was_roomy: bool) -> None:
         """Encode tokens that overloaded an expert in two passes, or with a slot for each. Nothing has changed so far.
 
-        Tokens of one image see each other, so they stay in one pass.
+        Tokens of one image see each other, so they stay in one pass, and so do those of a block with a score.
         """
         self.counters.overflows += 1
         middle = (len(item.tokens) + 1) // 2
         if was_roomy or middle == len(item.tokens):
             raise too_full()
-        if item.groups is not None:
+        if item.groups is not None or item.whole:
             self._encode_pass([item], roomy=True)
             return
-        for tokens in (item.tokens[:middle], item.tokens[middle:]):
-            self._encode_pass([EncodeInput(item.row, tokens)])
+        self._encode_pass([EncodeInput(item.row, item.tokens[:middle])])
+        self._encode_pass([EncodeInput(item.row, item.tokens[middle:], keep=item.keep)])
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         length, space = self.canvas_length, self.workspace

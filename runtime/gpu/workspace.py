@@ -106,10 +106,10 @@ class Workspace:
 
     def last_hidden(self, batch: int, length: int) -> np.ndarray:
         """Wait for the last layer's output, and return it: float32 `[batch, length, hidden_size]`."""
-        held = np.empty(batch * self.row_bytes, np.uint8)
+        held = np.empty((batch, length, self._config.hidden_size), self.hidden_dtype)
         self._device.download(held, self.hidden[-1])
         self._device.synchronize()
-        return held.view(self.hidden_dtype).reshape(batch, length, -1).astype(np.float32)
+        return held.astype(np.float32)
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
         """Return the addresses for a layer's new keys and values."""

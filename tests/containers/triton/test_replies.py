@@ -12,7 +12,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.runtime.generator import Block, Draft, Finished, Result, Settled
-from canvasrt.runtime.request import Timings
+from canvasrt.runtime.request import BlockScore, Timings
 from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -45,7 +45,8 @@ def test_the_end_of_the_sequence_is_a_token_and_no_text(tokenizer: Tokenizer):
 def test_every_reply_holds_every_output_in_its_type(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(seed=2**64 - 1), drafts=False)
     (reply,) = replies.replies(Block(0, 0, 3, [40], None))
-    outputs = [tensor for tensor in outputs_of(STREAM_MODEL) if tensor.name != "canvas"]
+    some = ("canvas", "block_scores")
+    outputs = [tensor for tensor in outputs_of(STREAM_MODEL) if tensor.name not in some]
     assert set(reply) == {tensor.name for tensor in outputs}
     types = {"BYTES": "object", "INT32": "int32", "UINT64": "uint64"}
     for tensor in outputs:
@@ -81,6 +82,21 @@ def test_settled_pieces_and_the_rest_of_their_block_add_up(tokenizer: Tokenizer)
     assert [reply["event"].tolist() for reply in sent] == [[b"settled"], [b"settled"], [b"block"]]
     assert b"".join(reply["text"][0] for reply in sent) == b"4625"
     assert [token for reply in sent for token in reply["token_ids"]] == [*ids, EOS]
+
+
+def test_scores_of_blocks_add_up_if_asked_for(tokenizer: Tokenizer):
+    params = SamplingParams(score_blocks=True)
+    replies = ReplyBuilder(tokenizer, params, drafts=False, stops=["6"])
+    first, second = BlockScore(-0.5, 0), BlockScore(-2.0, 3)
+    ids = tokenizer.encode("4625", add_special_tokens=False)
+    (reply,) = replies.replies(Block(0, 0, 4, ids[:1], None, score=first))
+    assert json.loads(reply["block_scores"][0]) == [{"score": -0.5, "redone": 0}]
+    _, final = replies.replies(Block(0, 1, 4, ids[1:2], None, score=second))
+    assert final["event"].tolist() == [b"final"]
+    assert json.loads(final["block_scores"][0]) == [
+        {"score": -0.5, "redone": 0},
+        {"score": -2.0, "redone": 3},
+    ]
 
 
 def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenizer: Tokenizer):

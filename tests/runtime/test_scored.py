@@ -1,0 +1,287 @@
+"""Scores of blocks against transformers, and blocks that are redone for a low one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.infill import infill_request
+from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request, Result
+from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.prefix import PrefixCache
+from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.reference import PAD, Pair, Reference
+from tests.helpers.restricted import cache_of, restricted_steps
+
+CANVAS = 32
+ALWAYS = -1e-4  # no block of the tiny model is that likely
+
+
+def params(pair: Pair, **overrides: object) -> SamplingParams:
+    given = {"max_new_tokens": 3 * CANVAS, "max_denoising_steps": 6, "score_blocks": True}
+    return SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **given | overrides)
+
+
+def device(pair: Pair) -> Model:
+    return open_model(pair.graphs, check=False, backend=FakeBackend())
+
+
+class Attempted(Reference):
+    """transformers' own generation of one block of an answer, under the noise of one attempt."""
+
+    def __init__(self, other: Reference, block: int, attempt: int) -> None:
+        super().__init__(other.model)
+        self.at = block, attempt
+
+    def _noise(self, seeds: list[int], block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        index, attempt = self.at
+        sizes = self.canvas, self.vocab
+        rows = [step_noise(seed, index + block, step, *sizes, attempt) for seed in seeds]
+        return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows])
+
+
+def causal_score(pair: Pair, context: list[int], tokens: list[int]) -> float:
+    """The mean log-probability of tokens by transformers' encoder, in one pass over everything."""
+    model = pair.reference.model
+    with torch.no_grad():
+        hidden = model.model.encoder(input_ids=torch.tensor([context + tokens])).last_hidden_state[
+            0, len(context) - 1 : -1
+        ]
+        cap = model.config.text_config.final_logit_softcapping
+        logits = torch.tanh(model.lm_head(hidden).float() / cap) * cap
+    return float(log_softmax(logits.numpy())[np.arange(len(tokens)), tokens].mean())
+
+
+def denoised_score(pair: Pair, context: list[int], tokens: list[int], canvas: list[int]) -> float:
+    """The mean log-probability of tokens by transformers' denoiser, at their own places."""
+    given, blank = params(pair), (np.zeros(CANVAS, np.float32), np.zeros(CANVAS, np.int64))
+    cache = cache_of(pair.reference, context)
+    step = restricted_steps(
+        pair.reference, cache, len(context), canvas, {}, given, lambda step: blank, 1
+    )[0]
+    return float(log_softmax(step.logits)[np.arange(len(tokens)), tokens].mean())
+
+
+def expected(pair: Pair, prompt: list[int], given: SamplingParams) -> tuple[list, list, list]:
+    """Tokens, and per block its score and its steps: the loop over transformers' own blocks."""
+    context, tokens, scores, steps = list(prompt), [], [], []
+    for block in range(given.blocks(CANVAS)):
+        attempts = []
+        for attempt in range(1 + (given.max_redos if given.redo_below < 0 else 0)):
+            room = min(CANVAS, given.max_new_tokens - len(tokens))
+            side = Attempted(pair.reference, block, attempt)
+            out = side.generate([context], [replace(given, max_new_tokens=room)])
+            new, last = out.tokens[0], out.trace.argmax[0][0][-1].tolist()
+            if given.score_by_denoising:
+                ended = new[-1] in given.eos_token_ids
+                canvas = new + ([PAD] * (CANVAS - len(new)) if ended else last[len(new) :])
+                score = denoised_score(pair, context, new, canvas)
+            else:
+                score = causal_score(pair, context, new)
+            attempts.append((score, new, out.trace.steps(0)[0]))
+            if given.redo_below == 0 or score >= given.redo_below:
+                break
+        else:
+            attempts.sort(key=lambda each: -each[0])  # stable: the first of equals
+            attempts.append(attempts[0])
+        score, new, _ = attempts[-1]
+        scores.append(score)
+        steps.append(sum(each[2] for each in attempts[: given.max_redos + 1]))
+        tokens, context = tokens + new, context + new
+        if new[-1] in given.eos_token_ids:
+            break
+    return tokens, scores, steps
+
+
+def check(
+    pair: Pair, prompt: list[int], given: SamplingParams, model: Model | None = None
+) -> Result:
+    (result,) = Generator(model or pair.model).run([Request(prompt, given)])
+    tokens, scores, steps = expected(pair, prompt, given)
+    assert result.token_ids == tokens
+    assert result.steps == steps
+    assert [each.score for each in result.block_scores] == pytest.approx(scores, abs=1e-4)
+    return result
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+@pytest.mark.parametrize("length", [1, 40, 150])
+def test_scores_are_those_of_transformers(
+    tiny: Pair, prompt: Callable[..., list[int]], length: int, by_denoising: bool
+) -> None:
+    """Over several blocks and the edge of the window; the last block is cut by the budget."""
+    given = params(tiny, max_new_tokens=80, score_by_denoising=by_denoising)
+    result = check(tiny, prompt(length), given)
+    assert len(result.block_scores) == 3
+    assert all(each.redone == 0 for each in result.block_scores)
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+@pytest.mark.parametrize("question", ["12+34=", "57-9="])
+def test_an_answer_that_ends_is_scored_up_to_its_end(
+    undertrained: Pair, question: str, by_denoising: bool
+) -> None:
+    ids = undertrained.tokenizer.encode_chat([{"role": "user", "content": question}])
+    check(undertrained, ids, params(undertrained, score_by_denoising=by_denoising))
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_best_attempt_stands_when_none_is_good_enough(
+    tiny: Pair, prompt: Callable[..., list[int]], on_device: bool, by_denoising: bool
+) -> None:
+    given = params(
+        tiny,
+        score_by_denoising=by_denoising,
+        redo_below=ALWAYS,
+        max_redos=2,
+        max_new_tokens=2 * CANVAS,
+        score_blocks=False,
+    )
+    chosen = set()
+    for seed in range(2):
+        result = check(
+            tiny, prompt(40, seed), replace(given, seed=seed), device(tiny) if on_device else None
+        )
+        assert [each.redone for each in result.block_scores] == [2, 2]
+        plain = Generator(tiny.model).run(
+            [Request(prompt(40, seed), replace(given, seed=seed, redo_below=0.0))]
+        )[0]
+        chosen.add(plain.token_ids[:CANVAS] == result.token_ids[:CANVAS])
+    assert False in chosen  # another attempt than the first was the best
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+def test_the_first_attempt_that_is_good_enough_stands(
+    tiny: Pair, prompt: Callable[..., list[int]], by_denoising: bool
+) -> None:
+    given = params(tiny, score_by_denoising=by_denoising)
+    scores = []
+    for seed in range(2):
+        request = Request(prompt(40, seed), replace(given, seed=seed))
+        scores += [each.score for each in Generator(tiny.model).run([request])[0].block_scores]
+    middle = float(np.float32(np.median(scores)))
+    redone = []
+    for seed in range(2):
+        ours = replace(given, seed=seed, redo_below=middle, max_redos=4)
+        result = check(tiny, prompt(40, seed), ours)
+        redone += [each.redone for each in result.block_scores]
+    assert 0 in redone
+    assert any(0 < each < 4 for each in redone)
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+def test_scores_change_no_token(
+    tiny: Pair, prompt: Callable[..., list[int]], by_denoising: bool
+) -> None:
+    """Nor does what shares the batch or the prefix cache change a score."""
+    given = [params(tiny, seed=seed, score_by_denoising=by_denoising) for seed in range(3)]
+    wanted = [
+        Request(prompt(length, 7), each)
+        for length, each in zip((600, 300, 300), given, strict=True)
+    ]
+    plain = [replace(each, params=replace(each.params, score_blocks=False)) for each in wanted]
+    alone = [Generator(tiny.model).run([each])[0] for each in wanted]
+    for model in (tiny.model, device(tiny)):
+        prefixes = PrefixCache(model, 2**28)
+        together = Generator(model, prefixes=prefixes).run(wanted + plain)
+        again = Generator(model, prefixes=prefixes).run(wanted)
+        for results in (together[:3], together[3:], again):
+            assert [each.token_ids for each in results] == [each.token_ids for each in alone]
+        for results in (together[:3], again):
+            for one, other in zip(results, alone, strict=True):
+                assert [each.score for each in one.block_scores] == pytest.approx(
+                    [each.score for each in other.block_scores], abs=1e-4
+                )
+        assert all(each.block_scores == [] for each in together[3:])
+        # The causal score needs the prompt's last output, which no cache holds.
+        assert [each.cached_tokens for each in again] == (
+            [600, 300, 300] if by_denoising else [512, 256, 256]
+        )
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+@pytest.mark.parametrize("quantum", [7, 9])
+def test_a_request_that_makes_room_keeps_its_scores(
+    tiny: Pair,
+    prompt: Callable[..., list[int]],
+    quantum: int,
+    by_denoising: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DeviceModel, "quantum", quantum)
+    given = params(tiny, score_by_denoising=by_denoising, redo_below=ALWAYS, max_redos=1)
+    wanted = [Request(prompt(n, n), replace(given, seed=n)) for n in (5, 40, 300)]
+    model = device(tiny)
+    parked = []
+    real = model.park
+    monkeypatch.setattr(
+        model, "park", lambda row, hidden: (parked.append(row), real(row, hidden))[1]
+    )
+    ours = Generator(model, max_batch=1).run(wanted)
+    assert len(parked) > 3
+    for one, other in zip(ours, Generator(tiny.model).run(wanted), strict=True):
+        assert (one.token_ids, one.steps) == (other.token_ids, other.steps)
+        assert [each.score for each in one.block_scores] == pytest.approx(
+            [each.score for each in other.block_scores], abs=1e-4
+        )
+
+
+@pytest.mark.parametrize("by_denoising", [False, True])
+def test_nothing_is_sent_before_its_block_stands(
+    tiny: Pair, prompt: Callable[..., list[int]], by_denoising: bool
+) -> None:
+    given = params(tiny, score_by_denoising=by_denoising, redo_below=ALWAYS, max_redos=2)
+    events = list(Generator(tiny.model).stream(Request(prompt(40), given)))
+    finished = events[-1]
+    assert isinstance(finished, Finished)
+    blocks = [each for each in events if isinstance(each, Block)]
+    assert [each.block for each in blocks] == [0, 1, 2]
+    assert [token for each in blocks for token in each.tokens] == finished.result.token_ids
+    assert [each.score for each in blocks] == finished.result.block_scores
+    begin = 0
+    for index, event in enumerate(events[:-1]):
+        if isinstance(event, Block):
+            drafts = events[begin:index]
+            assert all(isinstance(each, Draft) for each in drafts)
+            assert [each.step for each in drafts].count(1) == 3
+            assert len(drafts) == event.steps
+            begin = index + 1
+
+
+def test_the_same_seed_redoes_the_same_way(tiny: Pair, prompt: Callable[..., list[int]]) -> None:
+    given = params(tiny, redo_below=ALWAYS, max_redos=2)
+    requests = [Request(prompt(20, seed), replace(given, seed=seed)) for seed in range(4)]
+    apart = [Generator(tiny.model).run([each])[0] for each in requests]
+    together = Generator(tiny.model).run(requests)
+    assert [(each.token_ids, each.block_scores) for each in apart] == [
+        (each.token_ids, each.block_scores) for each in together
+    ]
+
+
+def test_what_cannot_be_scored_is_refused(tiny: Pair, undertrained: Pair) -> None:
+    with pytest.raises(CanvasError, match="settle_steps is 1 and redo_below is -2"):
+        params(tiny, settle_steps=1, redo_below=-2.0)
+    with pytest.raises(CanvasError, match="redo_below is 1"):
+        params(tiny, redo_below=1.0)
+    with pytest.raises(CanvasError, match="max_redos is 17"):
+        params(tiny, max_redos=17)
+    filled = infill_request(
+        "a{2}", [5], params(undertrained), undertrained.model, undertrained.tokenizer
+    )
+    with pytest.raises(CanvasError, match="score_blocks is not supported together with gaps"):
+        Generator(undertrained.model).add(filled)
+    given = params(tiny, redo_below=-1.0, max_redos=3)
+    given.check_limits(CANVAS, 1, None, 3 * 6 * 4)
+    with pytest.raises(CanvasError, match="may take 72 denoising passes"):
+        given.check_limits(CANVAS, 1, None, 71)
