@@ -73,9 +73,7 @@ def read_request(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
     encoded, opening = encoder.encode(values)
-    if "images" in values:  # before they are decoded
-        check_places(encoded.tolist(), len(values["images"]), model.config)
-    pictures = _pictures(values, model)
+    pictures = _pictures(values, model, encoded)
     prompt: Sequence[int] | np.ndarray = encoded
     if pictures:
         for name in ("grammar", "infill"):
@@ -99,8 +97,11 @@ def read_request(
     )
 
 
-def _pictures(values: Mapping[str, Any], model: Model) -> list[Picture]:
-    """Return a request's images as patches."""
+def _pictures(
+    values: Mapping[str, Any], model: Model, prompt: np.ndarray | None = None
+) -> list[Picture]:
+    """Return a request's images as patches. What can be seen to be wrong is refused before they are
+    decoded."""
     files = values.get("images", [])
     budgets = [int(most) for most in values.get("image_tokens", ())] or [SOFT_TOKENS]
     if not files:
@@ -118,6 +119,8 @@ def _pictures(values: Mapping[str, Any], model: Model) -> list[Picture]:
             f"{len(files)} images exceed the context of {model.max_context} tokens",
             "send fewer images, or fewer image_tokens",
         )
+    if prompt is not None:
+        check_places(prompt.tolist(), len(files), model.config)
     assert model.config.vision is not None
     digest = hashlib.sha256()
     for file, budget in zip(files, budgets, strict=True):
