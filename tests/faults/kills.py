@@ -33,7 +33,8 @@ class Clients:
     """Ask all the time, and compare every answer with the one that was given to it alone."""
 
     def __init__(self, host: str, known: dict[str, str], count: int = CLIENTS) -> None:
-        self.right = self.failed = 0
+        self.right = 0
+        self.failed = Counter[str]()  # by status, or by what was raised
         self.wrong: list[str] = []
         self._host, self._known = host, known
         self._done = threading.Event()
@@ -50,14 +51,14 @@ class Clients:
             question = draw.choice(attack.QUESTIONS)
             try:
                 status, body = attack.ask(self._host, question, timeout=SECONDS)
-            except (OSError, http.client.HTTPException, ValueError):
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 with self._lock:
-                    self.failed += 1
+                    self.failed[type(error).__name__] += 1
                 self._done.wait(0.05)
                 continue
             with self._lock:
                 if status != 200:
-                    self.failed += 1
+                    self.failed[str(status)] += 1
                 elif attack.text_of(body) == self._known[question]:
                     self.right += 1
                 else:

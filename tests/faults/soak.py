@@ -51,7 +51,7 @@ def run(
         wrong = list(load.wrong)
         found["right answers"] = [load.right]
         if load.failed:
-            wrong.append(f"{load.failed} requests failed")
+            wrong.append(f"requests failed: {dict(load.failed)}")
     for name, values in found.items():
         what = name.rpartition(", ")[2]
         if what in _GROWTH:

@@ -17,6 +17,8 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.inputs import inputs_of
+from canvasrt.containers.openai.schema import ChatRequest
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.worker import CANCEL_CHECKS, Busy, Worker
 from canvasrt.runtime.generator import Block, Finished, Generator
@@ -156,6 +158,29 @@ def test_answers_that_a_key_waits_for_are_counted():
         more(1)
     with callers.one("a") as more:
         more(2)
+
+
+@pytest.mark.parametrize("name", ["tools", "images", "response_format", "messages"])
+def test_all_inputs_count_times_their_answers(name: str):
+    big = "x" * 600_000
+    chat: dict[str, Any] = {"role": "user", "content": "a"}
+    fields: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {"name": "f", "description": big}}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"description": big}},
+        },
+    }
+    if name == "images":
+        url = f"data:image/png;base64,{'A' * 800_000}"
+        chat["content"] = [{"type": "image_url", "image_url": {"url": url}}]
+    elif name == "messages":
+        chat["content"] = big
+    body = {"model": "m", "messages": [chat], **{k: v for k, v in fields.items() if k == name}}
+    assert len(inputs_of(ChatRequest.model_validate({**body, "n": 100}))) == 100
+    with pytest.raises(ApiError, match="more than this server handles") as refused:
+        inputs_of(ChatRequest.model_validate({**body, "n": 128}))
+    assert refused.value.status == 400
 
 
 def test_callers_take_turns_at_being_prepared():

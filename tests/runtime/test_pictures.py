@@ -10,7 +10,7 @@ from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.pictures import BUDGETS, read_picture
+from canvasrt.runtime.pictures import BUDGETS, read_picture, read_pictures
 from tests.helpers.pictures import VISION, noise, png
 
 SIZES = [
@@ -92,3 +92,13 @@ def test_a_bomb_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("it was decoded"))
     with pytest.raises(CanvasError, match="9000 × 9000"):
         read_picture(file.getvalue(), VISION)
+
+
+def test_the_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    Image.new("1", (5_000, 5_000)).save(file, "PNG")
+    three = [file.getvalue()] * 3
+    assert len(read_pictures(three[:2], VISION, [70, 70])) == 2
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("one was decoded"))
+    with pytest.raises(CanvasError, match="3 images have 75000000 pixels together"):
+        read_pictures(three, VISION, [70] * 3)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers import constrained
+from canvasrt.runtime.answers import constrained, grammar
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
 from canvasrt.runtime.answers.search import search
@@ -242,6 +242,20 @@ def test_grammars_that_cannot_be_used_are_refused(
     demo_words: Vocabulary, spec: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CanvasError, match=message):
+        compile_grammar(spec, demo_words, "g")
+
+
+def test_compiling_is_bounded(demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"type": "regex", "regex": "[ab]{40}"}
+    compile_grammar(spec, demo_words, "g")
+    rounds: list[State] = []
+    allowed = State._compute_allowed
+    monkeypatch.setattr(State, "_compute_allowed", lambda s: rounds.append(s) or allowed(s))
+    with pytest.raises(CanvasError, match="no answer of at most 1024 tokens"):
+        compile_grammar({"type": "regex", "regex": "a" * 60_000}, demo_words, "g")
+    assert len(rounds) < 10  # what must follow is not searched for
+    monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
+    with pytest.raises(CanvasError, match="cannot be used: its shortest answer was not"):
         compile_grammar(spec, demo_words, "g")
 
 
