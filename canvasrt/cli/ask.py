@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.load import is_url
-from canvasrt.cli.options import MAX_SAMPLES, MAX_STEPS, AsJson, Device, Threads, refuse
+from canvasrt.cli.options import MAX_SAMPLES, MAX_STEPS, AsJson, Device, Threads, is_url, refuse
 from canvasrt.cli.prompt import read_stdin
 from canvasrt.console import emit, table
 from canvasrt.errors import CanvasError, UsageError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import AsJson, Device, SharePasses, Threads, refuse
+from canvasrt.cli.options import AsJson, Device, SharePasses, Threads, is_url, refuse
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import UsageError
 
@@ -156,9 +156,9 @@ def bench(
     Example: canvasrt bench engines --against transformers --checkpoint demo
     Example: canvasrt bench http://localhost:8000/v1 --concurrency 8 --report measured
     """
-    from canvasrt.cli import load
+    if is_url(bundle):
+        from canvasrt.cli import load
 
-    if load.is_url(bundle):
         refuse(context, _OF_BUNDLE, "is for measuring a bundle", "leave it out for a server")
         wanted = load.LoadOptions(
             against=against,

@@ -37,11 +37,6 @@ class LoadOptions:
     report: Path | None
 
 
-def is_url(subject: str) -> bool:
-    """Return whether a command's argument is an address rather than a bundle."""
-    return subject.startswith(("http://", "https://"))
-
-
 def run(url: str, options: LoadOptions, as_json: bool) -> None:
     """Measure one server, or two in turns, and print the figures."""
     sessions = _sessions(options.prompts, options.sessions)

@@ -202,3 +202,8 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError
     return number
+
+
+def is_url(subject: str) -> bool:
+    """Return whether a command's argument is an address rather than a bundle."""
+    return subject.startswith(("http://", "https://"))

@@ -109,7 +109,7 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "names the call",
     ),
     ({"messages": user(None)}, "messages[0].content", "invalid_type", "list of parts"),
-    ({"messages": user([IMAGE])}, "messages", "invalid_value", "nsupported image format"),
+    ({"messages": user([IMAGE])}, "messages", "invalid_value", "chat template wrote 0"),
     (
         {"messages": user([{"type": "text"}])},
         "messages[0].content[0]",

@@ -125,14 +125,15 @@ def test_a_read_sees_images(tiny: Pair) -> None:
 
 def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
     request = ReadRequest([7], (TEMPLATE, TEMPLATE), params(tiny, steps=3), samples=5)
-    request.check_limits(3, 30)
+    assert TEMPLATE.rounds == 2  # of one draw and step, for the labels of several tokens
+    request.check_limits(3, 60)
     request.check_limits(None, None)
     with pytest.raises(CanvasError, match="steps is 3") as error:
         request.check_limits(2, None)
     assert "allows 2" in error.value.hint
-    with pytest.raises(CanvasError, match="30 denoising passes") as error:
-        request.check_limits(None, 29)
-    assert "allows 29" in error.value.hint
+    with pytest.raises(CanvasError, match="60 denoising passes") as error:
+        request.check_limits(None, 59)
+    assert "allows 59" in error.value.hint
 
 
 @pytest.mark.parametrize(("owner", "place"), [("b", 1), ("a", 3)])
