@@ -10,6 +10,8 @@ from typing import NamedTuple
 from canvasrt.containers.triton.worker import MAX_WAITING, Busy
 
 THREADS = 2
+# Grammars are compiled by recursion, whose depth callers choose: 2,700 rules in a chain overflow the usual 8 MB.
+_STACK = 256 * 2**20
 
 
 class _Task(NamedTuple):
@@ -31,8 +33,12 @@ class Preparing:
             threading.Thread(target=self._work, name="canvasrt-prepare", daemon=True)
             for _ in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        before = threading.stack_size(_STACK)
+        try:
+            for thread in self._threads:
+                thread.start()
+        finally:
+            threading.stack_size(before)
 
     @property
     def waiting(self) -> int:

@@ -90,6 +90,8 @@ def read_request(
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
         ids = encoded.tolist()
         filled = infill_request(values["infill"], ids, params, model, encoder.tokenizer)
+        ways = max(answers, len(filled.canvases))
+        params.check_limits(model.canvas_length, ways, options.max_steps, options.max_passes)
         return ServedRequest(replace(filled, owner=owner), False, ())
     control = bool(values.get("control"))
     return ServedRequest(

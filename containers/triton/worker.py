@@ -104,6 +104,9 @@ class Worker:
             return
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
             raise Busy(f"{MAX_WAITING} requests are already waiting", "try again later")
+        own = sum(known.request.owner == request.owner for known in list(self._known.values()))
+        if request.owner and own >= MAX_WAITING // 2:
+            raise Busy(f"{own} requests of this key are already waiting", "try again later")
         if self._closing:
             raise Overloaded(*_STOPPING)
         self._take_tokens(_tokens_of(request))

@@ -25,7 +25,8 @@ LIMITS = {
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
 }
-MAX_BYTES = 65_536
+MAX_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
+MAX_PATTERNS = 8192  # bytes of all regular expressions in a schema: their cost is quadratic
 # The longest shortest answer: one that takes more tokens cannot be told from one without an end.
 MAX_SHORTEST = 1024
 MAX_SECONDS = 5.0  # to find it, for grammars that the limits above let through
@@ -181,9 +182,11 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
     path, source = _source(spec, path)
     text = source if isinstance(source, str) else json.dumps(source)
-    if len(text.encode()) > MAX_BYTES:
+    if (size := len(text.encode())) > MAX_BYTES[kind]:
+        raise CanvasError(f"{path} has {size} bytes", f"give at most {MAX_BYTES[kind]} bytes")
+    if (size := _pattern_bytes(source)) > MAX_PATTERNS:
         raise CanvasError(
-            f"{path} has {len(text.encode())} bytes", f"give a grammar of at most {MAX_BYTES} bytes"
+            f"{path} has patterns of {size} bytes", f"give at most {MAX_PATTERNS} bytes of them"
         )
     matcher_type = llguidance.LLMatcher
     try:
@@ -214,6 +217,22 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
             "give one that can be satisfied with this model's tokens and ends",
         )
     return state
+
+
+def _pattern_bytes(source: Any) -> int:
+    """Return the bytes of a schema's regular expressions."""
+    total, left = 0, [source]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            pattern = part.get("pattern")
+            total += len(pattern.encode()) if isinstance(pattern, str) else 0
+            keyed = part.get("patternProperties")
+            total += sum(len(each.encode()) for each in keyed) if isinstance(keyed, dict) else 0
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return total
 
 
 def _source(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:

@@ -17,6 +17,8 @@ pytestmark = needs_triton
 CHAT = [{"role": "user", "content": "a"}]
 PREDICATE = [{"type": "predicate", "instructions": "x"}]
 DEEP = "[" * 100_000
+# A chain of rules, which are compiled by recursion.
+CHAIN = "start: a0\n" + "".join(f"a{n}:a{n + 1}\n" for n in range(1400)) + "a1400: NONE\n"
 HALF = json.loads('"\\ud800"')  # of a surrogate pair
 
 
@@ -39,6 +41,9 @@ ODD: dict[str, list[Any]] = {
         {"messages": CHAT, "response_format": {"type": ["x"]}},
         {"messages": CHAT, "chat_template_kwargs": {"tools": 5, "messages": 1}},
         {"messages": CHAT, "logit_bias": {"²": 1}},
+        {"messages": CHAT, "response_format": {"type": "regex", "regex": "a?" * 30_000}},
+        {"messages": CHAT, "response_format": {"type": "grammar", "grammar": CHAIN[:60_000]}},
+        {"messages": CHAT, "response_format": {"type": "grammar", "grammar": CHAIN}},
         {"messages": CHAT * 8193},
         {"messages": CHAT, "tools": [{"type": ["x"]}], "tool_choice": {"type": ["x"]}},
     ],

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import queue
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
-from canvasrt.containers.triton.worker import Late, Overloaded, Worker
+from canvasrt.containers.triton.worker import Busy, Late, Overloaded, Worker
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Finished, Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.serving import eventually
 
 
 @dataclass
@@ -99,6 +100,19 @@ def test_a_request_s_time_begins_when_it_comes(model: Model):
     with pytest.raises(Late, match="longer than 5 s"):
         worker.check_late(time.monotonic() - 6)
     worker.check_late(time.monotonic())
+    worker.close()
+
+
+def test_one_key_cannot_take_every_place(model: Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker_module, "MAX_WAITING", 4)
+    long = {"max_new_tokens": 500, "max_denoising_steps": 100, "stability_threshold": 10_000}
+    worker = Worker(lambda: Generator(model, max_batch=1))
+    for _ in range(2):
+        worker.submit(replace(request(model, **long), owner="a"), Caller())
+    assert eventually(lambda: len(worker._known) == 2)
+    with pytest.raises(Busy, match="2 requests of this key"):
+        worker.submit(replace(request(model), owner="a"), Caller())
+    worker.submit(replace(request(model), owner="b"), Caller())
     worker.close()
 
 
