@@ -88,7 +88,7 @@ RESULT = (
     Tensor("text", "BYTES", (1,), "the answer; in other events, that canvas, or what they add"),
     Tensor("token_ids", "INT32", (-1,), "its tokens, including the one that ends the sequence"),
     Tensor("prompt_token_ids", "INT32", (-1,), "the prompt's tokens; empty before `final`"),
-    Tensor("finish_reason", "BYTES", (1,), "`stop` or `length`; empty before `final`"),
+    Tensor("finish_reason", "BYTES", (1,), "`stop`, `length` or `grammar`; empty before `final`"),
     Tensor("steps", "INT32", (-1,), "denoising steps of each finished block"),
     Tensor("seed", "UINT64", (1,), "the seed that was used"),
     Tensor("cached_tokens", "INT32", (1,), "prompt tokens that came from the prefix cache"),
