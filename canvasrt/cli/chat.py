@@ -38,8 +38,8 @@ ServerUrl = Annotated[
 ]
 
 
-# Log-probabilities have no place in a conversation.
-@partial(with_sampling, without=("logprobs", "top_logprobs"))
+# Log-probabilities and scores have no place in a conversation.
+@partial(with_sampling, without=("logprobs", "top_logprobs", "score_blocks"))
 def chat(
     url: ServerUrl = None,
     system: System = None,

@@ -66,10 +66,8 @@ Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest
 )
 API_VERSION = "1.0"
-_SHORT, _MEDIUM = (
-    1 << 16,
-    1 << 20,
-)  # bytes of a body that is read at once, and of one that is soon read
+_SHORT = 1 << 16  # bytes of a body that is read at once
+_MEDIUM = 1 << 20  # of one that is soon read
 _LONG, _LEVEL = 4096, 4  # bytes of a body that is worth compressing, and how much
 _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}

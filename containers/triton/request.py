@@ -66,7 +66,8 @@ def read_request(
         ask, read = read_decisions(values, model, encoder.tokenizer, _pictures(values, model))
         read.check_limits(options.max_steps, options.max_passes)
         return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
-    params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
+    if "infill" not in values:  # whose passes depend on its gaps
+        params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
     stops = check_stops(values.get("stop") or ())
     if stops and encoder.tokenizer is None:
         raise CanvasError(
@@ -90,8 +91,9 @@ def read_request(
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
         ids = encoded.tolist()
         filled = infill_request(values["infill"], ids, params, model, encoder.tokenizer)
-        ways = max(answers, len(filled.canvases))
-        params.check_limits(model.canvas_length, ways, options.max_steps, options.max_passes)
+        filled.params.check_limits(
+            model.canvas_length, len(filled.canvases), options.max_steps, options.max_passes
+        )
         return ServedRequest(replace(filled, owner=owner), False, ())
     control = bool(values.get("control"))
     return ServedRequest(

@@ -104,8 +104,7 @@ class Worker:
             return
         if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
             raise Busy(f"{MAX_WAITING} requests are already waiting", "try again later")
-        own = sum(known.request.owner == request.owner for known in list(self._known.values()))
-        if request.owner and own >= MAX_WAITING // 2:
+        if request.owner and (own := self._count(request.owner)) >= MAX_WAITING // 2:
             raise Busy(f"{own} requests of this key are already waiting", "try again later")
         if self._closing:
             raise Overloaded(*_STOPPING)
@@ -113,6 +112,10 @@ class Worker:
         self._arrived.put((request, sink, time.monotonic() if begin is None else begin))
         if self._refusal is not None:  # perhaps since the check above: nobody would answer it
             self._fail_arrived(self._refusal)
+
+    def _count(self, owner: str) -> int:
+        """Return how many of a caller's requests the generator has."""
+        return sum(known.request.owner == owner for known in list(self._known.values()))
 
     def check_late(self, begin: float, now: float | None = None) -> None:
         """Raise Late for a request that came at `begin`, if its time is over."""

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from canvasrt.bundle import Bundle
@@ -19,10 +20,15 @@ from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.schema import ChatRequest
+from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
+from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.worker import CANCEL_CHECKS, Busy, Worker
+from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Block, Finished, Generator
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.one_caller import address, ask, request
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
@@ -181,6 +187,18 @@ def test_all_inputs_count_times_their_answers(name: str):
     with pytest.raises(ApiError, match="more than this server handles") as refused:
         inputs_of(ChatRequest.model_validate({**body, "n": 128}))
     assert refused.value.status == 400
+
+
+def test_an_infill_s_passes_are_its_ways_times_its_steps(model: Model, engines: Bundle):
+    encoder = PromptEncoder(Tokenizer.load(engines), model.max_context)
+    texts = {"prompt": b"a", "infill": b"a {1-8} b"}
+    arrays = {name: np.array([text], object) for name, text in texts.items()}
+    arrays["max_denoising_steps"] = np.array([10], np.int32)
+    read_request(arrays, model, encoder, ModelOptions(max_steps=10, max_passes=80))
+    with pytest.raises(CanvasError, match="80 denoising passes"):
+        read_request(arrays, model, encoder, ModelOptions(max_passes=79))
+    with pytest.raises(CanvasError, match="max_denoising_steps is 10"):
+        read_request(arrays, model, encoder, ModelOptions(max_steps=9))
 
 
 def test_callers_take_turns_at_being_prepared():

@@ -136,6 +136,7 @@ WRONG = {
     "infer x --timeout -5": "--timeout",
     "chat --seed -1": "--seed is -1",
     "chat --logprobs": "--logprobs",
+    "chat --score-blocks": "--score-blocks",
     "chat --url a:port": "--url a:port is not an address",
     "ask": "BUNDLE_OR_URL",
     "generate b --infill a{1}b --stream": "--infill fills one text",
