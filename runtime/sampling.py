@@ -38,6 +38,7 @@ class Parameter:
     most: int | None = None
     above_least: bool = False  # `least` itself is out of range
     flag: str = ""  # on the command line, unless it is the name
+    beside_text: bool = False  # it asks for something that the result holds beside its text
 
     @property
     def kind(self) -> type:
@@ -150,13 +151,20 @@ class SamplingParams:
         most=10_000,
     )
     logprobs: bool = _parameter(
-        False, "BOOL", "also return the log-probability of every token; false when absent"
+        False,
+        "BOOL",
+        "also return the log-probability of every token; false when absent",
+        beside_text=True,
     )
     top_logprobs: int = _parameter(
-        0, "INT32", "likeliest tokens to list with each log-probability; 0 when absent", most=20
+        0,
+        "INT32",
+        "likeliest tokens to list with each log-probability; 0 when absent",
+        most=20,
+        beside_text=True,
     )
     score_blocks: bool = _parameter(
-        False, "BOOL", "also return the score of every block; false when absent"
+        False, "BOOL", "also return the score of every block; false when absent", beside_text=True
     )
     score_by_denoising: bool = _parameter(
         False,

@@ -38,8 +38,7 @@ ServerUrl = Annotated[
 ]
 
 
-# Log-probabilities and scores have no place in a conversation.
-@partial(with_sampling, without=("logprobs", "top_logprobs", "score_blocks"))
+@partial(with_sampling, text_only=True)
 def chat(
     url: ServerUrl = None,
     system: System = None,

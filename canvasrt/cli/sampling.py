@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +13,10 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check
 
 
-def with_sampling(
-    command: Callable[..., None], without: Collection[str] = ()
-) -> Callable[..., None]:
+def with_sampling(command: Callable[..., None], text_only: bool = False) -> Callable[..., None]:
     """Give a command an option per sampling parameter, in place of its argument `sampling`.
 
-    `without` names the parameters that it does not support.
+    A command that shows text alone (`text_only`) has no parameters that ask for anything else.
 
     The command gets the values that have one, by parameter name. UsageError for a value out of
     range.
@@ -29,7 +27,7 @@ def with_sampling(
         _check(sampling)
         return sampling
 
-    supported = [each for each in PARAMETERS if each.name not in without]
+    supported = [each for each in PARAMETERS if not (text_only and each.beside_text)]
     return with_options(
         command, "sampling", {each.name: _argument(each) for each in supported}, make
     )
