@@ -46,7 +46,7 @@ def main() -> None:
     part of it.
     """
     bundle = load_bundle(Path(sys.argv[1]), kind="engines", check=False)
-    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    ports = Ports(0, 0, 0).with_free_ones("127.0.0.1")
     options = ModelOptions(prefix_cache=0)
     with (
         repository_of(bundle) as repository,

@@ -36,7 +36,7 @@ def main() -> None:
     """Ask the same questions over every path in turn; print medians and what each path adds."""
     bundle = load_bundle(Path(sys.argv[1]), kind="engines", check=False)
     options = ModelOptions(threads=THREADS, prefix_cache=0)  # every side encodes each prompt
-    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    ports = Ports(0, 0, 0).with_free_ones("127.0.0.1")
     with (
         repository_of(bundle) as repository,
         Server(repository, ports=ports, model=options, log=Path(os.devnull)) as server,

@@ -83,10 +83,10 @@ from canvasrt.cli.app import parsed_command
 from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.server import Server
-from canvasrt.containers.serve.settings import resolve
+from canvasrt.containers.serve.settings import read_settings
 
 for given in (({"haste": 7}, {}, {}), ({}, {"haste": 7}, {}), ({}, {}, {"NIM_HASTE": "7"})):
-    settings = resolve(*given)
+    settings = read_settings(*given)
     environment = Server(Path("repository"), model=settings.model)._environment(find_installation())
     assert ModelOptions.from_environment(environment).haste == 7
 (found,) = [each for each in parsed_command("serve").params if each.name == "haste"]

@@ -160,6 +160,14 @@ WRONG = {
     "serve b --ssl-mode on": "--ssl-mode is 'on': not one of disabled",
     "serve b --served-model-name ,": "--served-model-name is ',': contains no name",
     "serve b --json-logs --log file": "--json-logs writes to stderr",
+    "serve demo --port 9000 --grpc-port 9000": "--port and --grpc-port are both 9000",
+    "serve demo --metrics-port 8000": "--port and --metrics-port are both 8000",
+    "serve demo --triton-behind-proxy": "--triton-behind-proxy has no effect: Triton listens on",
+    "serve demo --ssl-key k": "--ssl-key has no effect without --ssl-mode",
+    "serve demo --ssl-mode tls --ssl-cert c": "--ssl-mode tls needs --ssl-key",
+    "serve demo --ssl-mode tls --ssl-cert c --ssl-key k --ssl-ca a": "--ssl-ca has no effect",
+    "serve demo --ssl-mode mtls --ssl-cert c --ssl-key k": "--ssl-mode mtls needs --ssl-ca",
+    "serve demo --profile p": "--profile has no effect: demo is a checkpoint",
     "list-model-profiles": "there is nothing to serve",
     "download-to-cache": "there is nothing to serve",
     "download-to-cache b --all --profile p": "--all does not allow --profile",
@@ -189,7 +197,7 @@ VARIABLES = {
         "NIM_SERVER_PORT": ("x", "NIM_SERVER_PORT is 'x'"),
         "CANVASRT_API_KEYS": (",", "CANVASRT_API_KEYS is set but contains no key"),
     },
-    "serve b --dry-run --triton-host 0.0.0.0": {
+    "serve demo --triton-host 0.0.0.0": {
         "CANVASRT_API_KEYS": ("key", "--triton-host is 0.0.0.0"),
     },
 }
@@ -235,7 +243,6 @@ ELSEWHERE = {
     ),
     ("build/plan.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
     ("build/plan.py", "holds graphs of"): "tests/build/test_checks.py",
-    ("containers/serve/settings.py", "TLS ("): "tests/containers/serve/test_settings.py",
     ("containers/serve/settings.py", "are both set"): "tests/containers/serve/test_settings.py",
     # Typer refuses these values itself.
     ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
