@@ -151,7 +151,6 @@ class _Exchange:
             413,
             f"The body of the request is larger than {self._max_body} bytes.",
             code="request_too_large",
-            headers={"Connection": "close"},
         )
 
 
