@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
+from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import load_bundle
 from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.machine import memory_bytes
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_all, plan_all
+from canvasrt.targets import find_target
 
 EVERY = 0.05  # seconds between samples
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -122,6 +124,7 @@ class Report:
     machine: dict[str, Any]
     stages: list[StageUse] = field(default_factory=list)
     segments: list[StageUse] = field(default_factory=list)
+    memory: dict[str, dict[str, int]] = field(default_factory=dict)  # device bytes by target
 
     @property
     def seconds(self) -> float:
@@ -147,6 +150,11 @@ class Report:
             sizes = (row.peak.resident, row.peak.own, row.bytes)
             cells = (row.name, f"{row.seconds:.1f}", *(f"{size / 1e9:.2f} GB" for size in sizes))
             lines.append(f"| {' | '.join(cells)} |")
+        for target, sizes in self.memory.items():
+            parts = (
+                f"{name.replace('_', ' ')} {size / 1e9:.2f} GB" for name, size in sizes.items()
+            )
+            lines += ["", f"on {target}: {', '.join(parts)}"]
         lines += ["", f"export and build: {self.seconds:.0f} s, at most {self.peak / 1e9:.2f} GB"]
         return "\n".join(lines) + "\n"
 
@@ -159,8 +167,14 @@ def run(command: Sequence[str], name: str, out: Path) -> StageUse:
     return StageUse(name, time.monotonic() - start, sampler.whole, _size(out))
 
 
-def run_build(graphs: Path, target: str, out: Path) -> tuple[StageUse, list[StageUse]]:
-    """Build engines from graphs. Return the stage's row, and one per segment."""
+def run_build(
+    graphs: Path, target: str, out: Path, max_context: int | None = None
+) -> tuple[StageUse, list[StageUse], dict[str, int]]:
+    """Build engines from graphs, for one request of `max_context` tokens if given.
+
+    Return the stage's row, one per segment, and bytes of device memory: the plan's estimate, and the most that the
+    builder says an engine needs for activations.
+    """
     begun: dict[str, float] = {}
     took: dict[str, float] = {}
 
@@ -171,10 +185,16 @@ def run_build(graphs: Path, target: str, out: Path) -> tuple[StageUse, list[Stag
             else:
                 begun[found[1]] = time.monotonic()
 
+    options = BuildOptions()
+    if max_context is not None:
+        options = BuildOptions(max_context=max_context, max_batch=1)
+    (planned,) = plan_all(graphs, [find_target(target)], out, options)
     start = time.monotonic()
     with Sampler() as sampler:
-        bundle = build(graphs, target, out, progress=progress)
+        ((_, bundle),) = build_all([planned], progress)
     whole = StageUse(f"build for {target}", time.monotonic() - start, sampler.whole, _size(out))
+    activations = [entry.get("activation_bytes") or 0 for entry in bundle.manifest.segments]
+    memory = {**planned.memory.to_json(), "largest_activations": max(activations)}
     rows = [
         StageUse(
             f"{entry['name']} for {target}",
@@ -185,7 +205,7 @@ def run_build(graphs: Path, target: str, out: Path) -> tuple[StageUse, list[Stag
         for entry in bundle.manifest.segments
         if entry["name"] in took  # a CPU's are not built one by one
     ]
-    return whole, rows
+    return whole, rows, memory
 
 
 def measure(
@@ -196,12 +216,15 @@ def measure(
     layers_per_segment: int,
     work: Path,
     keep: bool,
+    max_context: int | None = None,
 ) -> Report:
     """Create the checkpoint in `work`, export it and build it there for one target after the other."""
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
     checkpoint, graphs = work / "checkpoint", work / "graphs"
     shortened = ["--layers", str(layers)] if layers else []
     options: dict[str, Any] = {"shape": shape, "format": format, "target": targets}
+    if max_context is not None:
+        options["max_context"] = max_context
     machine = {
         "processors": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory_bytes() / 1e9, 1),
@@ -219,7 +242,8 @@ def measure(
     shutil.rmtree(checkpoint)
     for target in targets.split(","):
         engines = work / f"engines-{target}"
-        built, segments = run_build(graphs, target, engines)
+        built, segments, memory = run_build(graphs, target, engines, max_context)
+        report.memory[target] = memory
         report.stages.append(built)
         report.segments += segments
         if not keep:
@@ -244,6 +268,7 @@ def main() -> None:
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "int4", "bf16"))
     parser.add_argument("--target", default="rtx-5090", help="one, or several with commas")
     parser.add_argument("--layers-per-segment", type=int, default=LAYERS_PER_SEGMENT)
+    parser.add_argument("--max-context", type=int, help="tokens, for a batch of one")
     parser.add_argument("--keep", action="store_true", help="keep graphs and engines")
     args = parser.parse_args()
     work = args.output / "work"
@@ -257,6 +282,7 @@ def main() -> None:
             args.layers_per_segment,
             work,
             args.keep,
+            args.max_context,
         )
     finally:
         if not args.keep:

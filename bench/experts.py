@@ -11,7 +11,7 @@ import numpy as np
 
 from canvasrt.runtime.engine import Backend, DeviceBackend, EngineCall
 
-CAPACITIES = (32, 64, 128, 256)
+CAPACITIES = (32, 48, 64, 128, 160, 256)
 
 
 class Mixture(Protocol):

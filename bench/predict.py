@@ -30,6 +30,7 @@ from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pipeline import build
 from canvasrt.recipes.recipe import load_recipe
+from canvasrt.shapes import capacities, in_units, round_up, usual_capacity, widths
 from canvasrt.targets import Target, find_target
 
 Json = dict[str, Any]
@@ -55,8 +56,6 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
 )
 LONGEST_CONTEXT = 262_144
-# Slots for a canvas that is half padding: all of its padding goes to the same experts.
-PADDED = 256
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -153,8 +152,16 @@ def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: i
 
 
 def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int) -> float:
-    """Return the seconds for canvases that are half padding: a batch overflows its slots, so each canvas runs alone."""
-    return batch * predictor.denoise(gpu, 1, context, PADDED).seconds
+    """Return the seconds for canvases that are half padding: a batch overflows its slots, so each canvas runs alone.
+
+    All of the padding goes to the same experts, which get some of the other tokens, too.
+    """
+    model = predictor.model
+    past = widths(in_units(LONGEST_CONTEXT))
+    padding = model.canvas_length // 2
+    load = padding + usual_capacity(model, model.canvas_length - padding)
+    capacity = round_up(load, capacities(model, round_up(context, past), past))
+    return batch * predictor.denoise(gpu, 1, context, capacity).seconds
 
 
 def markdown(rows: Sequence[Json]) -> str:

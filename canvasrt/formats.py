@@ -129,10 +129,10 @@ class NumberFormat:
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
     def cpu_bytes(self, width: int) -> float:
-        """Return the same on a CPU: codes and float32 scales, or float32 numbers."""
+        """Return the same on a CPU: codes, float32 scales and the blocks' float32 sums, or float32 numbers."""
         if not self.packed_on_cpu:
             return 4.0
-        return self.bits / 8 + 4 / (self.block(width) or width)
+        return self.bits / 8 + 8 / (self.block(width) or width)
 
     def scale(self, amax: float) -> float:
         """Return the scale that reaches `amax`. If calibration saw only zeros, any scale works; use 1."""

@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import PREFILL_CHUNK
 
-# Slots per expert.
-CAPACITIES = (32, 64, 128, 256, 512, 1024)
+# Slots per expert come in units of this.
+SLOT_UNIT = 16
 # Tokens of an encoding pass. Up to `ROOMY`, every expert has a slot for each of them.
 LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
 # Cached tokens come in units of this, so that every request's begin at an aligned address.
 UNIT = 64
 # Widths of a full layer's past: at most so many, the first of so many tokens.
 WIDTHS, FIRST_WIDTH = 5, 2048
+# Widths in which a canvas of one request has a middle capacity. More would be too many shapes.
+MIDDLE_WIDTHS = 2
 # No server has more.
 MAX_SHAPES = 24
 
@@ -56,8 +58,22 @@ def in_units(tokens: int) -> int:
 def usual_capacity(model: ModelConfig, tokens: int) -> int:
     """Return the slots per expert that hold the fullest one with near-uniform routing: 8 deviations above the mean."""
     mean = tokens * model.top_k_experts / model.num_experts
-    wanted = mean + 8 * math.sqrt(mean)
-    return min(tokens, next((size for size in CAPACITIES if size >= wanted), tokens))
+    wanted = math.ceil((mean + 8 * math.sqrt(mean)) / SLOT_UNIT) * SLOT_UNIT
+    return min(tokens, wanted)
+
+
+def capacities(model: ModelConfig, width: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the slots per expert that a pass of one request's canvas may have, the fewest first.
+
+    The first hold near-uniform routing. Those in the middle hold a canvas half of whose tokens route alike, such as
+    padding; only pasts of the first `MIDDLE_WIDTHS` have them. The last hold all tokens.
+    """
+    tokens = model.canvas_length
+    middle = tokens // 2 + usual_capacity(model, tokens // 2)
+    found = [usual_capacity(model, tokens), tokens]
+    if width in widths[:MIDDLE_WIDTHS]:
+        found.append(middle)
+    return tuple(sorted(set(found)))
 
 
 def roomy_capacity(model: ModelConfig, longest: int) -> int:

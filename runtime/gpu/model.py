@@ -149,10 +149,10 @@ class DeviceModel(Model):
     def park(self, row: DeviceRow, hidden: Hidden) -> tuple[Hidden, bool]:
         if isinstance(hidden, Resident):
             hidden = self._fetch(row, hidden)
-        crowded = set(row.crowded)
+        loads = dict(row.loads)
         self.release(row)
         # The same block goes on later, in the same shapes.
-        row.crowded |= crowded
+        row.loads |= loads
         return hidden, True
 
     def _fetch(self, row: DeviceRow, hidden: Hidden) -> np.ndarray:
@@ -199,7 +199,7 @@ class DeviceModel(Model):
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a row's pass is one that all requests share, whether or not there are others."""
-        return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.is_crowded(0))
+        return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0))
 
     def _encode_pass(self, batch: Sequence[EncodeInput], roomy: bool = False) -> None:
         (item,) = batch
@@ -248,7 +248,9 @@ class DeviceModel(Model):
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         length, space = self.canvas_length, self.workspace
-        shape = self.shapes.denoise(self._shares(batch[0]), batch[0].row.width)
+        width = batch[0].row.width
+        shared = self._shares(batch[0])
+        shape = self.shapes.shared(width) if shared else self.shapes.denoise(width)
         this = self._pass(shape, [item.row for item in batch])
         sizes = (this.batch, length)
         given = {
@@ -272,7 +274,7 @@ class DeviceModel(Model):
             this.batch * space.row_bytes,
         )
         head = any(item.wants != "hidden" for item in batch)
-        if not self._shares(batch[0]):
+        if not shared:
             self._run_alone(this, batch[0].row, head)
         else:
             capacities = [shape.capacity] * len(self.segments[:-1])
@@ -291,7 +293,7 @@ class DeviceModel(Model):
         self.counters.overflows += 1
         if len(batch) == 1:
             for number in range(len(self.segments[:-1])):
-                batch[0].row.crowd(number)
+                batch[0].row.overload(number, self.canvas_length)
             return self._denoise_pass(batch)
         return [output for item in batch for output in self._denoise_pass([item])]
 
@@ -331,21 +333,21 @@ class DeviceModel(Model):
         return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden), hidden)
 
     def _run_alone(self, this: Pass, row: DeviceRow, head: bool) -> None:
-        """Denoise one request's canvas. A segment in which an expert overflowed has room for all of its tokens until
-        the block ends: that depends on the request alone."""
+        """Denoise one request's canvas. A segment in which an expert overflowed has room for as many tokens until the
+        block ends: that depends on the request alone."""
         begin = 0
         while True:
             capacities = [
-                self.shapes.denoise(False, this.width, row.is_crowded(number)).capacity
+                self.shapes.denoise(this.width, row.load(number)).capacity
                 for number in range(len(self.segments[:-1]))
             ]
             over = self._run(this, capacities, begin, head)
             if over is None:
                 return
-            if row.is_crowded(over):
+            if capacities[over] == this.length:
                 raise too_full()
             self.counters.overflows += 1
-            row.crowd(over)
+            row.overload(over, int(self._load(over).max()))
             begin = over
 
     def _run(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.shapes import ROOMY, PassShape, lengths, round_up, usual_capacity, widths
+from canvasrt.shapes import (
+    ROOMY,
+    PassShape,
+    capacities,
+    lengths,
+    round_up,
+    usual_capacity,
+    widths,
+)
 
 
 class PassShapes:
@@ -33,22 +41,27 @@ class PassShapes:
         capacity = length if roomy else usual_capacity(self._config, length)
         return PassShape("encode", 1, length, capacity, width)
 
-    def denoise(self, shared: bool, width: int, crowded: bool = True) -> PassShape:
-        """Return the shape of a shared denoising pass, or of one request's own.
+    def denoise(self, width: int, load: int = 0) -> PassShape:
+        """Return the shape of one request's denoising pass, given the most tokens that an expert got so far."""
+        sizes = capacities(self._config, width, self.widths)
+        capacity = round_up(min(load, sizes[-1]), sizes)
+        return PassShape("denoise", 1, self._config.canvas_length, capacity, width)
 
-        `crowded` gives each expert room for all of the request's tokens.
-        """
+    def shared(self, width: int) -> PassShape:
+        """Return the shape of a denoising pass that requests share."""
         length = self._config.canvas_length
-        batch = self._batch if shared else 1
-        usual = usual_capacity(self._config, batch * length)
-        capacity = length if crowded and not shared else usual
-        return PassShape("denoise", batch, length, capacity, width)
+        capacity = usual_capacity(self._config, self._batch * length)
+        return PassShape("denoise", self._batch, length, capacity, width)
 
     def __iter__(self) -> Iterator[PassShape]:
         """Return every shape once, the narrowest first."""
         shapes: list[PassShape] = []
         for width in self.widths:
             shapes += [self.encode(tokens, width) for tokens in self.lengths]
-            shapes.append(self.denoise(self._batch > 1, width, crowded=False))
-            shapes.append(self.denoise(False, width))
+            own = capacities(self._config, width, self.widths)
+            if self._batch > 1:
+                # Only a canvas that does not fit these leaves them.
+                shapes.append(self.shared(width))
+                own = own[-1:]
+            shapes += [self.denoise(width, load) for load in own]
         yield from dict.fromkeys(shapes)

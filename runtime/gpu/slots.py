@@ -26,18 +26,19 @@ class DeviceRow:
     width: int = 0  # tokens that its full layers have room for now
     # Counts the hidden states that the device computed for the request; None if it holds none.
     hidden: int | None = None
-    # Body segments in which a block's canvas overloaded an expert, with the tokens cached before the block.
-    crowded: set[tuple[int, int]] = field(default_factory=set)
+    # The most tokens that an expert got in body segments where a block's canvas overloaded one, by the tokens cached
+    # before the block and the segment.
+    loads: dict[tuple[int, int], int] = field(default_factory=dict)
     # Nothing is learned from earlier passes: their shapes are fixed.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
-    def is_crowded(self, segment: int) -> bool:
-        """Return whether the block's canvas overloaded an expert of a segment."""
-        return (self.length, segment) in self.crowded
+    def load(self, segment: int) -> int:
+        """Return the most tokens that the block's canvas gave to an expert of a segment, or 0 if none was overloaded."""
+        return self.loads.get((self.length, segment), 0)
 
-    def crowd(self, segment: int) -> None:
-        """Note that it did. That holds until the block ends, even if its tokens are encoded again."""
-        self.crowded.add((self.length, segment))
+    def overload(self, segment: int, load: int) -> None:
+        """Note them. That holds until the block ends, even if its tokens are encoded again."""
+        self.loads[self.length, segment] = load
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class DeviceCache:
         if row.slot is not None:
             self._rows[row.slot] = None
         row.slot, row.length, row.hidden = None, 0, None
-        row.crowded.clear()
+        row.loads.clear()
 
     def append(
         self, row: DeviceRow, layer: int, keys: int, values: int, length: int, count: int

@@ -34,6 +34,8 @@ def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
         assert row["bytes"] > 10**7
     # The 134 MB table is in the head's engine, the experts' 4-bit weights in the body's.
     assert segments["head for rtx-5090"]["bytes"] > 134e6
+    memory = report["memory"]["rtx-5090"]
+    assert 0 < memory["largest_activations"] < memory["workspace"] < memory["total"]
     assert report["peak"] < 3e9
     assert report["seconds"] >= max(row["seconds"] for row in segments.values())
     assert "| body_0 for rtx-5090 |" in (tmp_path / "out" / "build.md").read_text()

@@ -189,7 +189,7 @@ def test_the_released_shape_is_what_a_gpu_gets() -> None:
     assert full.batches == (1, 2, 4, 8)
     assert full.contexts == (512, 4096, 32_768)
     assert full.steps == 16
-    assert experts.CAPACITIES == (32, 64, 128, 256)
+    assert experts.CAPACITIES == (32, 48, 64, 128, 160, 256)
 
 
 def test_a_table_without_any_side_is_still_a_table() -> None:

@@ -132,7 +132,7 @@ def test_int4_is_packed_on_a_cpu_too() -> None:
     )
     table = RELEASED.vocab_size * RELEASED.hidden_size
     assert 12.9e9 < on_gpu - 2 * table < 13.2e9
-    assert 13.6e9 < on_cpu - table < 14.0e9
+    assert 15.2e9 < on_cpu - table < 15.6e9
     widened = sum(segment_bytes(RELEASED, "nvfp4", 6, on_cpu=True).values())
     # The table that the head's products see is apart from the one for lookups.
     assert widened == sum(segment_bytes(RELEASED, "fp32", 6).values()) + 4 * table

@@ -45,7 +45,7 @@ def test_a_row_of_the_table(name: str) -> None:
     assert format.name == name not in PLAIN
     assert format.bits in (4, 8)
     assert format.weight_bytes(4096) >= format.bits / 8
-    assert format.cpu_bytes(4096) in (4, format.bits / 8 + 4 / (format.block(4096) or 4096))
+    assert format.cpu_bytes(4096) in (4, format.bits / 8 + 8 / (format.block(4096) or 4096))
     assert format.scale(0.0) == 1
     assert format.scale(2 * format.largest) == 2
     assert bool(format.blocks) == bool(format.scale_bits)

@@ -23,7 +23,7 @@ def test_every_pass_has_one_of_them() -> None:
     for held in (0, 1, 2048, 2049, 20_000, 33_024):
         width = round_up(held, shapes.widths)
         found = {shapes.encode(tokens, width) for tokens in range(1, 513)}
-        found |= {shapes.denoise(False, width, crowded) for crowded in (True, False)}
+        found |= {shapes.denoise(width, load) for load in range(257)}
         assert found <= known
         for shape in found:
             assert shape.length >= 64
@@ -34,16 +34,38 @@ def test_up_to_256_tokens_no_expert_can_overflow() -> None:
     for tokens in (1, 65, 129, 256):
         shape = shapes.encode(tokens, 2048)
         assert shape.capacity == shape.length >= tokens
-    assert shapes.encode(257, 2048).capacity == 128
-    assert shapes.denoise(False, 2048, crowded=False).capacity == 64
-    assert shapes.denoise(False, 2048).capacity == 256
+    assert shapes.encode(257, 2048).capacity == 80
+
+
+def test_a_canvas_has_slots_for_the_load_seen_so_far() -> None:
+    shapes = PassShapes(RELEASED, 512, 32_768, 1)
+    assert shapes.widths == (2048, 4096, 8192, 16_384, 32_768)
+    loads = (0, 48, 49, 160, 161, 256)
+    for width in (2048, 4096):
+        assert [shapes.denoise(width, load).capacity for load in loads] == [
+            48,
+            48,
+            160,
+            160,
+            256,
+            256,
+        ]
+    for width in (8192, 32_768):
+        assert [shapes.denoise(width, load).capacity for load in loads] == [
+            48,
+            48,
+            256,
+            256,
+            256,
+            256,
+        ]
 
 
 def test_passes_that_are_shared_have_one_width() -> None:
     """Otherwise the longest request would decide how the others are computed."""
     shapes = PassShapes(RELEASED, 512, 32_768, 4)
     assert shapes.widths == (32_768,)
-    assert shapes.denoise(True, 32_768).batch == 4
+    assert shapes.shared(32_768).batch == 4
     assert len(list(shapes)) == 6
 
 
