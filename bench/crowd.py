@@ -33,9 +33,9 @@ from canvasrt.runtime.tokenizer import Tokenizer
 CLIENTS, ROUNDS = 64, 12
 _TICKS = os.sysconf("SC_CLK_TCK")
 
-Question = tuple[str, int]  # prompt and seed
+Exchange = tuple[str, int]  # prompt and seed
 # Questions → answers, and the processes that worked on them.
-Side = Callable[[Sequence[Question]], tuple[list[str], list[int]]]
+Side = Callable[[Sequence[Exchange]], tuple[list[str], list[int]]]
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ class InProcess:
         assert self._model.bundle is not None
         self._tokenizer = Tokenizer.load(self._model.bundle)
 
-    def __call__(self, questions: Sequence[Question]) -> list[str]:
+    def __call__(self, questions: Sequence[Exchange]) -> list[str]:
         params = SamplingParams.from_defaults(self._model.sampler, self._model.config)
         requests = [
             Request(
@@ -116,7 +116,9 @@ class InProcess:
         return [self._tokenizer.decode(each.token_ids) for each in results]
 
 
-async def crowd(open_client: Callable[[], Client], questions: Sequence[Question]) -> list[str]:
+async def crowd(
+    open_client: Callable[[], SharedConnection], questions: Sequence[Exchange]
+) -> list[str]:
     """Return the answers; every client asks its questions in turn."""
     answers = [""] * len(questions)
     connection = open_client()
@@ -130,7 +132,7 @@ async def crowd(open_client: Callable[[], Client], questions: Sequence[Question]
     return answers
 
 
-class Client(Protocol):
+class SharedConnection(Protocol):
     """A connection that many clients share."""
 
     async def ask(self, prompt: str, seed: int) -> str: ...

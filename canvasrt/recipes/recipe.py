@@ -19,8 +19,8 @@ from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.fields import Fields, read_yaml
 from canvasrt.targets import TARGETS, Target, find_target
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 

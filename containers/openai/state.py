@@ -18,7 +18,7 @@ _WAIT = {
 
 
 @dataclass
-class State:
+class ServerState:
     """Follows the supervisor's reports. `detail` describes the progress of a phase."""
 
     phase: ServerPhase = "starting"

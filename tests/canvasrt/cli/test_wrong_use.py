@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from canvasrt.cli import options
 from canvasrt.cli.app import command_names, parsed_command, run
 from canvasrt.errors import UsageError
-from canvasrt.runtime.answers import read
 from canvasrt.runtime.sampling import PARAMETERS
 
 ROOT = Path(__file__).parents[3]
@@ -398,7 +396,3 @@ def test_every_number_is_checked() -> None:
             error: Any = refused.value
             assert error.exit_code == 2, (command, option, value)
             assert option in error.format_message(), (command, option, value)
-
-
-def test_the_limits_of_a_read_are_the_runtimes() -> None:
-    assert (options.MAX_SAMPLES, options.MAX_STEPS) == (read.MAX_SAMPLES, read.MAX_STEPS)

@@ -20,7 +20,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.containers.openai import app as application
 from canvasrt.containers.openai.document import document
 from canvasrt.containers.openai.schema import OWN
-from canvasrt.containers.openai.state import State
+from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.options import FrontOptions, FrontSettings, ModelOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
@@ -41,7 +41,7 @@ def test_every_route_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(application, "FastAPI", Kept)
     settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", FrontOptions(keys=("k",)))
-    application.make_app(settings, State())
+    application.make_app(settings, ServerState())
     routes = {
         (method.lower(), route.path.replace(":path", ""))
         for route in made[0].routes
