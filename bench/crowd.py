@@ -19,12 +19,13 @@ from openai import AsyncOpenAI
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.client.triton import make_tensors
-from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.tensors import ANSWER_MODEL
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.client.triton import Client
-from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.runtime.generator import Block, Generator, Request
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams

@@ -48,7 +48,7 @@ RUNTIME = (
 )
 CONTAINERS = (
     "names untrusted",
-    "options ports logs tensors processes heartbeat",
+    "ports logs tensors processes heartbeat",
     "triton client",
     "package",
     "openai image load",
@@ -187,7 +187,7 @@ def test_no_import_leads_to_a_higher_floor(inside: str, floors: tuple[str, ...])
 
 
 def test_what_runs_inside_triton_imports_nothing_of_what_runs_around_it() -> None:
-    allowed = {"triton", "tensors", "names", "untrusted", "options", "heartbeat"}
+    allowed = {"triton", "tensors", "names", "untrusted", "heartbeat"}
     seen, todo = (
         set(),
         [name for name in modules() if name.startswith("canvasrt.containers.triton")],

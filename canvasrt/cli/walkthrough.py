@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from canvasrt.console import emit, progress, table
 from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.client.triton import Client
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd

@@ -25,8 +25,8 @@ from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
 from canvasrt.containers.openai.connections import bound_handshakes, connections, raise_file_limit
+from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.state import ServerState
-from canvasrt.containers.options import FrontSettings
 
 # How long to wait after the last answer, for requests already on their way.
 _LINGER = 0.3

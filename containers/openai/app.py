@@ -44,6 +44,7 @@ from canvasrt.containers.openai.middleware import (
     internal_error,
 )
 from canvasrt.containers.openai.ollama import add_ollama
+from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.remote import Fetcher
@@ -60,7 +61,6 @@ from canvasrt.containers.openai.schema import (
 from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
-from canvasrt.containers.options import FrontSettings
 
 Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest

@@ -17,6 +17,7 @@ from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.render import render
+from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
 from canvasrt.containers.package.sbom import SBOM, write_sbom
 from canvasrt.containers.package.settings import architecture_of, settings_for, target_name
@@ -24,7 +25,6 @@ from canvasrt.containers.package.sizes import sizes_of
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.tensors import STREAM_MODEL
-from canvasrt.containers.triton.repository import write_repository
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import HashProgress, hash_files
 from canvasrt.staging import link_or_copy, staging

@@ -20,7 +20,6 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.heartbeat import Heartbeat, leave_reason
 from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
-from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import (
     ANSWERS,
     ERROR_EVENT,
@@ -38,6 +37,7 @@ from canvasrt.containers.tensors import (
 )
 from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
 from canvasrt.containers.triton.metrics import Metrics
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder

@@ -11,7 +11,7 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import needs_triton
