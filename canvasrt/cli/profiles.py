@@ -11,7 +11,7 @@ from canvasrt import machine
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.console import emit, size
 from canvasrt.containers.logs import configure
-from canvasrt.containers.options import ServerPhase
+from canvasrt.containers.openai.options import ServerPhase
 from canvasrt.containers.serve.prepare import engines_folder, prepare
 from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source, profiles_of
 from canvasrt.containers.serve.settings import Settings, read_settings

@@ -22,7 +22,6 @@ from canvasrt.containers.names import (
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
-from canvasrt.containers.options import EXIT_TIMEOUT, READY_TIMEOUT, ModelOptions
 from canvasrt.containers.ports import Ports, callable_host, url_host
 from canvasrt.containers.processes import (
     die_with_parent,
@@ -37,6 +36,8 @@ from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.logtail import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
+from canvasrt.containers.serve.timeouts import EXIT_TIMEOUT, READY_TIMEOUT
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
 
 UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight

@@ -10,18 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.options import (
-    EXIT_TIMEOUT,
-    LEVELS,
-    READY_TIMEOUT,
-    STALL_TIMEOUT,
-    FrontOptions,
-    ModelOptions,
-    read_switch,
-)
+from canvasrt.containers.openai.options import LEVELS, FrontOptions
 from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve.timeouts import EXIT_TIMEOUT, READY_TIMEOUT, STALL_TIMEOUT
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.option import CommandOption, flags_of, option, option_of
+from canvasrt.option import CommandOption, flags_of, option, option_of, read_switch
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
