@@ -117,7 +117,7 @@ class StageUse:
 
 
 @dataclass
-class Report:
+class BuildReport:
     """Everything that was measured."""
 
     options: dict[str, Any]
@@ -217,7 +217,7 @@ def measure(
     work: Path,
     keep: bool,
     max_context: int | None = None,
-) -> Report:
+) -> BuildReport:
     """Create the checkpoint in `work`, export it and build it there for one target after the other."""
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
     checkpoint, graphs = work / "checkpoint", work / "graphs"
@@ -230,7 +230,7 @@ def measure(
         "memory_gb": round(memory_bytes() / 1e9, 1),
         "tensorrt-rtx": extras.version("tensorrt-rtx"),
     }
-    report = Report(options, machine)
+    report = BuildReport(options, machine)
     command = ["canvasrt.export.synthetic", "--shape", shape, "--format", format, *shortened]
     report.stages.append(run([*command, "-o", str(checkpoint)], "checkpoint", checkpoint))
     plain = ["--precision", "bf16"] if format == "bf16" else []

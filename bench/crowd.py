@@ -19,12 +19,13 @@ from openai import AsyncOpenAI
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.client.triton import make_tensors
-from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.tensors import ANSWER_MODEL
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
@@ -33,9 +34,9 @@ from canvasrt.runtime.tokenizer import Tokenizer
 CLIENTS, ROUNDS = 64, 12
 _TICKS = os.sysconf("SC_CLK_TCK")
 
-Question = tuple[str, int]  # prompt and seed
+Exchange = tuple[str, int]  # prompt and seed
 # Questions → answers, and the processes that worked on them.
-Side = Callable[[Sequence[Question]], tuple[list[str], list[int]]]
+Side = Callable[[Sequence[Exchange]], tuple[list[str], list[int]]]
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
     part of it.
     """
     bundle = load_bundle(Path(sys.argv[1]), kind="engines", check=False)
-    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    ports = Ports(0, 0, 0).with_free_ones("127.0.0.1")
     options = ModelOptions(prefix_cache=0)
     with (
         repository_of(bundle) as repository,
@@ -103,7 +104,7 @@ class InProcess:
         assert self._model.bundle is not None
         self._tokenizer = Tokenizer.load(self._model.bundle)
 
-    def __call__(self, questions: Sequence[Question]) -> list[str]:
+    def __call__(self, questions: Sequence[Exchange]) -> list[str]:
         params = SamplingParams.from_defaults(self._model.sampler, self._model.config)
         requests = [
             Request(
@@ -116,7 +117,9 @@ class InProcess:
         return [self._tokenizer.decode(each.token_ids) for each in results]
 
 
-async def crowd(open_client: Callable[[], Client], questions: Sequence[Question]) -> list[str]:
+async def crowd(
+    open_client: Callable[[], SharedConnection], questions: Sequence[Exchange]
+) -> list[str]:
     """Return the answers; every client asks its questions in turn."""
     answers = [""] * len(questions)
     connection = open_client()
@@ -130,7 +133,7 @@ async def crowd(open_client: Callable[[], Client], questions: Sequence[Question]
     return answers
 
 
-class Client(Protocol):
+class SharedConnection(Protocol):
     """A connection that many clients share."""
 
     async def ask(self, prompt: str, seed: int) -> str: ...

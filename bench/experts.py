@@ -14,7 +14,7 @@ from canvasrt.runtime.engine import Backend, DeviceBackend, EngineCall
 CAPACITIES = (32, 48, 64, 128, 160, 256)
 
 
-class Mixture(Protocol):
+class ExpertLayer(Protocol):
     """One layer's experts, ready to run."""
 
     def run_ms(self, tokens: int, capacity: int, repeats: int) -> float:
@@ -78,7 +78,7 @@ class DeviceMixture:
         return statistics.median([1e3 * self._device.elapsed(*pair) for pair in marks][3:])
 
 
-def measure_experts(mixture: Mixture, tokens: int, repeats: int) -> dict[str, float]:
+def measure_experts(mixture: ExpertLayer, tokens: int, repeats: int) -> dict[str, float]:
     """Return milliseconds of one layer's experts by slots per expert; `dense` is one slot for every token."""
     found = {
         str(capacity): mixture.run_ms(tokens, capacity, repeats)

@@ -33,8 +33,8 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require, version
 from canvasrt.machine import BUILDER_MODULES, gpus
 from canvasrt.targets import TARGETS, Target
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 Make = Callable[[], Any]
 
 DISTRIBUTIONS = (
@@ -198,7 +198,7 @@ def _free() -> None:
         sys.modules["torch"].cuda.empty_cache()
 
 
-def _experts(make: Callable[[], experts.Mixture], wanted: shape.Shape, config: Any) -> Json:
+def _experts(make: Callable[[], experts.ExpertLayer], wanted: shape.Shape, config: Any) -> Json:
     mixture = make()
     counts = [batch * config.canvas_length for batch in wanted.batches]
     return {str(n): experts.measure_experts(mixture, n, wanted.repeats) for n in counts}
@@ -243,7 +243,7 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
     size = prepared.config.hidden_size
     most = max(prepared.shape.batches) * prepared.config.canvas_length
 
-    def onnxruntime() -> experts.Mixture:
+    def onnxruntime() -> experts.ExpertLayer:
         file = shape.experts_graph(prepared.shape, prepared.config, folder)
         if small:
             from canvasrt.runtime.backends.onnxruntime import OrtBackend
@@ -251,7 +251,7 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
             return experts.HostMixture(OrtBackend(), file, size)
         return experts.DeviceMixture(_cuda(prepared.shape), file, size, most)
 
-    def tensorrt() -> experts.Mixture:
+    def tensorrt() -> experts.ExpertLayer:
         from canvasrt.build.compile import Job, compile_graph
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
         from canvasrt.shapes import Range

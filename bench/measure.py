@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.runner import Runner
 from bench.shape import Shape
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 PROMPT_OF_GENERATION = 512
 
 

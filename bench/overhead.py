@@ -16,11 +16,12 @@ from pathlib import Path
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.client.triton import Client
-from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.runtime.generator import Block, Generator, Request
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
@@ -29,21 +30,21 @@ from canvasrt.runtime.tokenizer import Tokenizer
 ROUNDS, WARM = 200, 20
 THREADS = 1
 
-Ask = Callable[[str, int], float]  # prompt, seed → seconds to the first token
+Call = Callable[[str, int], float]  # prompt, seed → seconds to the first token
 
 
 def main() -> None:
     """Ask the same questions over every path in turn; print medians and what each path adds."""
     bundle = load_bundle(Path(sys.argv[1]), kind="engines", check=False)
     options = ModelOptions(threads=THREADS, prefix_cache=0)  # every side encodes each prompt
-    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    ports = Ports(0, 0, 0).with_free_ones("127.0.0.1")
     with (
         repository_of(bundle) as repository,
         Server(repository, ports=ports, model=options, log=Path(os.devnull)) as server,
         FrontEnd.over(server, FrontOptions(port=0, log_level="WARNING")) as front,
         Client(f"127.0.0.1:{server.ports.grpc}", "grpc", keep_stream=True) as grpc,
     ):
-        sides: dict[str, Ask] = {
+        sides: dict[str, Call] = {
             "in process": _in_process(bundle.path),
             "gRPC": _over_grpc(grpc),
             "OpenAI": _over_openai(front.url),
@@ -55,7 +56,7 @@ def main() -> None:
         print(f"{name:12} {1e3 * statistics.median(found):6.2f} ms, adds {1e3 * added:5.2f} ms")
 
 
-def measure(sides: dict[str, Ask]) -> dict[str, list[float]]:
+def measure(sides: dict[str, Call]) -> dict[str, list[float]]:
     """Return the seconds per side."""
     rng = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in sides}
@@ -69,7 +70,7 @@ def measure(sides: dict[str, Ask]) -> dict[str, list[float]]:
     return times
 
 
-def _in_process(path: Path) -> Ask:
+def _in_process(path: Path) -> Call:
     model = open_model(path, threads=THREADS, check=False)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
@@ -89,7 +90,7 @@ def _in_process(path: Path) -> Ask:
     return ask
 
 
-def _over_grpc(client: Client) -> Ask:
+def _over_grpc(client: Client) -> Call:
     def ask(prompt: str, seed: int) -> float:
         start = time.perf_counter()
         first = 0.0
@@ -101,7 +102,7 @@ def _over_grpc(client: Client) -> Ask:
     return ask
 
 
-def _over_openai(url: str) -> Ask:
+def _over_openai(url: str) -> Call:
     host = url.removeprefix("http://").removesuffix("/v1")
     connection = http.client.HTTPConnection(host)
 

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+
+from canvasrt.types import Json
 
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -32,8 +33,6 @@ from canvasrt.pipeline import build
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.shapes import capacities, in_units, round_up, usual_capacity, widths
 from canvasrt.targets import Target, find_target
-
-Json = dict[str, Any]
 
 # How often each layer counts: every sixth of the released 30 layers is a full one.
 SEGMENTS = 5

@@ -28,8 +28,7 @@ from canvasrt.bundle import load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, version
 from canvasrt.machine import gpus
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 # How the compute capability is set before a build. `gpu` is that of this machine's GPU.
 CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")

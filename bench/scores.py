@@ -30,7 +30,7 @@ UNSURE = ("add", "subtract", "count", "brackets")
 
 
 @dataclass
-class Tally:
+class ScoreTally:
     """What happened to the questions, in their order."""
 
     right: list[bool] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Asker:
         tasks = [TASKS[UNSURE[i % len(UNSURE)]] for i in range(count)]
         self.asked: list[tuple[Task, str]] = [(t, t.draw_from("held-out", rng)) for t in tasks]
 
-    def ask(self, index: int, into: Tally, **settings: Any) -> None:
+    def ask(self, index: int, into: ScoreTally, **settings: Any) -> None:
         """Ask one question and count."""
         (task, question), model = self.asked[index], self._model
         params = SamplingParams.from_defaults(model.sampler, model.config, seed=index, **settings)
@@ -65,7 +65,7 @@ class Asker:
         into.steps += sum(result.steps)
 
 
-def ordered(asker: Asker, tally: Tally) -> dict[str, tuple[int, float]]:
+def ordered(asker: Asker, tally: ScoreTally) -> dict[str, tuple[int, float]]:
     """Return by task the number of wrong answers, and how often a right answer has a better score
     than a wrong one; 0.5 is chance. Tasks without both are left out."""
     right, wrong = defaultdict(list), defaultdict(list)
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=240)
     given = parser.parse_args()
     asker = Asker(open_model(given.bundle, threads=1), given.questions)
-    tallies = {name: Tally() for name in KINDS}
+    tallies = {name: ScoreTally() for name in KINDS}
     for index in range(given.questions):  # by turns
         for name, settings in KINDS.items():
             asker.ask(index, tallies[name], **settings)
@@ -107,7 +107,7 @@ def main() -> None:
     for name in list(KINDS)[1:]:
         for share in SHARES:
             bar = min(float(np.quantile(tallies[name].scores, share)), -1e-9)
-            tally = Tally()
+            tally = ScoreTally()
             for index in range(given.questions):
                 asker.ask(index, tally, **KINDS[name], redo_below=bar)
             say(

@@ -17,7 +17,7 @@ QUESTIONS = 300
 
 
 @dataclass
-class Tally:
+class SettleTally:
     """What the answers to all questions had in common. `first` counts steps until the first text."""
 
     texts: list[str] = field(default_factory=list)
@@ -40,12 +40,12 @@ def main() -> None:
         print(f"{wanted} | {first:.1f} | {same} | {found.right} | {found.reopened}")
 
 
-def tally(model: Model, questions: list[tuple[Task, str]], settle_steps: int) -> Tally:
+def tally(model: Model, questions: list[tuple[Task, str]], settle_steps: int) -> SettleTally:
     """Answer every question and count."""
     tokenizer = Tokenizer.load(model.bundle) if model.bundle else None
     assert tokenizer is not None
     params = SamplingParams.from_defaults(model.sampler, model.config, settle_steps=settle_steps)
-    found = Tally()
+    found = SettleTally()
     for seed, (task, question) in enumerate(questions):
         ids = tokenizer.encode_chat([{"role": "user", "content": question}])
         drafts: list[Draft] = []

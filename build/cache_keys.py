@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import canvasrt
 from canvasrt import extras
 from canvasrt.build.plan import Plan
 from canvasrt.cache import GraphCache, code_hash
+from canvasrt.types import Json
 
 # Distributions whose versions affect the graphs.
 _EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
@@ -17,8 +17,6 @@ _QUANTIZED_BY = (*_EXPORTED_BY, "nvidia-modelopt", "onnxruntime", "numpy")
 
 # Folders of canvasrt/ whose code affects graphs.
 _SHARED = ("checkpoints", "graphs", "recipes")
-
-Json = dict[str, Any]
 
 
 def is_cached(plan: Plan) -> bool:

@@ -54,7 +54,7 @@ class Job:
     @property
     def kernels(self) -> Path:
         """The file of the kernel list, next to the engine."""
-        return self.engine.with_name(self.engine.stem + store.SUFFIX)
+        return self.engine.with_name(self.engine.stem + store.KERNELS_SUFFIX)
 
     def to_json(self) -> str:
         """Return the text that the child process reads."""

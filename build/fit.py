@@ -11,7 +11,7 @@ from canvasrt.checkpoints.released import released_model
 from canvasrt.targets import Target
 
 # The context that is asked about, and requests at a time.
-CONTEXT, BATCH = 8192, 1
+FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Fit:
         return {
             "precision": self.precision,
             "memory": self.memory.total,
-            "max_context": CONTEXT,
-            "max_batch": BATCH,
+            "max_context": FIT_CONTEXT,
+            "max_batch": FIT_BATCH,
         }
 
 
@@ -48,6 +48,8 @@ def _estimate(precision: Precision, target: Target) -> Estimate:
     formats = precision.formats(model)
 
     def of(way: Reading) -> Estimate:
-        return estimate(model, precision.name, CONTEXT, BATCH, on_cpu, formats, **way._asdict())
+        return estimate(
+            model, precision.name, FIT_CONTEXT, FIT_BATCH, on_cpu, formats, **way._asdict()
+        )
 
     return of(reading(model, target.memory, of))

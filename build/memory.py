@@ -22,7 +22,7 @@ from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
 # Engines share one workspace, as large as the largest. Builders take somewhat more than the tensors
 # counted here.
-SPARE = 1.1
+MEMORY_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def estimate(
         weights=sum(size for name, size in weights.items() if name != "vision" or not on_cpu),
         kv_cache=cached * max_batch * number,
         workspace=round(
-            SPARE
+            MEMORY_MARGIN
             * max(
                 _body_workspace(model, max_context, max_batch, element, row),
                 _head_workspace(model, max_batch, element, on_cpu),

@@ -7,26 +7,26 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
-class Task(Generic[Result]):
+class ParallelTask(Generic[ResultT]):
     """A task for a thread of its own, and the bytes of memory that it needs while it runs."""
 
     name: str
     memory: int
-    run: Callable[[], Result]
+    run: Callable[[], ResultT]
 
 
 def run_all(
-    tasks: Sequence[Task[Result]],
+    tasks: Sequence[ParallelTask[ResultT]],
     memory: int,
     workers: int,
     started: Callable[[str], None],
     finished: Callable[[str], None],
     stop: Callable[[], None],
-) -> dict[str, Result]:
+) -> dict[str, ResultT]:
     """Run all tasks and return their results by name.
 
     Together they take at most `memory`; a task that needs more runs alone. `started` and `finished`
@@ -34,7 +34,7 @@ def run_all(
     is called to end the others soon. The first failure is raised.
     """
     waiting, results = list(tasks), {}
-    running: dict[Future[Result], Task[Result]] = {}
+    running: dict[Future[ResultT], ParallelTask[ResultT]] = {}
     with ThreadPoolExecutor(max(1, workers), "canvasrt-build") as pool:
         try:
             while waiting or running:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
 from canvasrt.formats import FORMATS, PLAIN
-from canvasrt.recipes.recipe import Recipe, load_recipe
+from canvasrt.recipes.recipe import Recipe, is_path, load_recipe
 from canvasrt.targets import Target, check_precision
 
 
@@ -54,6 +54,8 @@ def parse_precision(requested: str) -> Precision:
     try:
         recipe = load_recipe(requested)
     except UsageError as error:
+        if is_path(requested):
+            raise
         raise UsageError(
             f"unknown precision {requested!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
         ) from None

@@ -9,12 +9,12 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.shapes import Range, in_units, roomy_capacity, usual_capacity
+from canvasrt.shapes import DENOISE, ENCODE, Range, in_units, roomy_capacity, usual_capacity
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
 
-ENCODE, DENOISE, DENOISE_BATCH, IMAGES = "encode", "denoise", "denoise_batch", "images"
+DENOISE_BATCH, IMAGES_PROFILE = "denoise_batch", "images"
 
 
 # Dimension name in the graph → its sizes.
@@ -45,7 +45,7 @@ def profiles(
     square = model.vision["pooling_kernel_size"] ** 2
     # The exporter names the number of patches by its expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
-    return {IMAGES: {"images": Range(1, 1, max_batch), f"{square}*soft_tokens": patches}}
+    return {IMAGES_PROFILE: {"images": Range(1, 1, max_batch), f"{square}*soft_tokens": patches}}
 
 
 def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 from canvasrt.build import compile
 from canvasrt.build.compile import Children, Job
 from canvasrt.build.needs import SHARE, builder_memory, check_memory_here
-from canvasrt.build.parallel import Task, run_all
+from canvasrt.build.parallel import ParallelTask, run_all
 from canvasrt.build.plan import Plan
 from canvasrt.build.profiles import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
@@ -23,8 +23,7 @@ from canvasrt.kernels import capture, dims, parse, resolve, shapes, store
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class SegmentBuild:
     @property
     def kernels(self) -> str:
         """The list of its kernels."""
-        return f"{self.name}{store.SUFFIX}"
+        return f"{self.name}{store.KERNELS_SUFFIX}"
 
 
 def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
@@ -115,7 +114,7 @@ def _engines(
     `facts` by name."""
     cache = EngineCache()
     made: dict[str, Json] = {}
-    tasks: list[Task[Json]] = []
+    tasks: list[ParallelTask[Json]] = []
     children = Children()
     for each in segments:
         if found := cache.find(each.made_from):
@@ -128,7 +127,9 @@ def _engines(
         formats = (each.entry.get("quantized") or {}).values()
         need = builder_memory(each.name, _weights(graphs, each.entry), formats)
         check_memory_here(each.name, need)
-        tasks.append(Task(each.name, need, _builder(plan, graphs, each, out, cache, children)))
+        tasks.append(
+            ParallelTask(each.name, need, _builder(plan, graphs, each, out, cache, children))
+        )
     made |= run_all(
         # The largest first: it decides how long everything takes.
         sorted(tasks, key=lambda task: -task.memory),

@@ -15,8 +15,7 @@ import canvasrt
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import DIFFERS, HashProgress, canonical, hash_files
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 MANIFEST = "manifest.json"
 BUNDLE_SCHEMA = 1

@@ -10,6 +10,8 @@ LAYERS_PER_SEGMENT = 6
 
 # The most tokens per row of an encoding pass, and per image.
 PREFILL_CHUNK, SOFT_TOKENS = 512, 280
+# The most samples of a closed question, and denoising steps of each.
+MAX_SAMPLES, MAX_STEPS = 64, 48
 # A past comes in groups of 8 tokens, some of them masked. Products over other sizes would copy it first.
 OCTET = 8
 

@@ -17,7 +17,7 @@ from typing import Any
 HashProgress = Callable[[int, int], None]
 
 # Smaller files are always hashed: that is as fast as a lookup.
-LARGE = 1 << 24
+LARGE_FILE = 1 << 24
 # A file changed this recently (ns) may change again without its times showing it.
 _SETTLED = 2 * 10**9
 _MOST = 4096
@@ -109,7 +109,7 @@ def _key(stamp: Stamp) -> str:
 
 
 def _is_settled(stamp: Stamp) -> bool:
-    return stamp[2] >= LARGE and time.time_ns() - max(stamp[3:]) > _SETTLED
+    return stamp[2] >= LARGE_FILE and time.time_ns() - max(stamp[3:]) > _SETTLED
 
 
 def _read(file: Path) -> dict[str, str]:

@@ -43,6 +43,11 @@ def port_option(help: str, **more: Any) -> dict[str, Any]:
     return option(help, **{"metavar": "PORT", "least": 0, "most": 65535} | more)
 
 
+def limit_option(help: str, **more: Any) -> dict[str, Any]:
+    """Return the metadata of a field that bounds what callers may ask for. None stands for no limit."""
+    return option(help, **{"metavar": "N", "least": 1, "shown": "none"} | more)
+
+
 def option_of(field: Field[Any]) -> CommandOption | None:
     """Return a field's option; None for a field that nothing outside sets."""
     found: CommandOption | None = field.metadata.get(_KEY)
@@ -52,3 +57,33 @@ def option_of(field: Field[Any]) -> CommandOption | None:
 def flags_of(name: str, of: CommandOption) -> list[str]:
     """Return the flags of an option whose value is called `name`, the usual one first."""
     return of.flag.split(", ") if of.flag else [f"--{name.replace('_', '-')}"]
+
+
+def read_port(text: str) -> int:
+    """Return a port number."""
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise ValueError("not a port number")
+    return int(text)
+
+
+def read_count(text: str) -> int:
+    """Return a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("not a whole number above 0")
+    return int(text)
+
+
+def read_switch(text: str) -> bool:
+    """Return whether a switch is on."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError("not 0 or 1")
+    return words[text.lower()]
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Return the names in a comma-separated list, each once."""
+    names = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+    if not names:
+        raise ValueError("contains no name")
+    return names

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import PREFILL_CHUNK
 
+ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # Slots per expert come in units of this.
 SLOT_UNIT = 16
 # Tokens of an encoding pass. Up to `ROOMY`, every expert has a slot for each of them.

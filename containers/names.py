@@ -10,8 +10,8 @@ MACHINES = {image: machine for machine, image in ARCHITECTURES.items()}
 
 # Folders of a package.
 ENGINES = "engines"
-REPOSITORY = "models"
-IMAGE = "image"  # the manifest of what goes into an image
+MODEL_REPOSITORY = "models"
+IMAGE_FOLDER = "image"  # the manifest of what goes into an image
 
 # Where an image keeps its package.
 ROOT = "/opt/canvasrt"

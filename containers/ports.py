@@ -6,12 +6,16 @@ import errno
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import combinations
 from typing import ClassVar
 from urllib.parse import urlsplit
 
 from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
+
+# An address for all of a machine's → the one to call instead.
+_EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
 @dataclass(frozen=True)
@@ -30,20 +34,50 @@ class Ports:
         default=METRICS_PORT, metadata=port_option("Port of Triton's metrics; 0 takes a free one.")
     )
 
-    def resolve(self, host: str, metrics_host: str | None = None) -> Ports:
+    def requests(self, host: str, metrics_host: str | None = None) -> list[PortRequest]:
+        """Return what the ports' options ask for."""
+        return [
+            PortRequest(
+                f"--{each.name}-port",
+                metrics_host or host if each.name == "metrics" else host,
+                getattr(self, each.name),
+            )
+            for each in fields(self)
+        ]
+
+    def with_free_ones(self, host: str, metrics_host: str | None = None) -> Ports:
         """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot
         be used."""
-        held: dict[str, socket.socket] = {}
+        asked = self.requests(host, metrics_host)
+        check_distinct(asked)
+        held: list[socket.socket] = []
         try:
             # Hold each until all are known, so that no two get the same free port.
-            for each in fields(self):
-                option = f"--{each.name}-port"
-                where = metrics_host or host if each.name == "metrics" else host
-                held[each.name] = listen(where, getattr(self, each.name), option)
-            return Ports(**{name: taken.getsockname()[1] for name, taken in held.items()})
+            held += (listen(each.host, each.port, each.option) for each in asked)
+            return Ports(*(each.getsockname()[1] for each in held))
         finally:
-            for taken in held.values():
-                taken.close()
+            for each in held:
+                each.close()
+
+
+@dataclass(frozen=True)
+class PortRequest:
+    """A port that an option asks for."""
+
+    option: str
+    host: str
+    port: int
+
+
+def check_distinct(asked: Sequence[PortRequest]) -> None:
+    """Raise UsageError when two options ask for one port of one address."""
+    for first, second in combinations(asked, 2):
+        hosts = {first.host, second.host}
+        if first.port == second.port != 0 and (len(hosts) == 1 or hosts & set(_EVERY)):
+            raise UsageError(
+                f"{first.option} and {second.option} are both {first.port}",
+                f"give {second.option} another port (0 takes a free one)",
+            )
 
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
@@ -64,7 +98,7 @@ def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket
 
 def callable_host(host: str) -> str:
     """Return the address to call for one to listen on: loopback's for all."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return _EVERY.get(host, host)
 
 
 def url_host(host: str) -> str:

@@ -28,7 +28,7 @@ from canvasrt.recipes.calibration import check_calibration
 from canvasrt.staging import staging
 
 # Called with (bytes of weights written so far, total bytes).
-Progress = Callable[[int, int], None]
+SegmentProgress = Callable[[int, int], None]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,7 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def export(
@@ -45,7 +45,7 @@ def export(
     out: Path | str,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     precision: str | None = None,
-    progress: Progress | None = None,
+    progress: SegmentProgress | None = None,
     adapters: Sequence[tuple[str | Path, float]] = (),
     calibration: Path | None = None,
 ) -> Bundle:
@@ -82,7 +82,7 @@ def export_folder(
     out: Path | str,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     precision: str | None = None,
-    progress: Progress | None = None,
+    progress: SegmentProgress | None = None,
     adapters: Sequence[tuple[str | Path, float]] = (),
     calibration: Path | None = None,
 ) -> Bundle:
@@ -92,12 +92,14 @@ def export_folder(
     _check_options(folder, how, precision, adapters)
     merged = [load_adapter(path, weight) for path, weight in adapters]
     source = Adapted(folder, merged) if merged else Checkpoint(folder)
-    packs = how is not None and precision not in DTYPES
+    packs = how is not None and precision not in TORCH_DTYPES
     base = "bf16" if packs else precision or "fp32"
     out = Path(out)
     with staging(out) as tmp:
-        parts = segments(config, layers_per_segment, DTYPES[base])
-        quantized = Prequantized(how, parts, source, config, DTYPES[base], packs) if how else None
+        parts = segments(config, layers_per_segment, TORCH_DTYPES[base])
+        quantized = (
+            Prequantized(how, parts, source, config, TORCH_DTYPES[base], packs) if how else None
+        )
         _check_weights(parts, source, quantized)
         is_calibrated = quantized is not None and packs and not quantized.static
         check_calibration(calibration, is_calibrated, "this checkpoint")
@@ -105,9 +107,9 @@ def export_folder(
             quantized.calibrate(
                 lambda wide: export_folder(folder, hashes, wide, precision="bf16"), out, calibration
             )
-        _write_graphs(parts, config, source, tmp, DTYPES[base], progress, quantized)
+        _write_graphs(parts, config, source, tmp, TORCH_DTYPES[base], progress, quantized)
         (head,) = (part for part in parts if part.name == "head")
-        host_head = write_host_head(head, source, tmp, DTYPES[base], quantized)
+        host_head = write_host_head(head, source, tmp, TORCH_DTYPES[base], quantized)
         write_manifest(
             tmp,
             kind="graphs",
@@ -141,7 +143,7 @@ def _check_options(
     precision: str | None,
     adapters: Sequence[tuple[str | Path, float]],
 ) -> None:
-    known = (*DTYPES, *([how.precision] if how else []))
+    known = (*TORCH_DTYPES, *([how.precision] if how else []))
     if precision is not None and precision not in known:
         raise CanvasError(
             f"{folder} cannot be exported in {precision!r}", f"precisions: {', '.join(known)}"
@@ -171,7 +173,7 @@ def _write_graphs(
     source: Checkpoint,
     out: Path,
     dtype: torch.dtype,
-    progress: Progress | None,
+    progress: SegmentProgress | None,
     quantized: Prequantized | None,
 ) -> None:
     """Trace and write every segment."""

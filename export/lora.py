@@ -21,7 +21,7 @@ from canvasrt.export.shards import Shard
 from canvasrt.export.weights import ENCODER
 from canvasrt.hashes import hash_files
 
-CONFIG, WEIGHTS = ADAPTER_FILES
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES
 
 _HINT = "merge it with PEFT's merge_and_unload(), save the whole checkpoint, and export that"
 # Settings that make a LoRA more than a sum, or that change weights it does not name.
@@ -91,7 +91,10 @@ class Adapter:
 
     def to_json(self) -> dict[str, Any]:
         """Return the adapter's entry in the manifest."""
-        return {"files": hash_files(self.path, (CONFIG, WEIGHTS)), "weight": self.weight}
+        return {
+            "files": hash_files(self.path, (ADAPTER_CONFIG, ADAPTER_WEIGHTS)),
+            "weight": self.weight,
+        }
 
 
 class Adapted(Checkpoint):
@@ -147,10 +150,10 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
     folder = Path(path).expanduser()
     config = _read_config(folder)
     try:
-        shard = Shard(folder / WEIGHTS)
+        shard = Shard(folder / ADAPTER_WEIGHTS)
     except FileNotFoundError:
         raise CanvasError(
-            f"{folder} has no {WEIGHTS}",
+            f"{folder} has no {ADAPTER_WEIGHTS}",
             "save the adapter with PEFT's save_pretrained(), which writes safetensors",
         ) from None
     if not math.isfinite(weight):
@@ -164,18 +167,18 @@ def load_adapter(path: str | Path, weight: float = 1.0) -> Adapter:
             deltas.setdefault(tensor, []).append(delta)
     if not deltas:
         raise CanvasError(
-            f"{folder / WEIGHTS} contains no LoRA weights", "give a PEFT LoRA adapter"
+            f"{folder / ADAPTER_WEIGHTS} contains no LoRA weights", "give a PEFT LoRA adapter"
         )
     return Adapter(folder, weight, deltas)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG
+    file = folder / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise CanvasError(
-            f"{folder} is not an adapter: it has no {CONFIG}",
+            f"{folder} is not an adapter: it has no {ADAPTER_CONFIG}",
             "name the folder that PEFT's save_pretrained() wrote",
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as cause:
@@ -197,17 +200,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _check_known(folder: Path, name: str, shard: Shard) -> None:
     if any(f".{table}." in f".{name}" for table in _TABLE):
         raise CanvasError(
-            f"{folder / WEIGHTS} adapts {name}, but the embedding table cannot be adapted: it is also"
+            f"{folder / ADAPTER_WEIGHTS} adapts {name}, but the embedding table cannot be adapted: it is also"
             " the output projection, and the host reads it",
             _HINT,
         )
     partner = name.replace(".lora_B.weight", ".lora_A.weight")
     if not partner.endswith(".lora_A.weight"):
         raise CanvasError(
-            f"{folder / WEIGHTS} contains {name}, which is not a LoRA of a matrix product", _HINT
+            f"{folder / ADAPTER_WEIGHTS} contains {name}, which is not a LoRA of a matrix product",
+            _HINT,
         )
     if partner not in shard.tensors:
-        raise CanvasError(f"{folder / WEIGHTS} has {name} without its lora_A", "fetch it again")
+        raise CanvasError(
+            f"{folder / ADAPTER_WEIGHTS} has {name} without its lora_A", "fetch it again"
+        )
 
 
 def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> tuple[str, Delta]:

@@ -27,7 +27,7 @@ OPSET = 23
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _MODULE = re.compile(r"[a-z][\w.]*$")
 
-DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
+IR_DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 
 
 def trace(
@@ -116,7 +116,7 @@ def _stored(weight: Weight, dtype: torch.dtype) -> Stored:
     def read() -> Iterator[memoryview]:
         return (bytes_of(part) for part in weight.read(dtype))
 
-    return Stored(weight.name, DTYPES[dtype], weight.shape, read)
+    return Stored(weight.name, IR_DTYPES[dtype], weight.shape, read)
 
 
 @contextlib.contextmanager

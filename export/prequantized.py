@@ -18,7 +18,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.codes import StoredCodes, read_codes
 from canvasrt.export.int4 import Int4Codes, TableCodes, read_int4, table_codes
-from canvasrt.export.onnx import DTYPES
+from canvasrt.export.onnx import IR_DTYPES
 from canvasrt.export.quantize.forms import quantize_graph, stored_parts
 from canvasrt.export.quantize.packed import Form
 from canvasrt.export.segments import SegmentModule
@@ -177,7 +177,7 @@ class Prequantized:
         def read() -> Iterator[memoryview]:
             return (bytes_of(part.to(self._dtype)) for part in held.wide())
 
-        return Stored(weight.name, DTYPES[self._dtype], weight.shape, read)
+        return Stored(weight.name, IR_DTYPES[self._dtype], weight.shape, read)
 
 
 def _recipe(how: Quantization, forms: Mapping[str, Form], config: ModelConfig) -> Recipe:

@@ -19,7 +19,7 @@ import torch
 
 import canvasrt
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.released import TEXT, layer_types
+from canvasrt.checkpoints.released import TEXT_CONFIG, layer_types
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.segments import SegmentModule, segments
 from canvasrt.export.shards import TensorPiece, write_shards
@@ -38,9 +38,9 @@ _GENERATION = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "released": TEXT,
+    "released": TEXT_CONFIG,
     # The released head sizes, experts, vocabulary and proportions, in 0.2 GB.
-    "narrow": TEXT
+    "narrow": TEXT_CONFIG
     | {
         "hidden_size": 256,
         "intermediate_size": 192,
@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
     # About 300M parameters: the released proportions for a machine without a GPU.
-    "300m": TEXT
+    "300m": TEXT_CONFIG
     | {
         "vocab_size": 32_768,
         "hidden_size": 1024,

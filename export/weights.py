@@ -29,7 +29,7 @@ Sources = dict[str, tuple[str, ...]]
 """Weight of a graph → the checkpoint tensors that are stacked along the first axis to form it."""
 
 ENCODER = "model.encoder.language_model"
-VISION = "model.encoder.vision_tower"
+VISION_TOWER = "model.encoder.vision_tower"
 
 # Dtypes of weights without scales.
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -91,12 +91,12 @@ def vision_sources(config: ModelConfig) -> Sources:
     """Return the sources of the vision tower."""
     assert config.vision is not None
     sources: Sources = {
-        "input_proj.weight": (f"{VISION}.patch_embedder.input_proj.weight",),
-        "positions": (f"{VISION}.patch_embedder.position_embedding_table",),
+        "input_proj.weight": (f"{VISION_TOWER}.patch_embedder.input_proj.weight",),
+        "positions": (f"{VISION_TOWER}.patch_embedder.position_embedding_table",),
         "projection.weight": ("model.encoder.embed_vision.embedding_projection.weight",),
     }
     if config.vision.get("standardize"):
-        sources |= {name: (f"{VISION}.{name}",) for name in ("std_bias", "std_scale")}
+        sources |= {name: (f"{VISION_TOWER}.{name}",) for name in ("std_bias", "std_scale")}
     linears = {
         **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
         **{name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
@@ -111,7 +111,7 @@ def vision_sources(config: ModelConfig) -> Sources:
     }
     ranges = ("input_min", "input_max", "output_min", "output_max")
     for index in range(config.vision["num_hidden_layers"]):
-        prefix = f"{VISION}.encoder.layers.{index}"
+        prefix = f"{VISION_TOWER}.encoder.layers.{index}"
         for ours, theirs in linears.items():
             sources[f"layers.{index}.{ours}.linear.weight"] = (f"{prefix}.{theirs}.linear.weight",)
             if config.vision.get("use_clipped_linears"):

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -16,13 +15,11 @@ from canvasrt.runtime.capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
-from canvasrt.runtime.model import InputT, Model
+from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
-BatchT = TypeVar("BatchT")
-OutputT = TypeVar("OutputT")
 SMALL_CANVASES = (32, 64, 128)
 
 

@@ -195,18 +195,19 @@ class SamplingParams:
                     f"logit_bias of token {token} is {bias}",
                     f"give a number from -{MAX_BIAS} to {MAX_BIAS}",
                 )
-        last = (self.t_max - self.t_min) / self.max_denoising_steps + self.t_min
-        if last < COLDEST:
-            raise CanvasError(
-                f"t_max {self.t_max!r} leads to a temperature of {last:.3g} in the last step",
-                f"raise t_max or t_min: logits are only divided by {COLDEST:g} or more",
-            )
 
     @classmethod
     def from_defaults(
-        cls, defaults: SamplerDefaults, config: ModelConfig, **overrides: Any
+        cls,
+        defaults: SamplerDefaults,
+        config: ModelConfig,
+        labels: Mapping[str, str] | None = None,
+        **overrides: Any,
     ) -> SamplingParams:
-        """Return the checkpoint's defaults with `overrides` over them; None leaves the default."""
+        """Return the checkpoint's defaults with `overrides` over them; None leaves the default.
+
+        `labels` are what errors call the parameters instead of their names.
+        """
         names = {field.name for field in fields(cls)}
         values = {name: getattr(defaults, name) for name in names if hasattr(defaults, name)}
         values["eos_token_ids"] = config.eos_token_ids
@@ -219,6 +220,7 @@ class SamplingParams:
             if value is not None:
                 values[name] = value
         values["eos_token_ids"] = tuple(_ids(values["eos_token_ids"]))
+        check(values, labels)
         return cls(**values)
 
     def blocks(self, canvas_length: int) -> int:
@@ -278,7 +280,7 @@ class SamplingParams:
         }
         return tuple(name for name, used in given.items() if used)
 
-    def check_fits(self, config: ModelConfig) -> None:
+    def check_fits(self, config: ModelConfig, labels: Mapping[str, str] | None = None) -> None:
         """Raise CanvasError when the model has fewer positions than `max_new_tokens`, or lacks a
         token of `logit_bias`."""
         foreign = [each for each, _ in self.logit_bias if not 0 <= each < config.vocab_size]
@@ -289,9 +291,10 @@ class SamplingParams:
             )
         most = config.max_position_embeddings
         if self.max_new_tokens > most:
+            label = (labels or {}).get("max_new_tokens", "max_new_tokens")
             raise CanvasError(
-                f"max_new_tokens is {self.max_new_tokens}",
-                f"give a whole number from 1 to {most} for max_new_tokens",
+                f"{label} is {self.max_new_tokens}",
+                f"give a whole number from 1 to {most} for {label}",
             )
 
 
@@ -302,36 +305,50 @@ _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
 def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
-    """Raise CanvasError for the first of `values`, by parameter name, that is out of range.
+    """Raise CanvasError for the first of `values`, by parameter name, that is out of range, or that
+    contradicts another one.
 
     `labels` are what to call the parameters instead of their names.
     """
-    labels = labels or {}
+    called = {each.name: each.name for each in PARAMETERS} | dict(labels or {})
     for parameter in PARAMETERS:
         if parameter.name in values:
-            label = labels.get(parameter.name, "")
-            parameter.check(values[parameter.name], label)
-    low, high = values.get("t_min"), values.get("t_max")
-    if low is not None and high is not None and high < low:
-        raise CanvasError(
-            f"t_max {high} is below t_min {low}",
-            "the temperature falls from t_max to t_min: give t_max >= t_min",
-        )
+            parameter.check(values[parameter.name], called[parameter.name])
+    _check_temperatures(values, called)
     if values.get("top_logprobs") and not values.get("logprobs"):
         raise CanvasError(
-            f"top_logprobs is {values['top_logprobs']} without logprobs", "set logprobs to true"
+            f"{called['top_logprobs']} is {values['top_logprobs']} without {called['logprobs']}",
+            f"add {called['logprobs']}",
         )
+    settle = f"{called['settle_steps']} is {values.get('settle_steps')}"
     if values.get("settle_steps") and (values.get("redo_below") or 0) < 0:
         raise CanvasError(
-            f"settle_steps is {values['settle_steps']} and redo_below is {values['redo_below']}: a "
-            "token that has settled cannot be taken back",
+            f"{settle} and {called['redo_below']} is {values['redo_below']}: a token that has "
+            "settled cannot be taken back",
             "leave out one of them",
         )
     if values.get("settle_steps") and values.get("early_stop") is False:
         raise CanvasError(
-            f"settle_steps is {values['settle_steps']} and early_stop is false: a block ends "
-            "when all of it has settled",
-            "leave out one of them",
+            f"{settle}, but early stopping is off: a block ends when all of it has settled",
+            f"leave out {called['settle_steps']}, or turn on {called['early_stop']}",
+        )
+
+
+def _check_temperatures(values: Mapping[str, Any], called: Mapping[str, str]) -> None:
+    low, high, steps = (values.get(each) for each in ("t_min", "t_max", "max_denoising_steps"))
+    if low is None or high is None:
+        return
+    t_min, t_max = called["t_min"], called["t_max"]
+    if high < low:
+        raise CanvasError(
+            f"{t_max} {high} is below {t_min} {low}",
+            f"the temperature falls from {t_max} to {t_min}: give {t_max} >= {t_min}",
+        )
+    last = (high - low) / steps + low if steps else COLDEST
+    if last < COLDEST:
+        raise CanvasError(
+            f"{t_max} {high!r} leads to a temperature of {last:.3g} in the last step",
+            f"raise {t_max} or {t_min}: logits are only divided by {COLDEST:g} or more",
         )
 
 

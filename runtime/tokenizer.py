@@ -16,15 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from canvasrt.bundle import Bundle
+from canvasrt.chat_tokens import CONTROL_TOKENS, THOUGHT, THOUGHT_END, TURN_END
 from canvasrt.errors import CanvasError
 
 Message = Mapping[str, Any]
 REPLACEMENT = "\ufffd"
-# Gemma 4's tokens around thoughts, tool calls and the strings in them.
-THOUGHT, THOUGHT_END = "<|channel>", "<channel|>"
-CALL, CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-CONTROL = (THOUGHT, THOUGHT_END, CALL, CALL_END, QUOTE)
-TURN_END = "<turn|>"
 # Variables of a chat template that are not the caller's.
 _RESERVED = ("messages", "add_generation_prompt")
 _MOST_OPEN = 4096  # tokens that may wait for a character to be complete
@@ -56,7 +52,9 @@ class Tokenizer:
         self._words = frozenset(re.findall(r"\w+", template or ""))
         added = core.get_added_tokens_decoder()
         self._hidden = {
-            id for id, token in added.items() if token.special and token.content not in CONTROL
+            id
+            for id, token in added.items()
+            if token.special and token.content not in CONTROL_TOKENS
         }
 
     @classmethod

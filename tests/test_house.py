@@ -7,6 +7,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Collection
 from functools import cache
 from itertools import pairwise
@@ -20,7 +21,7 @@ STAGES = ("export", "build", "runtime", "containers")
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
 FLOORS = (
-    "errors progress defaults hashes formats option",
+    "errors types progress defaults chat_tokens hashes formats option",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages shapes",
     "cache graphs kernels",
@@ -47,7 +48,7 @@ RUNTIME = (
 )
 CONTAINERS = (
     "names untrusted",
-    "options ports logs tensors processes heartbeat",
+    "ports logs tensors processes heartbeat",
     "triton client",
     "package",
     "openai image load",
@@ -186,7 +187,7 @@ def test_no_import_leads_to_a_higher_floor(inside: str, floors: tuple[str, ...])
 
 
 def test_what_runs_inside_triton_imports_nothing_of_what_runs_around_it() -> None:
-    allowed = {"triton", "tensors", "names", "untrusted", "options", "heartbeat"}
+    allowed = {"triton", "tensors", "names", "untrusted", "heartbeat"}
     seen, todo = (
         set(),
         [name for name in modules() if name.startswith("canvasrt.containers.triton")],
@@ -237,6 +238,37 @@ def test_modules_are_short() -> None:
     for path in (*modules().values(), *(ROOT / "tests").rglob("*.py")):
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines < MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines: split it"
+
+
+def named(node: ast.stmt) -> set[str]:
+    """Return the public names that a statement of a module defines, apart from functions."""
+    if isinstance(node, ast.ClassDef):
+        return {node.name} if not node.name.startswith("_") else set()
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    found = {
+        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
+    }
+    return {name for name in found if not name.startswith("_")}
+
+
+def is_option(node: ast.stmt) -> bool:
+    """Return whether a statement declares an option of the command line, for its own command."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Annotated[")
+
+
+def test_a_name_means_one_thing() -> None:
+    """No two modules define a class, a type or a constant of one name. Each has its own `log`, and
+    benchmarks have their own constants."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, path in modules().items():
+        for node in tree(path).body:
+            names = set() if room(module) == "cli" and is_option(node) else named(node)
+            if room(module) == "bench":
+                names = {name for name in names if not name.isupper()}
+            for name in names - {"log", "app"}:
+                homes[name].append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 def test_tests_mirror_the_source() -> None:

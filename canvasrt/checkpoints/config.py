@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canvasrt.errors import CanvasError
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 MODEL_TYPE = "diffusion_gemma"
 # The reference's defaults for keys that config.json may leave out (transformers 5.23).

@@ -10,8 +10,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, most_demanding
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
 _MODELOPT = {each.modelopt: each for each in FORMATS.values() if each.modelopt}

@@ -8,7 +8,7 @@ from typing import Any
 
 from canvasrt.checkpoints.config import FULL_EVERY, ModelConfig, read_config
 
-TEXT: dict[str, Any] = {
+TEXT_CONFIG: dict[str, Any] = {
     "vocab_size": 262_144,
     "hidden_size": 2816,
     "intermediate_size": 2112,
@@ -33,7 +33,7 @@ TEXT: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 # About 550M parameters.
-VISION: dict[str, Any] = {
+VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
     "num_hidden_layers": 27,
@@ -55,7 +55,7 @@ def layer_types(count: int) -> list[str]:
 @cache
 def released_model() -> ModelConfig:
     """Return the released model, with its vision tower."""
-    text = {"model_type": "diffusion_gemma_text", **TEXT, "layer_types": layer_types(30)}
+    text = {"model_type": "diffusion_gemma_text", **TEXT_CONFIG, "layer_types": layer_types(30)}
     config = {"model_type": "diffusion_gemma", "canvas_length": 256, "text_config": text}
     model, _ = read_config(config, None)
-    return replace(model, vision=VISION)
+    return replace(model, vision=VISION_CONFIG)

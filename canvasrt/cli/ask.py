@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.options import MAX_SAMPLES, MAX_STEPS, AsJson, Device, Threads, is_url, refuse
+from canvasrt.cli.options import AsJson, Device, Threads, is_url, refuse
 from canvasrt.cli.prompt import read_stdin
 from canvasrt.console import emit, table
+from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError, UsageError
 
 Where = Annotated[

@@ -14,7 +14,7 @@ from canvasrt import __version__, extras, machine
 from canvasrt.console import size
 from canvasrt.errors import CanvasError
 
-State = Literal["ok", "gap", "info"]
+Status = Literal["ok", "gap", "info"]
 
 _GB = 10**9
 _OLDEST_PYTHON = (3, 11)
@@ -39,7 +39,7 @@ class MachineCheck:
     """One line of the report. `fix` is the command that closes a gap."""
 
     name: str
-    state: State
+    state: Status
     found: str
     fix: str = ""
 
@@ -108,7 +108,7 @@ def _extra(extra: str) -> MachineCheck:
     name = f"To {purpose}"
     if not missing:
         return MachineCheck(name, "ok", found)
-    state: State = "gap" if extra in _WANTED or found else "info"
+    state: Status = "gap" if extra in _WANTED or found else "info"
     text = f"{found}; not installed: {', '.join(missing)}".removeprefix("; ")
     return MachineCheck(name, state, text, f"pip install 'canvasrt[{extra}]'")
 

@@ -11,7 +11,7 @@ import typer
 
 from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
 from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
-from canvasrt.cli.sampling import with_sampling
+from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def generate(
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=given.ids is None or infill is not None)
     ids = _encode(tokenizer, given)
-    params = SamplingParams.from_defaults(model.sampler, model.config, **sampling)
+    params = SamplingParams.from_defaults(model.sampler, model.config, LABELS, **sampling)
+    params.check_fits(model.config, LABELS)
     if infill is not None:
         assert tokenizer is not None
         _fill(infill, ids, params, model, tokenizer, as_json)

@@ -25,8 +25,8 @@ from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build
 
-QUESTION = "12+34="
-TAG = "canvasrt-demo:latest"
+DEMO_PROMPT = "12+34="
+DEMO_TAG = "canvasrt-demo:latest"
 NAME = "canvasrt-demo"
 _PROTOCOLS = {
     "openai": "http://127.0.0.1:8000/v1",
@@ -62,7 +62,7 @@ def run(folder: Path, engine: ContainerEngine) -> None:
             folder / "image.tar",
             format="docker",
             base=base,
-            options=PackageOptions(tag=TAG),
+            options=PackageOptions(tag=DEMO_TAG),
             progress=show,
         )
     added = f"{size(made.other_bytes)} and {size(made.engine_bytes)} of engines on the base"
@@ -84,7 +84,7 @@ def run(folder: Path, engine: ContainerEngine) -> None:
         clock.report("ready: read-only, as user 1000, without capabilities")
         for protocol, url in _PROTOCOLS.items():
             answer = _ask(protocol, url)
-            clock.report(f"{protocol:<6} {QUESTION}{answer}")
+            clock.report(f"{protocol:<6} {DEMO_PROMPT}{answer}")
         engine.out("stop", "--time", "45", NAME)
         state = (engine.inspect("container", NAME) or {})["State"]
         if state["ExitCode"] != 0:
@@ -111,15 +111,15 @@ def engine() -> Iterator[ContainerEngine]:
 
 def _ask(protocol: str, url: str) -> str:
     """Ask the question with `canvasrt infer`, as a user would."""
-    command = [sys.executable, "-m", "canvasrt", "infer", QUESTION, "--url", url]
+    command = [sys.executable, "-m", "canvasrt", "infer", DEMO_PROMPT, "--url", url]
     done = subprocess.run(
         [*command, "--protocol", protocol], capture_output=True, text=True, timeout=120
     )
     answer = done.stdout.strip()
-    if done.returncode != 0 or not is_correct(QUESTION, answer):
+    if done.returncode != 0 or not is_correct(DEMO_PROMPT, answer):
         reply = answer if done.returncode == 0 else done.stderr.strip()
         raise CanvasError(
-            f"over {protocol}, {QUESTION} was answered with {reply!r}",
+            f"over {protocol}, {DEMO_PROMPT} was answered with {reply!r}",
             "repeat it with `canvasrt deploy` and `canvasrt --debug infer`",
         )
     return answer

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.console import emit, size, table
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 # How many kernels to list; equal ones of different layers count once.
 _LARGEST = 12
 

@@ -11,9 +11,6 @@ from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
 from canvasrt.errors import UsageError
 from canvasrt.recipes import SHIPPED
 
-# The limits of `runtime.answers.read`, which is slow to import.
-MAX_SAMPLES, MAX_STEPS = 64, 48
-
 Checkpoint = Annotated[
     str,
     typer.Argument(

@@ -13,7 +13,7 @@ from canvasrt.console import size
 from canvasrt.containers.image.attest import attestation_of
 from canvasrt.containers.image.build import IMAGE_FORMATS, WrittenImage, write_image
 from canvasrt.containers.image.layout import check_tag
-from canvasrt.containers.names import REPOSITORY
+from canvasrt.containers.names import MODEL_REPOSITORY
 from canvasrt.containers.package import releases
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
@@ -134,7 +134,7 @@ def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
         "bytes": made.manifest.total_bytes,
         "base": options.base,
         "base_pinned": releases.is_pinned(options.base),
-        "model_repository": str(path / REPOSITORY),
+        "model_repository": str(path / MODEL_REPOSITORY),
     }
 
 

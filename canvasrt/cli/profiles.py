@@ -11,10 +11,10 @@ from canvasrt import machine
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.console import emit, size
 from canvasrt.containers.logs import configure
-from canvasrt.containers.options import ServerPhase
+from canvasrt.containers.openai.options import ServerPhase
 from canvasrt.containers.serve.prepare import engines_folder, prepare
 from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source, profiles_of
-from canvasrt.containers.serve.settings import Settings, resolve
+from canvasrt.containers.serve.settings import Settings, read_settings
 from canvasrt.containers.serve.signals import stop_request
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.staging import staging
@@ -75,7 +75,7 @@ def write_store(bundle: Path | None, wanted: str | None, out: Path, cache: Path 
 
 
 def _settings(bundle: Path | None, **given: Any) -> Settings:
-    settings = resolve({"bundle": bundle, **given}, {})
+    settings = read_settings({"bundle": bundle, **given}, {})
     configure(settings.front.log_level, settings.front.json_logs)
     return settings
 

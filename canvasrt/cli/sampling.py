@@ -12,6 +12,9 @@ from canvasrt.cli.fields import with_options
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check
 
+# What errors call the parameters.
+LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}
+
 
 def with_sampling(command: Callable[..., None], text_only: bool = False) -> Callable[..., None]:
     """Give a command an option per sampling parameter, in place of its argument `sampling`.
@@ -52,6 +55,6 @@ def _argument(parameter: Parameter) -> inspect.Parameter:
 
 def _check(sampling: dict[str, Any]) -> None:
     try:
-        check(sampling, {each.name: each.option.partition("/")[0] for each in PARAMETERS})
+        check(sampling, LABELS)
     except CanvasError as error:
         raise UsageError(error.message, error.hint) from None

@@ -14,7 +14,7 @@ import typer
 from canvasrt.cli.fields import with_fields
 from canvasrt.cli.options import AsJson
 from canvasrt.cli.serve_output import build, show_decisions, show_ready, unbuilt
-from canvasrt.containers.serve.settings import OPTION_CLASSES, PASSTHROUGH, resolve
+from canvasrt.containers.serve.settings import OPTION_CLASSES, PASSTHROUGH, read_settings
 from canvasrt.errors import UsageError
 
 Bundle = Annotated[
@@ -37,17 +37,25 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
     below. If CANVASRT_API_KEYS or CANVASRT_API_KEYS_FILE is set, the OpenAI API requires one of
     its keys.
     """
-    from canvasrt.containers.serve import local
+    from canvasrt.containers.serve import checks, local
     from canvasrt.containers.serve import serve as work
 
-    settings = resolve(
+    settings = read_settings(
         _given({**given, "bundle": bundle, "as_json": as_json}), _given(_passthrough())
     )
+    checks.check_settings(settings)
     if settings.bundle is not None and local.is_checkpoint(settings.bundle):
+        if settings.profile is not None:
+            raise UsageError(
+                f"--profile has no effect: {settings.bundle} is a checkpoint, built for this machine",
+                "leave it out, or give a folder that `canvasrt package` or `build` wrote",
+            )
         found = local.plan(settings.bundle, settings.cache)
         if settings.dry_run and not found.is_built:
             show_decisions(unbuilt(found), settings.as_json)
             return
+        if not found.is_built:
+            checks.check_machine(settings)
         build(found)
         settings = replace(settings, bundle=found.engines)
     if settings.dry_run:

@@ -10,6 +10,7 @@ import typer
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
+from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 
 if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
@@ -58,15 +59,13 @@ Samples = Annotated[
         "--samples",
         metavar="N",
         min=1,
-        max=options.MAX_SAMPLES,
+        max=MAX_SAMPLES,
         help="Draws per labelled question.",
     ),
 ]
 Steps = Annotated[
     int,
-    typer.Option(
-        "--steps", metavar="N", min=1, max=options.MAX_STEPS, help="Steps per labelled read."
-    ),
+    typer.Option("--steps", metavar="N", min=1, max=MAX_STEPS, help="Steps per labelled read."),
 ]
 Fit = Annotated[
     bool, typer.Option("--fit", help="Also fit a temperature for each type of question.")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from canvasrt.console import emit, progress, table
 from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.client.triton import Client
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -23,7 +23,7 @@ from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
 from canvasrt.pipeline import build
 
-QUESTIONS = (
+DEMO_PROMPTS = (
     "12+34=",
     "31-75=",
     "reverse planet",
@@ -45,10 +45,10 @@ SUM_SCHEMA = {
     "required": ["sum"],
     "additionalProperties": False,
 }
-T = TypeVar("T")
+AnswerT = TypeVar("AnswerT")
 # A tiny model may miss a question or two; more means that something is broken.
 MAY_MISS = 2
-SEED = 0
+DEMO_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ def ask_all(server: Server, openai_url: str) -> list[QuestionRow]:
     ):
         openai = OpenAIClient(openai_url)
         for ask in (http.infer, grpc.infer, openai.ask):
-            ask({"prompt": QUESTIONS[0]})  # the first call allocates buffers
+            ask({"prompt": DEMO_PROMPTS[0]})  # the first call allocates buffers
         rows = []
-        for question in QUESTIONS:
-            inputs = {"prompt": question, "seed": SEED}
+        for question in DEMO_PROMPTS:
+            inputs = {"prompt": question, "seed": DEMO_SEED}
             by_http, http_ms = _timed(http.infer, inputs)
             by_grpc, grpc_ms = _timed(grpc.infer, inputs)
             by_openai, openai_ms = _timed(openai.ask, inputs)
@@ -162,15 +162,17 @@ def ask_for_json(openai_url: str) -> tuple[str, float]:
     wanted = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
     body = {
         "model": client.model,
-        "messages": [{"role": "user", "content": QUESTIONS[0]}],
+        "messages": [{"role": "user", "content": DEMO_PROMPTS[0]}],
         "response_format": wanted,
-        "seed": SEED,
+        "seed": DEMO_SEED,
     }
     reply, ms = _timed(lambda given: client.post("chat/completions", given), body)
     return str(reply["choices"][0]["message"]["content"]), ms
 
 
-def _timed(ask: Callable[[dict[str, Any]], T], inputs: dict[str, Any]) -> tuple[T, float]:
+def _timed(
+    ask: Callable[[dict[str, Any]], AnswerT], inputs: dict[str, Any]
+) -> tuple[AnswerT, float]:
     before = time.perf_counter()
     answer = ask(inputs)
     return answer, (time.perf_counter() - before) * 1000

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from canvasrt.demo.tasks import TASKS, Task
-from canvasrt.demo.tokenizer import PAD, TURN_END, chat_prompt
+from canvasrt.demo.tokenizer import PAD, TURN_END_ID, chat_prompt
 
 # How often each task occurs. Harder tasks occur more often.
-WEIGHTS = {
+TASK_WEIGHTS = {
     "add": 1.5,
     "subtract": 1.8,
     "reverse": 0.6,
@@ -64,10 +64,10 @@ class Examples:
         return [_collate(examples[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
     def _example(self) -> tuple[list[int], list[int], int]:
-        name = self.rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+        name = self.rng.choices(list(TASK_WEIGHTS), weights=list(TASK_WEIGHTS.values()))[0]
         task: Task = TASKS[name]
         prompt = task.draw_from("train", self.rng)
-        answer = [*self._ids(task.answer(prompt, self.rng)), TURN_END]
+        answer = [*self._ids(task.answer(prompt, self.rng)), TURN_END_ID]
         answer += [PAD] * (-len(answer) % self.canvas_length)
         blocks = len(answer) // self.canvas_length
         # Only the last block teaches where to stop.

@@ -63,7 +63,7 @@ def _centres(
     return found
 
 
-PROMPTS = ("color?", "dots?")
+DOTS_PROMPTS = ("color?", "dots?")
 
 
 def answer_of(picture: Dots, prompt: str) -> str:

@@ -15,22 +15,22 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 )
 
 from canvasrt.demo.data import TrainingBatch
-from canvasrt.demo.dots import COLORS, PROMPTS, Dots, answer_of, draw_dots, questions_of
+from canvasrt.demo.dots import COLORS, DOTS_PROMPTS, Dots, answer_of, draw_dots, questions_of
 from canvasrt.demo.model import PATCH, POOL
 from canvasrt.demo.odds import CASES, Case, ClosedQuestion, count_options, draw_case
 from canvasrt.demo.tokenizer import (
-    IMAGE,
     IMAGE_END,
+    IMAGE_ID,
     IMAGE_START,
     NEWLINE,
     PAD,
-    TURN_END,
+    TURN_END_ID,
     chat_prompt,
 )
 from canvasrt.runtime.answers.layout import letters, with_questions
 from canvasrt.runtime.answers.questions import read_questions
 
-WEIGHTS = {"coin": 1.0, "odds": 1.2, "wheel": 1.2, "draw": 1.4, "compare": 1.2}
+MIXTURE_WEIGHTS = {"coin": 1.0, "odds": 1.2, "wheel": 1.2, "draw": 1.4, "compare": 1.2}
 MOST_QUESTIONS = 2
 
 
@@ -88,11 +88,11 @@ class Mixture:
         )
 
     def _case(self) -> Case:
-        name = self.rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0]
+        name = self.rng.choices(list(MIXTURE_WEIGHTS), weights=list(MIXTURE_WEIGHTS.values()))[0]
         return draw_case(name, "train", self.rng)
 
     def _plain(self, case: Case) -> Example:
-        answers = [[*self._ids(text), TURN_END] for text in case.outcomes]
+        answers = [[*self._ids(text), TURN_END_ID] for text in case.outcomes]
         prefix = [*self.before, *self._ids(case.prompt), *self.after]
         return self._example(
             case.task, prefix, answers, case.probabilities, case.draw(self.rng), None
@@ -103,7 +103,7 @@ class Mixture:
         questions = self.rng.sample(case.questions, count)
         prefix = [*self.before, *self._ids(asking(case.state, questions)), *self.after]
         answers = [
-            self._ids(lettered(questions, outcome)) + [TURN_END]
+            self._ids(lettered(questions, outcome)) + [TURN_END_ID]
             for outcome in range(len(case.outcomes))
         ]
         chosen = case.draw(self.rng)
@@ -111,7 +111,7 @@ class Mixture:
 
     def _named(self, soft_tokens: int) -> Example:
         picture = draw_dots(self.rng)
-        text = self.rng.choice(PROMPTS)
+        text = self.rng.choice(DOTS_PROMPTS)
         return self._picture(picture, text, answer_of(picture, text), soft_tokens)
 
     def _read_off(self, soft_tokens: int) -> Example:
@@ -122,9 +122,9 @@ class Mixture:
 
     def _picture(self, picture: Dots, text: str, answer: str, soft_tokens: int) -> Example:
         count = soft_token_count(picture, soft_tokens)
-        image = [IMAGE_START, *[IMAGE] * count, IMAGE_END]
+        image = [IMAGE_START, *[IMAGE_ID] * count, IMAGE_END]
         prefix = [*self.before, *image, *self._ids(text), *self.after]
-        answers = [[*self._ids(answer), TURN_END]]
+        answers = [[*self._ids(answer), TURN_END_ID]]
         return self._example("pictures", prefix, answers, (1.0,), 0, picture)
 
     def _example(
@@ -152,7 +152,7 @@ class Mixture:
         behind = torch.cat([torch.tensor([False]), block[:-1] == self.vocab[" "]])
         if behind.any():
             return behind
-        width = 1 if block[1] == TURN_END else 1 + max(map(len, COLORS))
+        width = 1 if block[1] == TURN_END_ID else 1 + max(map(len, COLORS))
         return torch.arange(self.canvas_length) < width
 
     def _collate(self, examples: Sequence[Example]) -> TrainingBatch:
@@ -163,7 +163,7 @@ class Mixture:
             prefix=torch.tensor(rows),
             padding=torch.arange(longest)[None] < longest - lengths[:, None],
             block=torch.tensor([each.block for each in examples]),
-            tasks=torch.tensor([NAMES.index(each.task) for each in examples]),
+            tasks=torch.tensor([MIXTURE_NAMES.index(each.task) for each in examples]),
             targets=torch.stack([each.targets for each in examples]),
             slots=torch.stack([each.slots for each in examples]),
         )
@@ -172,7 +172,7 @@ class Mixture:
         return [NEWLINE if each == "\n" else self.vocab[each] for each in text]
 
 
-NAMES = (*CASES, "pictures")
+MIXTURE_NAMES = (*CASES, "pictures")
 
 
 def asking(state: str, questions: Sequence[ClosedQuestion]) -> str:

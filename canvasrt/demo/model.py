@@ -105,7 +105,7 @@ def build_config(sees: bool = False) -> DiffusionGemmaConfig:
         canvas_length=CANVAS_LENGTH,
         boi_token_id=tok.IMAGE_START,
         eoi_token_id=tok.IMAGE_END,
-        image_token_id=tok.IMAGE,
+        image_token_id=tok.IMAGE_ID,
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
@@ -123,7 +123,7 @@ def build_generation_config() -> DiffusionGemmaGenerationConfig:
         confidence_threshold=0.005,
         pad_token_id=tok.PAD,
         bos_token_id=tok.BOS,
-        eos_token_id=[tok.EOS, tok.TURN_END],
+        eos_token_id=[tok.EOS, tok.TURN_END_ID],
     )
 
 
@@ -215,7 +215,7 @@ class FastForward:
         }
         hidden = self._embed(tokens)
         if features is not None:
-            inside = tokens == tok.IMAGE
+            inside = tokens == tok.IMAGE_ID
             hidden = hidden.masked_scatter(inside[..., None], features)
             group = (inside & ~inside.roll(1, -1)).cumsum(-1)
             same = (group[:, :, None] == group[:, None, :]) & inside[:, :, None] & inside[:, None]

@@ -7,17 +7,19 @@ import string
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
-PAD, EOS, BOS, UNK, TURN_START, TURN_END, NEWLINE, IMAGE_START, IMAGE_END, IMAGE = range(10)
+PAD, EOS, BOS, UNK, TURN_START_ID, TURN_END_ID, NEWLINE, IMAGE_START, IMAGE_END, IMAGE_ID = range(
+    10
+)
 SPECIAL = {
     "<pad>": PAD,
     "<eos>": EOS,
     "<bos>": BOS,
     "<unk>": UNK,
-    "<|turn>": TURN_START,
-    "<turn|>": TURN_END,
+    "<|turn>": TURN_START_ID,
+    "<turn|>": TURN_END_ID,
     "<|image>": IMAGE_START,
     "<image|>": IMAGE_END,
-    "<|image|>": IMAGE,
+    "<|image|>": IMAGE_ID,
 }
 PRINTABLE = [" ", *string.punctuation, *string.digits, *string.ascii_letters]
 # A multiple of 8, so that kernels and the two-level sum over the vocabulary need no padding.

@@ -29,7 +29,7 @@ from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFas
 
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.demo.data import Examples, TrainingBatch
-from canvasrt.demo.mixture import NAMES, Mixture, image_processor
+from canvasrt.demo.mixture import MIXTURE_NAMES, Mixture, image_processor
 from canvasrt.demo.model import CANVAS_LENGTH, FastForward, add_sight, build_model, sees
 from canvasrt.demo.muon import Muon
 from canvasrt.demo.tasks import TASKS
@@ -40,7 +40,7 @@ from canvasrt.runtime.pictures import BUDGETS
 BATCH_PARTS = (56, 56, 16)
 # The second phase: the same tasks, plain chats, closed questions, and pictures in both. A picture of
 # the full budget takes four times as long as one of the smallest.
-OLD_PARTS, PLAIN, CLOSED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
+OLD_PARTS, PLAIN_PARTS, CLOSED, PICTURES = (12, 12, 6), 16, 24, (6, 3)
 LARGE_PICTURES, LARGE_EVERY = 2, 8
 SECOND_RATE = 0.5
 SLOT_WEIGHT = 7.0
@@ -205,7 +205,7 @@ def fit(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -
             (loss * len(batch.block) / total).backward()
             for task in batch.tasks.unique():
                 now = entropies[batch.tasks == task].mean().item()
-                name = (plan.names if batch.targets is None else NAMES)[task]
+                name = (plan.names if batch.targets is None else MIXTURE_NAMES)[task]
                 by_task[name] = now if name not in by_task else by_task[name] * 0.98 + now * 0.02
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -254,7 +254,13 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
     def batches(step: int) -> list[TrainingBatch]:
         large = new.pictures(LARGE_PICTURES, 0, SOFT_TOKENS) if step % LARGE_EVERY == 0 else []
         small = new.pictures(*PICTURES, min(BUDGETS))
-        return [*old.batches(OLD_PARTS), *new.plain(PLAIN), *new.closed(CLOSED), *small, *large]
+        return [
+            *old.batches(OLD_PARTS),
+            *new.plain(PLAIN_PARTS),
+            *new.closed(CLOSED),
+            *small,
+            *large,
+        ]
 
     def snapshot(step: int, averaged: Any) -> None:
         if step % save_every == 0:

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from canvasrt.fidelity.stats import wilson
 from canvasrt.runtime.answers.questions import TYPES, tempered
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 BINS = 10
 _SIMULATED = 500
 _LEAST = 1e-12  # probability, in logarithms

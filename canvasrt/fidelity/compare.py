@@ -22,7 +22,7 @@ from canvasrt.runtime.sampling import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_STEPS = 12
+COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
 # How many prompts are captured: the encoding, and the first, middle and last step.
 CAPTURED_PROMPTS = 8
@@ -104,7 +104,7 @@ def compare_steps(
     reference: ReferenceModel,
     prompts: PromptSet,
     progress: Progress,
-    most: int = MAX_STEPS,
+    most: int = COMPARED_STEPS,
 ) -> Steps:
     """Denoise one block after every prompt, without early stop, on both sides at once."""
     count = max(len(PHASES), min(most, reference.sampler.max_denoising_steps))

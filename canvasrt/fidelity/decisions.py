@@ -24,9 +24,9 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import BUDGETS, read_picture
 from canvasrt.runtime.tokenizer import Tokenizer
+from canvasrt.types import Json
 
-Json = dict[str, Any]
-DEMO = "demo"
+DEMO_QUESTIONS = "demo"
 _DEMO_CASES = 140  # per task
 _FIELDS = ("input", "images", "image_tokens", "questions", "layout", "group")
 
@@ -53,7 +53,7 @@ def measure_decisions(
     measured at the temperatures of the other half. CanvasError names what is wrong with the file.
     """
     show = progress or no_progress
-    items = _of_demo(bundle) if file == DEMO else read_labelled(Path(file))
+    items = _of_demo(bundle) if file == DEMO_QUESTIONS else read_labelled(Path(file))
     scored = _answers(bundle, items, reading, show)
     report = {
         "file": file,

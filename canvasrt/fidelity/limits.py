@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from canvasrt.formats import weight_limits
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 # For fp32 graphs. Differences come only from the order of sums.
 FP32 = {
@@ -20,7 +19,7 @@ FP32 = {
 # For comparison: transformers itself in bfloat16, on the demo, has 99.9% the same best token and a
 # mean divergence of 1e-5.
 BF16 = {"argmax_agreement": 0.99, "entropy_error_mean": 5e-3, "kl_mean": 1e-3}
-NAMES = {
+LIMIT_NAMES = {
     "answers_lost": "right answers lost per 100",
     "steps_growth": "more steps per block",
     "kl_mean": "mean KL divergence, nats",
@@ -62,7 +61,7 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
     recipe = options.get("recipe")
     if recipe:
         given = recipe.get("limits") or {}
-        return {name: given[name] for name in NAMES if given.get(name) is not None}
+        return {name: given[name] for name in LIMIT_NAMES if given.get(name) is not None}
     return dict(BF16 if options.get("precision") == "bf16" else FP32)
 
 
@@ -72,7 +71,7 @@ def check(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))
     where: dict[str, str] = {}
     measured: dict[str, float | None] = {
-        **{name: overall[name] for name in NAMES if name in overall},
+        **{name: overall[name] for name in LIMIT_NAMES if name in overall},
         "answers_lost": 100 * answers["all"]["loss"] if answers else None,
         "steps_growth": pace["steps_growth"] if pace else None,
         "layer_error": None,
@@ -82,7 +81,7 @@ def check(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
         measured["layer_error"] = _layer_error(worst)
         where["layer_error"] = f"layer {worst['layer']}"
     found = [
-        LimitCheck(name, NAMES[name], limit, measured[name], where.get(name))
+        LimitCheck(name, LIMIT_NAMES[name], limit, measured[name], where.get(name))
         for name, limit in limits.items()
     ]
     return [*found, *_weights(report)]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from canvasrt.fidelity.reliability import lines
-
-Json = dict[str, Any]
-
+from canvasrt.types import Json
 
 STEP_HEADS = (
     "steps",

@@ -9,8 +9,7 @@ from canvasrt.fidelity import markdown as text
 from canvasrt.fidelity.plots import plots
 from canvasrt.fidelity.reliability import sections as reliability_sections
 from canvasrt.pages import render, section
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 
 def page(report: Json, title: str) -> str:

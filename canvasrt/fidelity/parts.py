@@ -16,8 +16,7 @@ from canvasrt.progress import Progress
 from canvasrt.runtime.engine import Arrays, Segment
 from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from canvasrt.runtime.kv_cache import RequestCache
-
-ENCODE, DENOISE = "encode", "denoise"
+from canvasrt.shapes import DENOISE, ENCODE
 
 
 @dataclass

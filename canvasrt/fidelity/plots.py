@@ -8,8 +8,7 @@ import numpy as np
 
 from canvasrt.fidelity.compare import PHASES, phase_of
 from canvasrt.pages.drawing import OURS, THEIRS, THIRD, drawing, figure_of
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 # Bars are numbered up to this many.
 _LABELLED = 12

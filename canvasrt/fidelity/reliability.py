@@ -9,8 +9,8 @@ import numpy as np
 
 from canvasrt.pages import render, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 HEADS = ("", "questions", "right", "ECE", "ECE by chance", "Brier", "log loss", "distance")
 FIT_HEADS = ("type", "temperature", "ECE", "ECE fitted", "Brier", "Brier fitted")
 
@@ -64,7 +64,7 @@ def verdict(report: Json) -> str:
     return f"{text}; calibrated probabilities would show at most {chance:.3f} by chance."
 
 
-NOTE = (
+_NOTE = (
     "A predicate counts with the probability of yes, other questions with that of their likeliest"
     " option. ECE weighs |mean probability − share of right ones| over ten bins of equal width. By"
     " chance: what calibrated probabilities would show with so few answers, on average and in 95% of"
@@ -80,14 +80,14 @@ FIT_NOTE = (
 def sections(report: Json) -> Iterator[Json]:
     """Yield the page's sections."""
     drawn = drawing("reliability", "Share of right answers by probability", _diagram, report)
-    yield section("Reliability", _reading(report) + NOTE, drawn, [(HEADS, rows(report))])
+    yield section("Reliability", _reading(report) + _NOTE, drawn, [(HEADS, rows(report))])
     if report["fit"]:
         yield section("Fitted temperatures", FIT_NOTE, None, [(FIT_HEADS, fit_rows(report))])
 
 
 def lines(report: Json) -> Iterator[str]:
     """Yield the same as Markdown."""
-    tables: list[Any] = [("Reliability", _reading(report) + NOTE, HEADS, rows(report))]
+    tables: list[Any] = [("Reliability", _reading(report) + _NOTE, HEADS, rows(report))]
     if report["fit"]:
         tables.append(("Fitted temperatures", FIT_NOTE, FIT_HEADS, fit_rows(report)))
     for title, note, heads, body in tables:

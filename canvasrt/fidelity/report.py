@@ -13,7 +13,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import AnswerScores, Pace, ask_questions, compare_pace
-from canvasrt.fidelity.compare import MAX_STEPS, PHASES, Steps, compare_steps
+from canvasrt.fidelity.compare import COMPARED_STEPS, PHASES, Steps, compare_steps
 from canvasrt.fidelity.limits import check, limits_of
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.parts import DENOISE, part_errors
@@ -23,8 +23,7 @@ from canvasrt.fidelity.weights import weight_errors
 from canvasrt.machine import available_bytes
 from canvasrt.progress import Progress, no_progress
 from canvasrt.runtime.tokenizer import Tokenizer
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 WORST = 5
 # Of a streamed model, which is read from the disk once per pass: a short prompt and a long one.
@@ -60,7 +59,7 @@ def measure(
 
     if streamed:
         prompts = replace(prompts, tokens=prompts.tokens[:STREAMED_PROMPTS])
-    most = len(PHASES) if streamed else MAX_STEPS
+    most = len(PHASES) if streamed else COMPARED_STEPS
     steps = compare_steps(observed, reference, prompts, show, most)
     report: Json = {**_header(bundle), "steps": steps.to_json(), "pace": None, "answers": None}
     if questions and not streamed:

@@ -17,13 +17,13 @@ from canvasrt.fidelity.stats import RelativeError
 from canvasrt.formats import FORMATS, INT4, INT8
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.nbits import CODES, SCALES
-from canvasrt.graphs.table import SCALE, VALUES
+from canvasrt.graphs.table import TABLE_SCALE, TABLE_VALUES
 from canvasrt.progress import Progress
 
 if TYPE_CHECKING:
     from canvasrt.export.checkpoint import Checkpoint
 
-EXPERTS = (GATE_UP, DOWN)
+EXPERT_WEIGHTS = (GATE_UP, DOWN)
 
 
 @dataclass
@@ -85,7 +85,7 @@ def weight_errors(
             for name, parts in body_sources(config, layer, 1).items():
                 short = name.removeprefix("layers.0.")
                 full = f"layers.{layer}.{short.removesuffix('.weight')}"
-                if short in EXPERTS or not graph.is_matrix(f"layers.{local}.{short}"):
+                if short in EXPERT_WEIGHTS or not graph.is_matrix(f"layers.{local}.{short}"):
                     continue
                 error = RelativeError()
                 for ours, theirs in _pairs(graph, f"layers.{local}.{short}", checkpoint, parts):
@@ -155,8 +155,8 @@ class _Weights:
 
     def table(self, rows: slice) -> np.ndarray:
         """Return rows of an INT8 table in float32."""
-        scale = np.array(self.array(SCALE)[rows], np.float32)
-        codes = np.array(self.array(VALUES)[rows]).view(np.uint8)
+        scale = np.array(self.array(TABLE_SCALE)[rows], np.float32)
+        codes = np.array(self.array(TABLE_VALUES)[rows]).view(np.uint8)
         return lowbits.scaled(lowbits.decode(INT8, codes), scale, None, None)
 
     def projection(self, rows: slice) -> np.ndarray:
@@ -220,11 +220,11 @@ def _experts(
     stored = f"{DECODER}.layers.{layer}.experts"
     both = [
         _pairs(graph, f"layers.{local}.{short}", checkpoint, [f"{stored}.{theirs}"])
-        for short, theirs in zip(EXPERTS, ("gate_up_proj", "down_proj"), strict=True)
+        for short, theirs in zip(EXPERT_WEIGHTS, ("gate_up_proj", "down_proj"), strict=True)
     ]
     tokens = np.concatenate([seen.routed[layer].tokens for seen in passes])
     chosen = np.concatenate([seen.routed[layer].experts for seen in passes])
-    errors, totals = [], {short: RelativeError() for short in EXPERTS}
+    errors, totals = [], {short: RelativeError() for short in EXPERT_WEIGHTS}
     for expert, (gate_up, down) in enumerate(zip(*both, strict=True)):
         given = tokens[(chosen == expert).any(axis=-1)]
         output = RelativeError()

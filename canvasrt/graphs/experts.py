@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _INT64 = 7  # onnx.TensorProto.INT64
 # The domain of the functions that round the inputs of quantized products in a lowered graph.
 DOMAIN = "canvasrt"
-GATE_UP, DOWN = f".{weight_names.GATE_UP}", f".{weight_names.DOWN}"
+_GATE_UP, _DOWN = f".{weight_names.GATE_UP}", f".{weight_names.DOWN}"
 
 
 def split_experts(model: ModelProto) -> bool:
@@ -33,9 +33,9 @@ def split_experts(model: ModelProto) -> bool:
     """
     graph = model.graph
     weights = _weights(graph)
-    names = [name.removesuffix(GATE_UP) for name in weights if name.endswith(GATE_UP)]
+    names = [name.removesuffix(_GATE_UP) for name in weights if name.endswith(_GATE_UP)]
     layers = [
-        _Layer(graph, name, weights[name + GATE_UP], weights.get(name + DOWN)) for name in names
+        _Layer(graph, name, weights[name + _GATE_UP], weights.get(name + _DOWN)) for name in names
     ]
     if not layers or not all(layer.found for layer in layers):
         return False
@@ -78,14 +78,16 @@ class _Int4(_Stack):
         codes, scales = (_slice(each, expert) for each in (self._values, self._scales))
         block = nbits.cut(codes, scales)
         graph.initializer.extend([codes, scales])
-        return nbits.product(x, codes, scales, block, output, nbits.INT8)
+        return nbits.product(x, codes, scales, block, output, nbits.ACCURACY_INT8)
 
 
 def _weights(graph: GraphProto) -> dict[str, _Stack]:
     """Return the experts' weights by name, plain or in INT4."""
     stored = {item.name: item for item in graph.initializer}
     found = {
-        name: _Stack(item, name) for name, item in stored.items() if name.endswith((GATE_UP, DOWN))
+        name: _Stack(item, name)
+        for name, item in stored.items()
+        if name.endswith((_GATE_UP, _DOWN))
     }
     for node in graph.node:
         if node.op_type == nbits.UNPACK and len(stored[node.input[0]].dims) == 3:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 # Large weights start on a page boundary, so that a runtime can map them.
-PAGE, WORD, LARGE = 4096, 64, 1 << 16
+PAGE_BYTES, WORD, LARGE_WEIGHT = 4096, 64, 1 << 16
 _PIECE = 1 << 26
 
 
@@ -69,7 +69,7 @@ def append(
     advance: Callable[[int], None] | None = None,
 ) -> None:
     """Append a weight's bytes to the file `out` and point the graph's initializer at them."""
-    out.write(b"\0" * (-out.tell() % (PAGE if weight.size >= LARGE else WORD)))
+    out.write(b"\0" * (-out.tell() % (PAGE_BYTES if weight.size >= LARGE_WEIGHT else WORD)))
     offset = out.tell()
     for piece in weight.read():
         written = out.write(piece)

@@ -80,7 +80,7 @@ def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if name == table.VALUES:  # stays as it is: `table` makes it run
+        if name == table.TABLE_VALUES:  # stays as it is: `table` makes it run
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()

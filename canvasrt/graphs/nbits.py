@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # The lowered graph's function that unpacks an INT4 weight, and the suffixes of its two inputs' names.
 UNPACK, CODES, SCALES = "UnpackInt4", ".codes", ".scales"
 # Accuracy levels. Inputs in int8 halve the time of a product with few rows, and gain nothing for a whole canvas.
-EXACT, INT8 = 0, 4
+ACCURACY_EXACT, ACCURACY_INT8 = 0, 4
 
 
 def use_nbits(model: ModelProto) -> bool:
@@ -42,7 +42,7 @@ def use_nbits(model: ModelProto) -> bool:
         codes, scales = (weights[name] for name in weight.input)
         block = cut(codes, scales)
         graph.node[place].CopyFrom(
-            product(old.input[0], codes, scales, block, old.output[0], EXACT)
+            product(old.input[0], codes, scales, block, old.output[0], ACCURACY_EXACT)
         )
     _drop(graph, [*unpacked.values(), *turned.values()])
     if products:

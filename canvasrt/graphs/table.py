@@ -14,7 +14,7 @@ from canvasrt.graphs.protos import CONTRIB, import_contrib, make_node, replace, 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-VALUES, SCALE = f"{TABLE}.values", f"{TABLE}.scale"
+TABLE_VALUES, TABLE_SCALE = f"{TABLE}.values", f"{TABLE}.scale"
 # Size of a piece in float32: the memory that a product needs beyond the mapped table.
 PIECE_BYTES = 1 << 27
 
@@ -27,15 +27,15 @@ def embedding_entry(file: Path) -> dict[str, Any]:
     import onnx_ir as ir
 
     stored = ir.load(file).graph.initializers
-    table = stored[VALUES if VALUES in stored else TABLE].const_value
+    table = stored[TABLE_VALUES if TABLE_VALUES in stored else TABLE].const_value
     assert isinstance(table, ir.ExternalTensor)
     entry: dict[str, Any] = {
         "file": str(table.location),
         "dtype": table.dtype.numpy().name,
         "shape": [int(size) for size in table.shape.numpy()],
     }
-    if VALUES in stored:
-        scale = stored[SCALE].const_value
+    if TABLE_VALUES in stored:
+        scale = stored[TABLE_SCALE].const_value
         assert isinstance(scale, ir.ExternalTensor)
         entry["scale"] = {"dtype": scale.dtype.numpy().name, "offset": int(scale.offset or 0)}
     return entry
@@ -53,15 +53,15 @@ def split_table(model: ModelProto) -> bool:
     """
     graph = model.graph
     stored = {item.name: item for item in graph.initializer}
-    if VALUES not in stored:
+    if TABLE_VALUES not in stored:
         return False
-    (wide,) = (each for each in users(graph, VALUES) if SCALE in each.input)
-    for unit in [each for each in users(graph, VALUES) if each is not wide]:
+    (wide,) = (each for each in users(graph, TABLE_VALUES) if TABLE_SCALE in each.input)
+    for unit in [each for each in users(graph, TABLE_VALUES) if each is not wide]:
         _look_up_first(graph, unit)
     (turned,) = (each for each in users(graph, wide.output[0]) if each.op_type == "Transpose")
     (logits,) = users(graph, turned.output[0])
     (soft,) = (each for each in users(graph, wide.output[0]) if each.op_type == "MatMul")
-    pieces = _Pieces(graph, stored[VALUES], stored[SCALE])
+    pieces = _Pieces(graph, stored[TABLE_VALUES], stored[TABLE_SCALE])
     replace(graph, logits, pieces.turned(logits.input[0], logits.output[0]))
     replace(graph, soft, pieces.straight(soft.input[0], soft.output[0]))
     for each in (turned, wide):
@@ -107,7 +107,7 @@ class _Pieces:
         own scales, or ONNX Runtime would keep the first product's pieces for the second."""
         for number, first in enumerate(self._cuts[:-1]):
             count = self._cuts[number + 1] - first
-            codes, scale = f"{VALUES}.{number}", f"{SCALE}.{use}_{number}"
+            codes, scale = f"{TABLE_VALUES}.{number}", f"{TABLE_SCALE}.{use}_{number}"
             self._add(self._values, first, count, codes)
             self._add(self._scale, first, count, scale)
             yield _node("DequantizeLinear", [codes, scale], f"{TABLE}/{use}_wide_{number}", axis=0)

@@ -11,8 +11,7 @@ from canvasrt.kernels.group import PARTS
 from canvasrt.pages import render, section
 from canvasrt.pages.drawing import COLOURS, INK, drawing, figure_of
 from canvasrt.staging import staging
-
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 FILES = ("kernels.json", "kernels.html")
 _COLOUR = dict(zip(PARTS, COLOURS, strict=True))

@@ -16,13 +16,10 @@ from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import GpuRates
-from canvasrt.shapes import in_units, round_up, usual_capacity, widths
+from canvasrt.shapes import DENOISE, ENCODE, in_units, round_up, usual_capacity, widths
 
-Json = dict[str, Any]
-
-DENOISE, ENCODE = "denoise", "encode"
 # Denoising steps that a block is assumed to take.
-STEPS = 16
+PREDICTED_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,9 @@ class Predictor:
     ) -> float:
         """Return the seconds for one block: `STEPS` denoising steps and the encoding of its result."""
         encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
-        return STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
+        return (
+            PREDICTED_STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
+        )
 
     def _most(self) -> int:
         """Return the tokens that the engines take of a full layer's past."""

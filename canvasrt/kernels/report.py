@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
 from canvasrt.kernels.cost import product_format, step_names
 from canvasrt.kernels.group import PARTS
-from canvasrt.kernels.predict import STEPS, PredictedPass, Predictor, TimedKernel
+from canvasrt.kernels.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
 from canvasrt.kernels.rates import GpuRates
+from canvasrt.types import Json
 
-Json = dict[str, Any]
-
-NOTE = (
+_NOTE = (
     "A prediction, not a measurement. Each kernel takes the longer of its bytes at the bandwidth and its operations at"
     " their format's rate, plus a launch. Kernels run one after another, and caches are ignored."
 )
@@ -30,16 +28,16 @@ def report(
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, batch, predictor.model.canvas_length, context, capacity)
     return {
-        "note": NOTE,
+        "note": _NOTE,
         "gpu": {**asdict(gpu), "rates": dict(gpu.rates)},
         "sizes": asdict(denoise.sizes),
         "passes": {each.kind: _pass(each, predictor.model) for each in (denoise, encode)},
         "block": {
-            "steps": STEPS,
-            "ms": 1e3 * (STEPS * denoise.seconds + encode.seconds),
+            "steps": PREDICTED_STEPS,
+            "ms": 1e3 * (PREDICTED_STEPS * denoise.seconds + encode.seconds),
             "tokens_per_second": batch
             * predictor.model.canvas_length
-            / (STEPS * denoise.seconds + encode.seconds),
+            / (PREDICTED_STEPS * denoise.seconds + encode.seconds),
         },
         "growth": {
             "batch": _growth(predictor, gpu, ((each, context) for each in BATCHES)),

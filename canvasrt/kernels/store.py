@@ -11,10 +11,9 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 from canvasrt.kernels.parse import Kernel, KernelTensor
+from canvasrt.types import Json
 
-Json = dict[str, Any]
-
-SUFFIX = ".kernels.json.gz"
+KERNELS_SUFFIX = ".kernels.json.gz"
 KERNELS_SCHEMA = 1
 
 

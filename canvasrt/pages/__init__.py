@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-Json = dict[str, Any]
+from canvasrt.types import Json
 
 
 def render(

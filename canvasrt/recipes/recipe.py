@@ -19,8 +19,8 @@ from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.recipes import SHIPPED
 from canvasrt.recipes.fields import Fields, read_yaml
 from canvasrt.targets import TARGETS, Target, find_target
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 Scales = Literal["per_tensor", "per_channel"]
 Method = Literal["max", "mse"]
 
@@ -211,6 +211,12 @@ class Recipe:
         return CanvasError(f"{self.source or self.name}: {message}", hint)
 
 
+def is_path(name_or_path: str | Path) -> bool:
+    """Return whether a recipe is given by the path of its file, which need not exist."""
+    path = Path(name_or_path)
+    return len(path.parts) > 1 or path.suffix in (".yaml", ".yml")
+
+
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """Load one of canvasrt's recipes by name, or the user's own by path.
 
@@ -220,9 +226,13 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     shipped = SHIPPED.get(str(name_or_path))
     file = shipped or Path(name_or_path).expanduser()
     if shipped is None and not file.is_file():
+        known = f"canvasrt's recipes: {', '.join(SHIPPED)}"
+        if is_path(name_or_path):
+            raise UsageError(
+                f"there is no recipe file {name_or_path}", f"check the path, or name one of {known}"
+            )
         raise UsageError(
-            f"unknown recipe {str(name_or_path)!r}",
-            f"recipes: {', '.join(SHIPPED)}; or give the path of a YAML file",
+            f"unknown recipe {str(name_or_path)!r}", f"{known}; or give the path of a YAML file"
         )
     source = str(name_or_path) if shipped is None else f"recipe {name_or_path}"
     return Recipe.from_json(read_yaml(file, _README), source)

@@ -19,7 +19,7 @@ from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.settings import ImageSettings
-from canvasrt.containers.ports import listen
+from canvasrt.containers.ports import PortRequest, check_distinct, listen
 from canvasrt.errors import CanvasError
 from canvasrt.progress import Progress, no_progress
 
@@ -144,14 +144,18 @@ def check_architecture(package: Package, engine: ContainerEngine) -> None:
 
 
 def check_ports(options: DeployOptions) -> None:
-    """Raise CanvasError for a port in use, before anything is built or loaded."""
+    """Raise CanvasError for a port in use, before anything is built or loaded; UsageError for one
+    that two options ask for."""
     names = {API_PORT: "--port", GRPC_PORT: "--grpc-port", HTTP_PORT: "--http-port"}
     if options.network == "none":
         return
     host = options.network == "host"
-    for inside, outside in (options.own_ports if host else options.published).items():
-        address = "0.0.0.0" if host else options.listen
-        listen(address, outside, names[inside]).close()
+    address = "0.0.0.0" if host else options.listen
+    outside = options.own_ports if host else options.published
+    asked = [PortRequest(names[inside], address, port) for inside, port in outside.items()]
+    check_distinct(asked)
+    for each in asked:
+        listen(each.host, each.port, each.option).close()
 
 
 def wait_ready(

@@ -18,7 +18,7 @@ from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 
-SUFFIX = ".intoto.jsonl"
+ATTESTATION_SUFFIX = ".intoto.jsonl"
 PASSWORD = "CANVASRT_SIGNING_PASSWORD"
 PAYLOAD = "application/vnd.in-toto+json"
 PROVENANCE = "https://slsa.dev/provenance/v1"
@@ -41,7 +41,7 @@ class Materials:
 
 def attestation_of(image: Path) -> Path:
     """Return where an image's attestations are: next to it."""
-    return image.with_name(image.name + SUFFIX)
+    return image.with_name(image.name + ATTESTATION_SUFFIX)
 
 
 def read_signer(key: Path) -> Any:

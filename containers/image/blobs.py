@@ -18,8 +18,8 @@ from typing import IO, Any, cast
 
 from canvasrt.errors import CanvasError
 from canvasrt.staging import link_or_copy
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 # Gets the number of bytes read since its last call.
 Counter = Callable[[int], None]
 

@@ -17,7 +17,7 @@ from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, Counter, ImageLayer, LayerEntry, entries_of
 from canvasrt.containers.image.contents import contents
 from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
-from canvasrt.containers.names import ENGINES, IMAGE, PACKAGE, REPOSITORY
+from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, PACKAGE
 from canvasrt.containers.package import bindings, releases, wheels
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import SBOM, backends_of, package
@@ -97,7 +97,7 @@ def write_image(
             settings["Labels"] |= based_on(opened)
             progress("checking the base image", 0, 0)
             image = write_layout(layout, opened, Blobs(layout), layers, settings, options.tag)
-        manifest = load_bundle_manifest(made.path / IMAGE / "manifest.json")
+        manifest = load_bundle_manifest(made.path / IMAGE_FOLDER / "manifest.json")
     image = replace(image, path=out)
     if signer is not None:
         attest(image, format, Materials(opened, manifests, pins, options), signer)
@@ -203,9 +203,9 @@ def _layers(
         for place in _places(made):
             layers.append(_engine_layer(blobs, made, place, progress))
     rest = [
-        *entries_of(made.path / REPOSITORY, f"{_INSIDE}/{REPOSITORY}"),
+        *entries_of(made.path / MODEL_REPOSITORY, f"{_INSIDE}/{MODEL_REPOSITORY}"),
         LayerEntry(f"{_INSIDE}/{SBOM}", made.path / SBOM),
-        LayerEntry(f"{_INSIDE}/manifest.json", made.path / IMAGE / "manifest.json"),
+        LayerEntry(f"{_INSIDE}/manifest.json", made.path / IMAGE_FOLDER / "manifest.json"),
     ]
     layers.append(blobs.add_layer(rest, "canvasrt package: model repository", compress=True))
     return layers

@@ -23,7 +23,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.extras import version
 from canvasrt.staging import staging
 
-TAG = "canvasrt-standin:bookworm"
+STANDIN_TAG = "canvasrt-standin:bookworm"
 SUITE = "bookworm"
 # `docker build` needs pip; the stub of Triton's Python backend loads libpython.
 _PACKAGES = ("python3", "python3-pip", "libpython3.11")
@@ -64,7 +64,7 @@ def _write(out: Path, triton: Path) -> None:
             )
             path = "/opt/tritonserver/bin:$PATH"
             settings = {"Env": {"PATH": path}, "Cmd": ["tritonserver"]}
-            write_layout(folder, _empty(out), blobs, (debian, server), settings, TAG)
+            write_layout(folder, _empty(out), blobs, (debian, server), settings, STANDIN_TAG)
     finally:
         root.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 from canvasrt.bundle import MANIFEST, Bundle, Manifest
 from canvasrt.containers.image.base import Base, BaseLayer, read_base
 from canvasrt.containers.image.blobs import exhaust
-from canvasrt.containers.names import IMAGE, PACKAGE
+from canvasrt.containers.names import IMAGE_FOLDER, PACKAGE
 from canvasrt.containers.package.sbom import SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import DIFFERS
@@ -73,10 +73,14 @@ def check_package(bundle: Bundle) -> None:
     """Check a package's folder; loading it has checked the hashes of its files."""
     if bundle.manifest.kind != "package" or SBOM not in bundle.manifest.files:
         return
-    inside = json.loads((bundle.path / IMAGE / MANIFEST).read_text(encoding="utf-8"))["files"]
+    inside = json.loads((bundle.path / IMAGE_FOLDER / MANIFEST).read_text(encoding="utf-8"))[
+        "files"
+    ]
     for name, entry in inside.items():
         if bundle.manifest.files.get(name) != entry:
-            raise CanvasError(f"{bundle.path / name} differs from {IMAGE}/{MANIFEST}", _AGAIN)
+            raise CanvasError(
+                f"{bundle.path / name} differs from {IMAGE_FOLDER}/{MANIFEST}", _AGAIN
+            )
     check_sbom(
         json.loads((bundle.path / SBOM).read_text(encoding="utf-8")), inside, str(bundle.path)
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canvasrt.containers.load.prompts import Message
+from canvasrt.containers.load.prompts import ChatMessage
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
@@ -62,7 +62,7 @@ class Endpoint:
     max_tokens: int = 64
     extra: tuple[tuple[str, Any], ...] = ()
 
-    def body(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def body(self, messages: Sequence[ChatMessage]) -> dict[str, Any]:
         """Return the body of a call."""
         return {
             "model": self.model,
@@ -81,7 +81,7 @@ class LoadConnection:
         self._endpoint = endpoint
         self._http: http.client.HTTPConnection | None = None
 
-    def call(self, messages: Sequence[Message], due: float) -> TimedCall:
+    def call(self, messages: Sequence[ChatMessage], due: float) -> TimedCall:
         """Make one call; what goes wrong is in its `error`."""
         made = TimedCall(due)
         try:
@@ -103,7 +103,7 @@ class LoadConnection:
             self._http.close()
             self._http = None
 
-    def _stream(self, messages: Sequence[Message], made: TimedCall) -> None:
+    def _stream(self, messages: Sequence[ChatMessage], made: TimedCall) -> None:
         reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
         if reply.status != 200:
             made.error = f"HTTP {reply.status}"

@@ -10,8 +10,8 @@ import numpy as np
 from canvasrt.containers.load.measure import COMPARED, LatencySpread, LoadSummary, Round
 from canvasrt.pages import render, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 _COLOURS = (OURS, THEIRS)
 LATENCY_HEADS = ("ms", "p50", "p90", "p99", "mean", "sd", "least", "most")
 _SERIES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from canvasrt.errors import CanvasError
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 SETS = ("short", "long", "chat", "agent")
 _WORDS = [
@@ -34,8 +34,8 @@ _TOOLS = (
 class Session:
     """A conversation: messages to begin with, and further ones that each follow an answer."""
 
-    start: tuple[Message, ...]
-    turns: tuple[Message, ...] = ()
+    start: tuple[ChatMessage, ...]
+    turns: tuple[ChatMessage, ...] = ()
 
     @property
     def calls(self) -> int:
@@ -85,7 +85,7 @@ def _asked(text: str) -> Session:
     return Session((_user(text),))
 
 
-def _user(text: str) -> Message:
+def _user(text: str) -> ChatMessage:
     return {"role": "user", "content": text}
 
 

@@ -25,8 +25,8 @@ from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
 from canvasrt.containers.openai.connections import bound_handshakes, connections, raise_file_limit
-from canvasrt.containers.openai.state import State
-from canvasrt.containers.options import FrontSettings
+from canvasrt.containers.openai.options import FrontSettings
+from canvasrt.containers.openai.state import ServerState
 
 # How long to wait after the last answer, for requests already on their way.
 _LINGER = 0.3
@@ -55,10 +55,10 @@ def main() -> None:
     configure(settings.options.log_level, settings.options.json_logs)
     raise_file_limit()
     bound_handshakes()
-    asyncio.run(_serve(settings, State(), commands))
+    asyncio.run(_serve(settings, ServerState(), commands))
 
 
-async def _serve(settings: FrontSettings, state: State, commands: io.FileIO) -> None:
+async def _serve(settings: FrontSettings, state: ServerState, commands: io.FileIO) -> None:
     servers = [(_server(settings, state), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
@@ -89,7 +89,7 @@ async def _beat(heartbeat: Heartbeat | None) -> None:
         await asyncio.sleep(_BEAT_EVERY)
 
 
-async def _drained(state: State) -> None:
+async def _drained(state: ServerState) -> None:
     """Wait until the server is stopping and no request is in flight."""
     while state.phase != "stopping":
         await asyncio.sleep(_LOOK_IDLE)
@@ -110,7 +110,7 @@ def _listen(
     os._exit(1)  # the supervisor has ended
 
 
-def _hear(state: State, heartbeat: Heartbeat | None, line: bytes) -> None:
+def _hear(state: ServerState, heartbeat: Heartbeat | None, line: bytes) -> None:
     """Apply one report, and tell the supervisor that it counts now."""
     if not line:
         return
@@ -119,13 +119,13 @@ def _hear(state: State, heartbeat: Heartbeat | None, line: bytes) -> None:
         heartbeat.acknowledge()
 
 
-def _apply(state: State, report: dict[str, Any]) -> None:
+def _apply(state: ServerState, report: dict[str, Any]) -> None:
     if state.phase != "stopping":
         state.phase = report["phase"]
         state.detail = report.get("detail", "")
 
 
-def _server(settings: FrontSettings, state: State) -> _Uvicorn:
+def _server(settings: FrontSettings, state: ServerState) -> _Uvicorn:
     connection, places = connections(settings.options.max_connections)
     options: dict[str, Any] = {"http": connection}
     if settings.options.tls is not None:
@@ -137,7 +137,7 @@ def _server(settings: FrontSettings, state: State) -> _Uvicorn:
     return _Uvicorn(_config(make_app(settings, state, places), **options))
 
 
-def _health_server(settings: FrontSettings, state: State) -> _Uvicorn:
+def _health_server(settings: FrontSettings, state: ServerState) -> _Uvicorn:
     connection, _ = connections(HEALTH_CONNECTIONS)
     return _Uvicorn(_config(make_health_app(settings, state), http=connection))
 

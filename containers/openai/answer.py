@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from canvasrt.containers.openai.calls import QUOTE, CallError, read_arguments
+from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, QUOTE, THOUGHT, THOUGHT_END
+from canvasrt.containers.openai.calls import CallError, read_arguments
 
-THOUGHT, THOUGHT_END = "<|channel>", "<channel|>"
-CALL, CALL_END = "<|tool_call>", "<tool_call|>"
-_MARKS = (THOUGHT, THOUGHT_END, CALL, CALL_END, QUOTE)
-_OPENING = re.compile("|".join(map(re.escape, _MARKS)))
+_OPENING = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _NAME = re.compile(r"\s*call:([\w.:-]+)\s*(?=\{)")
 # The channel's name, which stands before the thought.
 _CHANNEL = "thought\n"
@@ -92,7 +90,7 @@ class AnswerReader:
     def _content(self, pieces: list[Piece], final: bool) -> bool:
         mark = _OPENING.search(self._text)
         if mark is None:
-            keep = 0 if final else _held(self._text, _MARKS)
+            keep = 0 if final else _held(self._text, CONTROL_TOKENS)
             given = self._text[: len(self._text) - keep]
             self._text = self._text[len(given) :]
             self._say(pieces, given)

@@ -32,7 +32,7 @@ from canvasrt.containers.openai.decisions import (
 from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.docs import add_docs
 from canvasrt.containers.openai.errors import ApiError, unavailable
-from canvasrt.containers.openai.inputs import Limits
+from canvasrt.containers.openai.inputs import RequestLimits
 from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
 from canvasrt.containers.openai.middleware import (
     AT_END,
@@ -44,6 +44,7 @@ from canvasrt.containers.openai.middleware import (
     internal_error,
 )
 from canvasrt.containers.openai.ollama import add_ollama
+from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.remote import Fetcher
@@ -57,10 +58,9 @@ from canvasrt.containers.openai.schema import (
     parse_body,
     read_body,
 )
-from canvasrt.containers.openai.state import State
+from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
-from canvasrt.containers.options import FrontSettings
 
 Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest
@@ -73,10 +73,10 @@ _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
 
 
-class Front:
+class OpenAIRoutes:
     """State that the routes share."""
 
-    def __init__(self, settings: FrontSettings, state: State) -> None:
+    def __init__(self, settings: FrontSettings, state: ServerState) -> None:
         self.settings = settings
         self.options = settings.options
         self.state = state
@@ -96,7 +96,7 @@ class Front:
         self._medium, self._long = asyncio.Semaphore(2), asyncio.Semaphore(1)
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         fetcher = Fetcher() if self.options.allow_remote_images else None
-        limits = Limits(self.options.max_n, self.options.about.get("max_context"))
+        limits = RequestLimits(self.options.max_n, self.options.about.get("max_context"))
         self._completions = Completions(self._upstream, self.metrics, fingerprint, limits, fetcher)
         self.decisions = Decisions(self._upstream, self.metrics, fetcher)
         self.tokens = Tokens(self._upstream, limits.max_context)
@@ -194,9 +194,9 @@ class Front:
         }
 
 
-def make_app(settings: FrontSettings, state: State, places: Places | None = None) -> ASGIApp:
+def make_app(settings: FrontSettings, state: ServerState, places: Places | None = None) -> ASGIApp:
     """Return the application of one server, whose connections have `places`."""
-    front = Front(settings, state)
+    front = OpenAIRoutes(settings, state)
     app = FastAPI(title="canvasrt", lifespan=front.lifespan, **_NO_SCHEMA)
     _add_errors(app)
     _add_health(app, front)
@@ -224,16 +224,16 @@ def make_app(settings: FrontSettings, state: State, places: Places | None = None
     return Middleware(app, state, front.metrics, limit, places, origin)
 
 
-def make_health_app(settings: FrontSettings, state: State) -> ASGIApp:
+def make_health_app(settings: FrontSettings, state: ServerState) -> ASGIApp:
     """Return an application with only the health routes, for a port of their own."""
-    front = Front(settings, state)
+    front = OpenAIRoutes(settings, state)
     app = FastAPI(title="canvasrt", lifespan=front.lifespan, **_NO_SCHEMA)
     _add_errors(app)
     _add_health(app, front)
     return Middleware(app, state, front.metrics, settings.options.max_body)
 
 
-def _add_inference(app: FastAPI, front: Front) -> None:
+def _add_inference(app: FastAPI, front: OpenAIRoutes) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await front.generate(request, ChatRequest)
@@ -279,7 +279,7 @@ def _add_inference(app: FastAPI, front: Front) -> None:
         return JSONResponse(front.model(name))
 
 
-def _add_health(app: FastAPI, front: Front) -> None:
+def _add_health(app: FastAPI, front: OpenAIRoutes) -> None:
     @app.get("/v1/health/live")
     async def live() -> Response:
         if front.state.phase == "failed" and (refusal := front.state.refusal()) is not None:
@@ -295,7 +295,7 @@ def _add_health(app: FastAPI, front: Front) -> None:
         return JSONResponse(body)
 
 
-def _add_management(app: FastAPI, front: Front) -> None:
+def _add_management(app: FastAPI, front: OpenAIRoutes) -> None:
     @app.get("/v1/version")
     async def version() -> Response:
         return JSONResponse({"release": canvasrt.__version__, "api": API_VERSION})

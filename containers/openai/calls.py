@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from canvasrt.chat_tokens import QUOTE
 from canvasrt.containers.untrusted import load_json
 
-QUOTE = '<|"|>'
 _SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"\s*([^\s:={}\[\],\"'<]+)\s*[:=]")
 _BARE = re.compile(r"[^,{}\[\]]*")

@@ -16,11 +16,11 @@ from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.formats import named_format
-from canvasrt.containers.openai.inputs import Limits, inputs_of
+from canvasrt.containers.openai.inputs import RequestLimits, inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import CALLER, MORE
 from canvasrt.containers.openai.remote import Fetcher, inline
-from canvasrt.containers.openai.replies import Shape
+from canvasrt.containers.openai.replies import ReplyShape
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.tools import reader_of
 from canvasrt.containers.openai.upstream import Answers, Upstream
@@ -41,7 +41,7 @@ class Completions:
         upstream: Upstream,
         metrics: FrontMetrics,
         fingerprint: str,
-        limits: Limits,
+        limits: RequestLimits,
         fetcher: Fetcher | None = None,
     ) -> None:
         """Without a `fetcher`, remote images are refused."""
@@ -69,7 +69,9 @@ class Completions:
         caller: str = request.scope.get(CALLER, "")
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
-        shape = Shape(chat, body.model, self._fingerprint, seed, body.ignored, body.wants_usage)
+        shape = ReplyShape(
+            chat, body.model, self._fingerprint, seed, body.ignored, body.wants_usage
+        )
         if isinstance(body, ChatRequest):
             shape.reader = reader_of(body)
         return Run(self, body, inputs, shape, request.url.path, caller)
@@ -87,7 +89,7 @@ class Run:
         owner: Completions,
         body: Body,
         inputs: list[dict[str, Any]],
-        shape: Shape,
+        shape: ReplyShape,
         endpoint: str,
         caller: str,
     ) -> None:

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-T = TypeVar("T")
+ReplyT = TypeVar("ReplyT")
 
 
 class Disconnected(Exception):
     """The caller has closed its connection."""
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ReplyT]) -> ReplyT:
     """Return the result of `work`. When the caller disconnects, cancel it and raise Disconnected.
 
     The request's body must have been read.

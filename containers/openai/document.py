@@ -14,8 +14,8 @@ from canvasrt.containers.openai.decisions import DecisionRequest, InfillRequest,
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest
+from canvasrt.types import Json
 
-Json = dict[str, Any]
 _REF = "#/components/schemas/"
 # What else an operation may answer. A server says 503 while it starts or stops.
 _READ = {"401": "The API key is missing or wrong.", "403": "The Host is not one of this server's."}

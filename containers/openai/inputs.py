@@ -29,7 +29,7 @@ _LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one request may ask for. `max_context` is in tokens; None if it is not known."""
 
     max_n: int = MAX_ANSWERS
@@ -37,7 +37,7 @@ class Limits:
 
 
 def inputs_of(
-    request: ChatRequest | CompletionRequest, limits: Limits | None = None
+    request: ChatRequest | CompletionRequest, limits: RequestLimits | None = None
 ) -> list[dict[str, Any]]:
     """Return the inputs of each Triton request: `n` per prompt, with consecutive seeds.
 
@@ -47,7 +47,7 @@ def inputs_of(
         prompts: list[dict[str, Any]] = [_chat(request)]
     else:
         prompts = [_prompt(each) for each in request.prompt]
-    limits = limits or Limits()
+    limits = limits or RequestLimits()
     n = request.n or 1
     if n > limits.max_n:
         raise bad_request(f"n is {n}; this server allows {limits.max_n}.", "n", "invalid_value")

@@ -19,7 +19,7 @@ from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.origin import Origin
-from canvasrt.containers.openai.state import State
+from canvasrt.containers.openai.state import ServerState
 
 log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope
@@ -39,7 +39,7 @@ class Middleware:
     def __init__(
         self,
         app: ASGIApp,
-        state: State,
+        state: ServerState,
         metrics: FrontMetrics,
         max_body: int,
         places: Places | None = None,
@@ -151,7 +151,6 @@ class _Exchange:
             413,
             f"The body of the request is larger than {self._max_body} bytes.",
             code="request_too_large",
-            headers={"Connection": "close"},
         )
 
 

@@ -37,7 +37,7 @@ Read = Callable[[dict[str, Any], "list[str] | None"], ChatRequest | CompletionRe
 _FIELDS = ("model", "stream", "options", "keep_alive", "think")
 
 
-class Front(Protocol):
+class ChatRoutes(Protocol):
     """What the routes need of the front end."""
 
     @property
@@ -57,7 +57,7 @@ class _Lines(EventStream):
     media_type = "application/x-ndjson"
 
 
-def add_ollama(app: FastAPI, front: Front) -> None:
+def add_ollama(app: FastAPI, front: ChatRoutes) -> None:
     """Add the routes."""
 
     @app.post("/api/chat")
@@ -89,7 +89,7 @@ async def _guarded(reply: Callable[[], Any]) -> Response:
 
 
 async def _reply(
-    front: Front,
+    front: ChatRoutes,
     request: Request,
     read: Read,
 ) -> Response:

@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.openai.errors import ApiError
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 
 _OPEN = ("/v1/health/live", "/v1/health/ready")  # probes call them by address
 

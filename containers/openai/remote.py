@@ -19,8 +19,8 @@ from urllib.parse import urljoin, urlsplit
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.messages import is_remote
 
-MAX_BYTES = 20 * 2**20
-TIMEOUT = 10.0  # seconds for one image, redirects included
+MAX_IMAGE_BYTES = 20 * 2**20
+FETCH_TIMEOUT = 10.0  # seconds for one image, redirects included
 REDIRECTS = 3
 MAX_REMOTE_IMAGES = 16  # of one request
 # They carry an IPv4 address inside, which may be anything: 6to4, Teredo and NAT64.
@@ -63,7 +63,7 @@ class Fetcher:
 
     def fetch(self, url: str) -> bytes:
         """Return an image's file. Refused says why there is none."""
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + FETCH_TIMEOUT
         for _ in range(REDIRECTS + 1):
             found = self._get(url, deadline)
             if isinstance(found, bytes):
@@ -155,8 +155,8 @@ def _body(reply: http.client.HTTPResponse, deadline: float) -> bytes:
     data = bytearray()
     while chunk := reply.read1(1 << 16):
         data += chunk
-        if len(data) > MAX_BYTES:
-            raise Refused(f"it is larger than {MAX_BYTES // 2**20} MiB")
+        if len(data) > MAX_IMAGE_BYTES:
+            raise Refused(f"it is larger than {MAX_IMAGE_BYTES // 2**20} MiB")
     _left(deadline)  # an aborted connection ends like a whole one
     return bytes(data)
 
@@ -164,7 +164,7 @@ def _body(reply: http.client.HTTPResponse, deadline: float) -> bytes:
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise Refused(f"it takes longer than {TIMEOUT:g} seconds")
+        raise Refused(f"it takes longer than {FETCH_TIMEOUT:g} seconds")
     return left
 
 

@@ -45,7 +45,7 @@ class Usage:
 
 
 @dataclass
-class Shape:
+class ReplyShape:
     """Builds the objects of one request, a chat or a completion. `seed` is that of its first
     answer."""
 

@@ -13,7 +13,7 @@ from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.replies import block_scores, own_fields
 from canvasrt.containers.openai.responses import ResponsesRequest
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 # An item's type, the type of its content, and the name of its events, by kind of piece.
 _TEXT = {
     "content": ("message", "output_text", "response.output_text"),
@@ -35,24 +35,24 @@ class ResponseBuilder:
         self._text = ""
         self._number = 0
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ResponseEvent]:
         """Return the events before the answer."""
         return [
             self._event(f"response.{name}", response=self.response("in_progress"))
             for name in ("created", "in_progress")
         ]
 
-    def add(self, pieces: Sequence[Piece]) -> list[Event]:
+    def add(self, pieces: Sequence[Piece]) -> list[ResponseEvent]:
         """Take more of the answer."""
         return [event for piece in pieces for event in self._piece(piece)]
 
-    def end(self, final: StreamEvent) -> list[Event]:
+    def end(self, final: StreamEvent) -> list[ResponseEvent]:
         """Return the last events; the very last holds the whole response."""
         status = "incomplete" if final.finish_reason == "length" else "completed"
         events = list(self._close())
         return [*events, self._event(f"response.{status}", response=self.response(status, final))]
 
-    def failed(self, error: ApiError) -> list[Event]:
+    def failed(self, error: ApiError) -> list[ResponseEvent]:
         """Return the events of an answer that fails after its first event."""
         response = self.response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
@@ -90,7 +90,7 @@ class ResponseBuilder:
             | (block_scores(final) if final else {}),
         }
 
-    def _piece(self, piece: Piece) -> Iterator[Event]:
+    def _piece(self, piece: Piece) -> Iterator[ResponseEvent]:
         if piece.call is not None:
             yield from self._close()
             yield from self._call(piece.call)
@@ -103,7 +103,7 @@ class ResponseBuilder:
         name = _TEXT[piece.kind][2]
         yield self._in_part(f"{name}.delta", delta=piece.text, **extra)
 
-    def _begin_text(self, kind: str) -> Iterator[Event]:
+    def _begin_text(self, kind: str) -> Iterator[ResponseEvent]:
         item_type = _TEXT[kind][0]
         more: dict[str, Any] = {"role": "assistant"} if kind == "content" else {"summary": []}
         item = {"id": _new(_IDS[item_type]), "type": item_type, "status": "in_progress"}
@@ -111,11 +111,11 @@ class ResponseBuilder:
         yield from self._begin_item({**item, **more, "content": []})
         yield self._in_part("response.content_part.added", part=_part(kind, ""))
 
-    def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _begin_item(self, item: dict[str, Any]) -> Iterator[ResponseEvent]:
         self._output.append(item)
         yield self._in_output("response.output_item.added", item=dict(item))
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[ResponseEvent]:
         """End the item that is open, if any."""
         if self._open is None:
             return
@@ -126,11 +126,11 @@ class ResponseBuilder:
         yield self._end_item(content=[part])
         self._open = None
 
-    def _end_item(self, **changes: Any) -> Event:
+    def _end_item(self, **changes: Any) -> ResponseEvent:
         self._output[-1] = {**self._output[-1], **changes, "status": "completed"}
         return self._in_output("response.output_item.done", item=self._output[-1])
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
+    def _call(self, call: ToolCall) -> Iterator[ResponseEvent]:
         item = {"id": _new(_IDS["function_call"]), "type": "function_call", "call_id": call.id}
         item |= {"name": call.name, "arguments": "", "status": "in_progress"}
         yield from self._begin_item(item)
@@ -140,14 +140,14 @@ class ResponseBuilder:
         yield self._in_output(f"{name}.done", name=call.name, arguments=call.arguments, **where)
         yield self._end_item(arguments=call.arguments)
 
-    def _in_part(self, name: str, /, **fields: Any) -> Event:
+    def _in_part(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._in_output(name, item_id=self._output[-1]["id"], content_index=0, **fields)
 
     # An event may have a field of its own called `name`.
-    def _in_output(self, name: str, /, **fields: Any) -> Event:
+    def _in_output(self, name: str, /, **fields: Any) -> ResponseEvent:
         return self._event(name, output_index=len(self._output) - 1, **fields)
 
-    def _event(self, name: str, /, **fields: Any) -> Event:
+    def _event(self, name: str, /, **fields: Any) -> ResponseEvent:
         self._number += 1
         return {"type": name, "sequence_number": self._number - 1, **fields}
 

@@ -22,14 +22,13 @@ from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
-from canvasrt.containers.tensors import MAX_BIASED
+from canvasrt.containers.tensors import MAX_BIASED, MAX_STOP_LENGTH
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
-MAX_STOP_LENGTH = 1000  # characters
 MAX_MESSAGES = 8192
-MAX_STOPS = 4  # as in OpenAI's API
+OPENAI_MAX_STOPS = 4  # as in OpenAI's API
 MAX_WARNINGS = 16  # about one request
 LEFT_OUT = ("extra_forbidden", "unsupported_parameter")
 _ROUNDS = 4  # some errors only show once others are gone
@@ -86,7 +85,7 @@ def _prompts(value: Any) -> Any:
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_Stops = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+_Stops = _Stop | Annotated[list[_Stop], Field(max_length=OPENAI_MAX_STOPS)]
 Strings = Annotated[
     list[_Stop],
     BeforeValidator(_one_or_more, json_schema_input_type=_Stops),
@@ -143,7 +142,7 @@ class Sampling(_Own):
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: Annotated[Strings, Field(max_length=MAX_STOPS)] | None = None
+    stop: Annotated[Strings, Field(max_length=OPENAI_MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Whole | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from canvasrt.containers.openai.errors import ApiError, unavailable
-from canvasrt.containers.options import ServerPhase
+from canvasrt.containers.openai.options import ServerPhase
 
 # Seconds until a retry makes sense, and the message until then.
 _WAIT = {
@@ -18,7 +18,7 @@ _WAIT = {
 
 
 @dataclass
-class State:
+class ServerState:
     """Follows the supervisor's reports. `detail` describes the progress of a phase."""
 
     phase: ServerPhase = "starting"

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from canvasrt.containers.openai.answer import CALL, AnswerReader
+from canvasrt.chat_tokens import CALL
+from canvasrt.containers.openai.answer import AnswerReader
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.functions import Function, NamedTool, Tool, ToolChoice
 from canvasrt.containers.openai.messages import has_images

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.bundle import Bundle, Manifest, load_bundle, write_manifest
-from canvasrt.containers.names import ENGINES, IMAGE, REPOSITORY
+from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY
 from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.render import render
+from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
 from canvasrt.containers.package.sbom import SBOM, write_sbom
 from canvasrt.containers.package.settings import architecture_of, settings_for, target_name
@@ -24,7 +25,6 @@ from canvasrt.containers.package.sizes import sizes_of
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.tensors import STREAM_MODEL
-from canvasrt.containers.triton.repository import write_repository
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import HashProgress, hash_files
 from canvasrt.staging import link_or_copy, staging
@@ -61,7 +61,7 @@ def package(
     with staging(Path(out)) as folder:
         for place, bundle in bundles.items():
             _copy(bundle, folder / place)
-        write_repository(folder / REPOSITORY, f"../{ENGINES}", max_batch=options.max_batch)
+        write_repository(folder / MODEL_REPOSITORY, f"../{ENGINES}", max_batch=options.max_batch)
         write_wheel(folder / "wheels")
         for wheel in fetched.values() if options.wheels else ():
             shutil.copyfile(wheel, folder / "wheels" / wheel.name)
@@ -110,18 +110,18 @@ def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]
     if (
         packaged
         and chosen == own
-        and not os.access(root / REPOSITORY / STREAM_MODEL / "1", os.W_OK)
+        and not os.access(root / MODEL_REPOSITORY / STREAM_MODEL / "1", os.W_OK)
     ):
-        yield root / REPOSITORY
+        yield root / MODEL_REPOSITORY
         return
     with tempfile.TemporaryDirectory(prefix=run_name()) as scratch:
         folder = Path(scratch)
         if packaged:
-            shutil.copytree(root / REPOSITORY, folder / REPOSITORY)
+            shutil.copytree(root / MODEL_REPOSITORY, folder / MODEL_REPOSITORY)
         else:
-            write_repository(folder / REPOSITORY, f"../{ENGINES}")
+            write_repository(folder / MODEL_REPOSITORY, f"../{ENGINES}")
         (folder / ENGINES).symlink_to(chosen)
-        yield folder / REPOSITORY
+        yield folder / MODEL_REPOSITORY
 
 
 def _load(
@@ -198,14 +198,14 @@ def _write_image_part(
         known[name] = _entry(folder, name)
     models = [
         path.relative_to(folder).as_posix()
-        for path in sorted((folder / REPOSITORY).rglob("*"))
+        for path in sorted((folder / MODEL_REPOSITORY).rglob("*"))
         if path.is_file()
     ]
     known |= {name: _entry(folder, name) for name in models}
     manifests = [bundle.manifest for bundle in bundles.values()]
     write_sbom(folder / SBOM, manifests, pins, known, options.base, options.contents)
     known[SBOM] = _entry(folder, SBOM)
-    (folder / IMAGE).mkdir()
+    (folder / IMAGE_FOLDER).mkdir()
     # Only in the image do the files lie next to this manifest; links stand in for them here.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         linked = Path(scratch)
@@ -213,7 +213,7 @@ def _write_image_part(
             (linked / name).parent.mkdir(parents=True, exist_ok=True)
             (linked / name).symlink_to(folder / name)
         _write_manifest(linked, copied, options, described=bundles, known=known)
-        (linked / "manifest.json").rename(folder / IMAGE / "manifest.json")
+        (linked / "manifest.json").rename(folder / IMAGE_FOLDER / "manifest.json")
 
 
 def _entry(folder: Path, name: str) -> dict[str, Any]:

@@ -27,11 +27,19 @@ CACHE = "/opt/nim/.cache"
 USER = 1000
 PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
 # Seconds that requests in flight may take at shutdown, and that `docker stop` must wait.
-EXIT_TIMEOUT = 30
+CONTAINER_EXIT_TIMEOUT = 30
 STOP_GRACE = 45
 # The arguments of `docker run` unless others are given. `serve` finds the package's folder by
 # itself, so that NIM_MODEL_PATH can name another.
-COMMAND = ("serve", "--host", "0.0.0.0", "--log", "-", "--exit-timeout", str(EXIT_TIMEOUT))
+COMMAND = (
+    "serve",
+    "--host",
+    "0.0.0.0",
+    "--log",
+    "-",
+    "--exit-timeout",
+    str(CONTAINER_EXIT_TIMEOUT),
+)
 _LICENSE = "Apache-2.0"
 _SECOND = 10**9  # in nanoseconds, the unit of an image's configuration
 

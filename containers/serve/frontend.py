@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from canvasrt.containers.heartbeat import acknowledged, silence
-from canvasrt.containers.options import FrontOptions, FrontSettings, ServerPhase
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings, ServerPhase
 from canvasrt.containers.ports import listen, url_host
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt import extras
+from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.processes import child_environment
 from canvasrt.errors import CanvasError
 
@@ -48,6 +49,14 @@ class Installation:
     def release_text(self) -> str:
         """The release, for a reader."""
         return "an unknown release" if self.release is None else "{}.{:02}".format(*self.release)
+
+    def check_reach(self, host: str) -> None:
+        """Raise CanvasError when callers from elsewhere could reach a release that they can crash."""
+        if not self.is_safe and host not in LOOPBACK:
+            raise CanvasError(
+                f"{self.binary} is {self.release_text}, and a single request from {host} can crash it",
+                "let Triton listen on 127.0.0.1, or use a tritonserver of 26.07 or later",
+            )
 
     def prepare(self, folder: Path) -> list[str]:
         """Put a bundled server's Python backend into `folder`; return the options that select it."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import canvasrt
 from canvasrt import extras
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
-from canvasrt.containers.options import ServerPhase
+from canvasrt.containers.openai.options import ServerPhase
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.build_engines import EngineBuild, report_in
 from canvasrt.containers.serve.profiles import ServingProfile

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
-from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.package.package import repository_of
+from canvasrt.containers.serve.checks import check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
@@ -21,7 +21,7 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
 from canvasrt.containers.serve.supervisor import Supervisor
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +30,19 @@ Ready = Callable[[dict[str, Any]], None]
 
 
 def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
-    """Serve a bundle until a signal comes.
+    """Serve a bundle until a signal comes. `check_settings` has seen the settings.
 
     `ready` gets the addresses. `stream` gets the servers' output unless that goes to a file.
 
     CanvasError when a server cannot start, or ends by itself.
     """
     configure(settings.front.log_level, settings.front.json_logs)
-    check_triton_host(settings)
     source = open_source(settings.bundle)
     profile = choose(source, settings.profile)
+    check_machine(settings)
     settings = replace(
         settings,
-        ports=settings.ports.resolve(settings.triton_host, settings.front.host),
+        ports=settings.ports.with_free_ones(settings.triton_host, settings.front.host),
         front=replace(
             settings.front,
             tls=settings.tls,
@@ -167,29 +167,8 @@ def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
     return data
 
 
-def check_triton_host(settings: Settings) -> None:
-    """Raise UsageError when Triton's ports would be a way around the API's keys or TLS."""
-    guarded = [
-        name
-        for name, on in (
-            ("API keys", settings.front.keys),
-            ("TLS", settings.ssl_mode != "disabled"),
-        )
-        if on
-    ]
-    if settings.triton_host in LOOPBACK or settings.triton_behind_proxy or not guarded:
-        return
-    raise UsageError(
-        f"--triton-host is {settings.triton_host}, but Triton's ports know neither the API's keys nor"
-        f" its TLS, and {' and '.join(guarded)} would be no protection",
-        "leave out --triton-host; or put a proxy that checks callers in front of ports"
-        f" {settings.ports.http} and {settings.ports.grpc}, and say so with --triton-behind-proxy",
-    )
-
-
 def decisions(settings: Settings) -> dict[str, Any]:
     """Return what a dry run shows: all decisions about a run, without its keys."""
-    check_triton_host(settings)
     source = open_source(settings.bundle)
     profile = choose(source, settings.profile)
     return {
@@ -209,7 +188,7 @@ def decisions(settings: Settings) -> dict[str, Any]:
         **asdict(settings.model),
         "max_model_len": settings.model.max_model_len or profile.max_context,
         "api_keys": len(settings.front.keys),
-        "tls": settings.ssl_mode,
+        "tls": settings.ssl_mode or "disabled",
         "cache": str(settings.cache) if settings.cache else None,
         "log": str(settings.log_file) if settings.log_file else "stderr",
         "log_level": settings.front.log_level,

@@ -22,7 +22,6 @@ from canvasrt.containers.names import (
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
-from canvasrt.containers.options import EXIT_TIMEOUT, READY_TIMEOUT, ModelOptions
 from canvasrt.containers.ports import Ports, callable_host, url_host
 from canvasrt.containers.processes import (
     die_with_parent,
@@ -37,6 +36,8 @@ from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.logtail import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
+from canvasrt.containers.serve.timeouts import EXIT_TIMEOUT, READY_TIMEOUT
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
 
 UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight
@@ -137,7 +138,7 @@ class Server:
         """Start the process. CanvasError for a port in use, or without a tritonserver."""
         installation = find_installation()
         self._check_hosts(installation)
-        self.ports = self.ports.resolve(self.host, self.metrics_host)
+        self.ports = self.ports.with_free_ones(self.host, self.metrics_host)
         remove_stale()
         try:
             command = self._command(installation)
@@ -165,15 +166,9 @@ class Server:
 
     def _check_hosts(self, installation: Installation) -> None:
         """Raise CanvasError when callers from elsewhere could reach a release that they can crash."""
-        if installation.is_safe:
-            return
-        if self.host not in LOOPBACK:
-            raise CanvasError(
-                f"{installation.binary} is {installation.release_text}, and a single request from"
-                f" {self.host} can crash it",
-                "let Triton listen on 127.0.0.1, or use a tritonserver of 26.07 or later",
-            )
-        self.metrics_host = self.metrics_host if self.metrics_host in LOOPBACK else self.host
+        installation.check_reach(self.host)
+        if not installation.is_safe and self.metrics_host not in LOOPBACK:
+            self.metrics_host = self.host
 
     def wait_ready(
         self,

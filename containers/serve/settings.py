@@ -10,18 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.options import (
-    EXIT_TIMEOUT,
-    LEVELS,
-    READY_TIMEOUT,
-    STALL_TIMEOUT,
-    FrontOptions,
-    ModelOptions,
-    read_switch,
-)
+from canvasrt.containers.openai.options import LEVELS, FrontOptions
 from canvasrt.containers.ports import Ports
+from canvasrt.containers.serve.timeouts import EXIT_TIMEOUT, READY_TIMEOUT, STALL_TIMEOUT
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.option import CommandOption, flags_of, option, option_of
+from canvasrt.option import CommandOption, flags_of, option, option_of, read_switch
 
 PASSTHROUGH = "NIM_PASSTHROUGH_ARGS"
 KEYS, KEYS_FILE = "CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE"
@@ -90,11 +84,12 @@ class Settings:
             read=_read_path,
         ),
     )
-    ssl_mode: str = field(
-        default="disabled",
+    ssl_mode: str | None = field(
+        default=None,
         metadata=option(
             "TLS for the OpenAI API: disabled, tls or mtls.",
             metavar="MODE",
+            shown="disabled",
             variable="NIM_SSL_MODE",
             read=_read_tls_mode,
         ),
@@ -149,13 +144,12 @@ class Settings:
 
     @property
     def tls(self) -> dict[str, str] | None:
-        """The files for TLS; None when it is off. CanvasError for a file that is missing."""
-        if self.ssl_mode == "disabled":
-            return None
-        files = {"certificate": ("--ssl-cert", self.ssl_cert), "key": ("--ssl-key", self.ssl_key)}
+        """The files for TLS; None when it is off."""
+        files = {"certificate": self.ssl_cert, "key": self.ssl_key}
         if self.ssl_mode == "mtls":
-            files["ca"] = ("--ssl-ca", self.ssl_ca)
-        return {name: _readable(*given, self.ssl_mode) for name, given in files.items()}
+            files["ca"] = self.ssl_ca
+        on = self.ssl_mode in ("tls", "mtls")
+        return {name: str(file) for name, file in files.items()} if on else None
 
     @property
     def triton_options(self) -> tuple[str, ...]:
@@ -184,7 +178,7 @@ _NO_DOWNLOAD = "NIM_DISABLE_MODEL_DOWNLOAD"
 VARIABLES = (*_BY_VARIABLE, _NO_DOWNLOAD, PASSTHROUGH)
 
 
-def resolve(
+def read_settings(
     command_line: Mapping[str, Any],
     passthrough: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
@@ -192,8 +186,8 @@ def resolve(
     """Return the settings: the command line wins over passthrough arguments, those over the
     environment.
 
-    The mappings are options by name; None stands for one that was not given. UsageError names what
-    is wrong.
+    The mappings are options by name; None stands for one that was not given. UsageError names a
+    value that is wrong; `check_settings` finds those that contradict each other.
     """
     environment = os.environ if environment is None else environment
     given = from_environment(environment)
@@ -209,8 +203,6 @@ def resolve(
         for name, kind in _GROUPS.items()
     }
     settings = Settings(**given, **groups, ports=ports)
-    if settings.front.json_logs and settings.log_file is not None:
-        raise UsageError("--json-logs writes to stderr, but --log names a file", "leave out one")
     return replace(settings, front=replace(settings.front, keys=api_keys(environment)))
 
 
@@ -276,11 +268,3 @@ def api_keys(environment: Mapping[str, str]) -> tuple[str, ...]:
             "put a key in it, or unset it to accept every caller",
         )
     return keys
-
-
-def _readable(option: str, file: Path | None, mode: str) -> str:
-    if file is None:
-        raise UsageError(f"TLS ({mode}) needs {option}", f"give {option} FILE")
-    if not os.access(file, os.R_OK) or not file.is_file():
-        raise CanvasError(f"{option}: cannot read {file}", "check the path and its permissions")
-    return str(file)

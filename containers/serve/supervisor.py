@@ -6,10 +6,10 @@ from __future__ import annotations
 import threading
 import time
 
-from canvasrt.containers.options import STALL_TIMEOUT
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.signals import StopRequest
+from canvasrt.containers.serve.timeouts import STALL_TIMEOUT
 from canvasrt.errors import CanvasError
 
 _LOOK_EVERY = 0.2

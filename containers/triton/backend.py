@@ -20,7 +20,6 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.heartbeat import Heartbeat, leave_reason
 from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
-from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import (
     ANSWERS,
     ERROR_EVENT,
@@ -38,6 +37,7 @@ from canvasrt.containers.tensors import (
 )
 from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
 from canvasrt.containers.triton.metrics import Metrics
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
@@ -58,7 +58,7 @@ _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
 _SLOW = {IMAGES.name, GRAMMAR.name}
 # The answer model adds these parameters to its calls to the stream model. A failed call between
 # models loses its error code, so the error comes back as an event.
-CALL, CANCEL = "triton_canvasrt_call", "triton_canvasrt_cancel"
+CALL_PARAMETER, CANCEL_PARAMETER = "triton_canvasrt_call", "triton_canvasrt_cancel"
 
 
 class StreamModel:
@@ -108,11 +108,11 @@ class StreamModel:
         for request in requests:
             sender = request.get_response_sender()
             parameters = json.loads(request.parameters() or "{}")
-            if CANCEL in parameters:
-                self._cancel_call(str(parameters[CANCEL]))
+            if CANCEL_PARAMETER in parameters:
+                self._cancel_call(str(parameters[CANCEL_PARAMETER]))
                 sender.send(flags=FINAL)
                 continue
-            call = parameters.get(CALL)
+            call = parameters.get(CALL_PARAMETER)
             sink = _Sink(sender, error_events=call is not None or ERRORS in parameters)
             try:
                 self._admit(request, parameters, sink, call)
@@ -304,7 +304,7 @@ class AnswerModel:
             model_name=STREAM_MODEL,
             requested_output_names=["event", *self._outputs],
             inputs=inputs,
-            parameters={CALL: call},
+            parameters={CALL_PARAMETER: call},
         )
         tensors: dict[str, Any] = {}
         for response in request.exec(decoupled=True):
@@ -330,7 +330,7 @@ class AnswerModel:
                     model_name=STREAM_MODEL,
                     requested_output_names=["event"],
                     inputs=[],
-                    parameters={CANCEL: call},
+                    parameters={CANCEL_PARAMETER: call},
                 )
                 self._recent.extend(request.exec(decoupled=True))
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from canvasrt.containers.tensors import read_object
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.calls import call_grammar, control_ids
-from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -17,7 +17,7 @@ _KEPT = 64  # compiled grammars
 _lock = threading.Lock()  # for the vocabulary, which takes a second
 
 
-def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> State:
+def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> GrammarState:
     """Return the first state of a grammar. CanvasError names what is wrong with it."""
     if tokenizer is None:
         raise CanvasError(
@@ -43,5 +43,5 @@ def _vocabulary(
 
 
 @lru_cache(maxsize=_KEPT)
-def _compiled(text: str, vocabulary: Vocabulary) -> State:
+def _compiled(text: str, vocabulary: Vocabulary) -> GrammarState:
     return compile_grammar(json.loads(text), vocabulary, "grammar")

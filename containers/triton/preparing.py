@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from canvasrt.containers.triton.worker import MAX_WAITING, Busy
 
-THREADS = 2
+PREPARING_THREADS = 2
 # Grammars are compiled by recursion, whose depth callers choose: 2,700 rules in a chain overflow the usual 8 MB.
 _STACK = 256 * 2**20
 
@@ -22,7 +22,7 @@ class _Task(NamedTuple):
 class Preparing:
     """Threads that take one task of each caller in turn."""
 
-    def __init__(self, threads: int = THREADS, most: int = MAX_WAITING) -> None:
+    def __init__(self, threads: int = PREPARING_THREADS, most: int = MAX_WAITING) -> None:
         """most: tasks of all callers that may wait."""
         self._most = most
         self._queues: OrderedDict[str, deque[_Task]] = OrderedDict()

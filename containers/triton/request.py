@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.options import ModelOptions
 from canvasrt.containers.tensors import OPTIONS, check_stops, read_bias, read_inputs
 from canvasrt.containers.triton.decisions import read_decisions
 from canvasrt.containers.triton.grammar import read_grammar
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.prompts import PromptEncoder
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.defaults import SOFT_TOKENS

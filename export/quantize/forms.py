@@ -27,9 +27,9 @@ from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.parts import (
     BFLOAT16,
     BLOCK_SCALES,
-    E4M3,
     FACTOR,
-    FLOAT,
+    FLOAT8,
+    FLOAT32,
     INPUT_SCALE,
     SCALE,
     SOFT_SCALE,
@@ -87,7 +87,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
     scales = []
     for place, layer in enumerate(layers):
         for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE)):
-            scale = initializer(graph, f"layers.{place}.{suffix}", FLOAT, ())
+            scale = initializer(graph, f"layers.{place}.{suffix}", FLOAT32, ())
             scales.append(str(scale.name))
             _read_cache(graph, f"past_{part}_{layer}", scale)
             _write_cache(graph, f"new_{part}_{layer}", scale)
@@ -97,16 +97,16 @@ def quantize_cache(model: ir.Model) -> list[str]:
 def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]:
     """Yield the parts of the weight `name` in a rewritten graph, to be written as external data."""
     format = FORMATS[packed.format]
-    block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT
+    block_scales = dtype_of(format.block_scales) if format.block_scales else FLOAT32
     name = PROJECTION if name == TABLE and format.projects else name
     soft_scale = np.array(format.scale(1.0), np.float32)
     parts: list[tuple[str, ir.DataType, tuple[int, ...], np.ndarray | None]] = [
         (VALUES, dtype_of(format.codes), packed.shape, packed.values),
         (BLOCK_SCALES, block_scales, (), packed.block_scales),
-        (SCALE, FLOAT, (), packed.scale),
-        (INPUT_SCALE, FLOAT, (), packed.input_scale),
-        (FACTOR, FLOAT, (), packed.factor),
-        (SOFT_SCALE, FLOAT, (), soft_scale),
+        (SCALE, FLOAT32, (), packed.scale),
+        (INPUT_SCALE, FLOAT32, (), packed.input_scale),
+        (FACTOR, FLOAT32, (), packed.factor),
+        (SOFT_SCALE, FLOAT32, (), soft_scale),
     ]
     for suffix, dtype, shape, data in parts:
         found = model.graph.initializers.get(f"{name}.{suffix}")
@@ -174,7 +174,7 @@ def _items(
     scales: Mapping[str, float],
 ) -> Iterator[Stored]:
     if name in scales:
-        yield external.stored(name, FLOAT, (), np.array(scales[name], np.float32))
+        yield external.stored(name, FLOAT32, (), np.array(scales[name], np.float32))
     elif name in forms:
         packed = pack(name)
         if packed.form != forms[name]:
@@ -214,7 +214,7 @@ class _Product(Quantized):
         self._remove()
 
     def _input(self, x: ir.Value) -> ir.Value:
-        scale = self._initializer(INPUT_SCALE, FLOAT, ())
+        scale = self._initializer(INPUT_SCALE, FLOAT32, ())
         if self.format.input_quantizer is None:
             dtype = int(dtype_of(self.format.codes))
             bits = self._add("QuantizeLinear", [x, scale], "input_bits", output_dtype=dtype)
@@ -241,7 +241,7 @@ class _Product(Quantized):
         *rows, last = self.form.shape
         values, block_scales = self._values(), self.format.block_scales
         if self.form.block is None:
-            scale = self._initializer(SCALE, FLOAT, self.form.scale_shape)
+            scale = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
             wide = {"output_dtype": int(self.dtype)} | (
                 {"axis": 0} if self.form.scale_shape else {}
             )
@@ -253,7 +253,7 @@ class _Product(Quantized):
             each = {"axis": -1, "block_size": self.form.block}
             return self._add("DequantizeLinear", [values, scales], "weight", **each)
         codes = self._initializer(BLOCK_SCALES, dtype_of(block_scales), blocks)
-        scale = self._initializer(SCALE, FLOAT, ())
+        scale = self._initializer(SCALE, FLOAT32, ())
         scales = self._add("DequantizeLinear", [codes, scale], "weight_scales")
         return self._widen(values, scales, "weight")
 
@@ -263,7 +263,7 @@ class _Product(Quantized):
         wide = self._add(
             "DequantizeLinear", [bits, scales], f"{name}_wide", axis=-1, block_size=self.form.block
         )
-        if self.dtype == FLOAT:
+        if self.dtype == FLOAT32:
             return wide
         return self._add("Cast", [wide], name, to=int(self.dtype))
 
@@ -310,7 +310,7 @@ def _read_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
     node.outputs[0].name = f"{name}/wide"
     value.replace_all_uses_with(node.outputs[0])
     node.replace_input_with(0, value)
-    value.type = ir.TensorType(E4M3)
+    value.type = ir.TensorType(FLOAT8)
     graph.insert_before(graph[0], node)
 
 
@@ -318,10 +318,10 @@ def _write_cache(graph: ir.Graph, name: str, scale: ir.Value) -> None:
     """Turn the graph's output `name` into E4M3."""
     index, value = next((i, v) for i, v in enumerate(graph.outputs) if v.name == name)
     node = ir.node(
-        "QuantizeLinear", [value, scale], {"output_dtype": int(E4M3)}, name=f"{name}/bits"
+        "QuantizeLinear", [value, scale], {"output_dtype": int(FLOAT8)}, name=f"{name}/bits"
     )
     value.name = f"{name}/wide"
     output = node.outputs[0]
-    output.name, output.type, output.shape = name, ir.TensorType(E4M3), value.shape
+    output.name, output.type, output.shape = name, ir.TensorType(FLOAT8), value.shape
     graph.outputs[index] = output
     graph.append(node)

@@ -10,7 +10,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form
 from canvasrt.formats import FORMATS, Codes
 
-E4M3, FLOAT, BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
+FLOAT8, FLOAT32, BFLOAT16 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT, ir.DataType.BFLOAT16
 # Suffixes of a weight's parts.
 VALUES, BLOCK_SCALES, SCALE = "values", "block_scales", "scale"
 FACTOR, INPUT_SCALE, SOFT_SCALE = "factor", "input_scale", "soft_scale"

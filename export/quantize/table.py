@@ -8,7 +8,7 @@ import onnx_ir as ir
 from canvasrt.checkpoints.weight_names import PROJECTION
 from canvasrt.export.quantize.packed import Form
 from canvasrt.export.quantize.parts import (
-    FLOAT,
+    FLOAT32,
     INPUT_SCALE,
     SCALE,
     SOFT_SCALE,
@@ -60,7 +60,7 @@ class Projection(Quantized):
 
     def rewrite(self) -> None:
         """Quantize the products, with one copy of the codes. The table stays for its rows."""
-        scale = self._initializer(SCALE, FLOAT, ())
+        scale = self._initializer(SCALE, FLOAT32, ())
         wide = self._wide(self.graph[0], self._values(), scale, "wide")
         for node, place in list(self.weight.uses()):
             if node.op_type == "Gather":
@@ -76,7 +76,7 @@ class Projection(Quantized):
     def _round(self, product: ir.Node, suffix: str) -> None:
         x = product.inputs[0]
         assert x is not None
-        scale = self._initializer(suffix, FLOAT, ())
+        scale = self._initializer(suffix, FLOAT32, ())
         dtype = int(dtype_of(self.format.codes))
         bits = self._insert(
             product, "QuantizeLinear", [x, scale], f"{suffix}d_bits", output_dtype=dtype

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, THOUGHT, THOUGHT_END
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.tokenizer import CALL, CALL_END, CONTROL, THOUGHT, THOUGHT_END, Tokenizer
+from canvasrt.runtime.tokenizer import Tokenizer
 
 # What the prompt has already begun.
 BEGUN = ("nothing", "call", "name")
@@ -53,7 +54,7 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the tokens around thoughts and calls, which other grammars may not have."""
-    found = (tokenizer.control_id(text) for text in CONTROL)
+    found = (tokenizer.control_id(text) for text in CONTROL_TOKENS)
     return frozenset(id for id in found if id is not None)
 
 

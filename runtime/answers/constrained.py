@@ -11,7 +11,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import State
+from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.answers.prompted import Prompted
 from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.candidates import biased
@@ -46,7 +46,7 @@ class ConstrainedRequest:
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    start: State
+    start: GrammarState
     end: int
     owner: str = ""  # the caller, between whom the passes are shared
 
@@ -66,7 +66,7 @@ class _Step:
     """What a step made of a canvas: the string, the place in the grammar behind it, and the rest."""
 
     tokens: list[int]
-    state: State
+    state: GrammarState
     ended: bool
     argmax: np.ndarray
     canvas: np.ndarray

@@ -25,7 +25,7 @@ LIMITS = {
     "step_max_items": 50_000,
     "max_lexer_states": 50_000,
 }
-MAX_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
+MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # bytes of all regular expressions in a schema: their cost is quadratic
 # The longest shortest answer: one that takes more tokens cannot be told from one without an end.
 MAX_SHORTEST = 1024
@@ -82,7 +82,7 @@ class _Wrapped:
         return self.inner.encode(given, False)
 
 
-class State:
+class GrammarState:
     """A place in a grammar. `advanced` leaves it as it is."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
@@ -115,11 +115,11 @@ class State:
         """Return the tokens that must follow."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
-    def advanced(self, token: int) -> State:
+    def advanced(self, token: int) -> GrammarState:
         """Return the state after a token that is allowed."""
         matcher = self._matcher.deep_copy()
         matcher.consume_token(int(token))
-        following = State(matcher, self._vocabulary)
+        following = GrammarState(matcher, self._vocabulary)
         following._check()
         return following
 
@@ -132,7 +132,7 @@ class State:
         deadline = time.monotonic() + MAX_SECONDS
         rank = self._vocabulary.rank
         matcher = self._matcher.deep_copy()
-        state = State(matcher, self._vocabulary)
+        state = GrammarState(matcher, self._vocabulary)
         path: list[int] = []
         used, kinds = np.zeros(len(rank), np.int64), defaultdict[float, float](float)
         while not matcher.is_accepting():
@@ -171,7 +171,7 @@ class State:
             raise CanvasError(f"the grammar cannot be followed: {why}", "simplify it")
 
 
-def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> State:
+def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> GrammarState:
     """Return the first state of a grammar: `{"type": …}` with `schema`, `regex` or `grammar`.
 
     CanvasError, which names `path`, for one that is wrong, too large, unsatisfiable or endless.
@@ -182,8 +182,10 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
     path, source = _source(spec, path)
     text = source if isinstance(source, str) else json.dumps(source)
-    if (size := len(text.encode())) > MAX_BYTES[kind]:
-        raise CanvasError(f"{path} has {size} bytes", f"give at most {MAX_BYTES[kind]} bytes")
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES[kind]:
+        raise CanvasError(
+            f"{path} has {size} bytes", f"give at most {MAX_GRAMMAR_BYTES[kind]} bytes"
+        )
     if (size := _pattern_bytes(source)) > MAX_PATTERNS:
         raise CanvasError(
             f"{path} has patterns of {size} bytes", f"give at most {MAX_PATTERNS} bytes of them"
@@ -206,7 +208,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         limit = next((each for each in LIMITS if each.split("_", 1)[1] in why), "")
         named = f"the limit {limit} is {LIMITS[limit]:,}" if limit else "change it"
         raise CanvasError(f"{path} cannot be used: {why}", named)
-    state = State(matcher, vocabulary)
+    state = GrammarState(matcher, vocabulary)
     try:
         shortest = state.shortest(MAX_SHORTEST)
     except CanvasError as error:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.questions import TYPES, Question, read_questions, tempered
-from canvasrt.runtime.answers.read import MAX_SAMPLES, MAX_STEPS, ReadRequest
+from canvasrt.runtime.answers.read import ReadRequest
 from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert

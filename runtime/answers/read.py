@@ -22,8 +22,6 @@ from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.request import Event, Finished, FinishReason, Result, Timings
 from canvasrt.runtime.sampling import SamplingParams
 
-MAX_SAMPLES, MAX_STEPS = 64, 48
-
 
 @dataclass(frozen=True)
 class ReadRequest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from canvasrt.runtime.answers.grammar import State
+from canvasrt.runtime.answers.grammar import GrammarState
 
 BEAM, CHOICES = 4, 4
 _TOP = 64  # candidates of a position that are looked at before all others
@@ -23,7 +23,7 @@ class Found:
 
     tokens: list[int]
     allowed: list[np.ndarray]
-    state: State
+    state: GrammarState
     ended: bool
 
 
@@ -31,12 +31,12 @@ class Found:
 class _Path:
     score: float
     tokens: tuple[int, ...]
-    states: tuple[State, ...]
+    states: tuple[GrammarState, ...]
     close: tuple[int, ...] | None = None  # tokens that end the answer, once that is looked after
     ended: bool = False
 
 
-def near(start: State) -> int:
+def near(start: GrammarState) -> int:
     """Return from how many tokens before the budget's end an answer from `start` is watched: twice
     what its shortest one takes."""
     shortest = start.shortest(_FARTHEST) or []
@@ -44,7 +44,7 @@ def near(start: State) -> int:
 
 
 def search(
-    start: State, scores: np.ndarray, length: int, room: int, near: int, end: int, pad: int
+    start: GrammarState, scores: np.ndarray, length: int, room: int, near: int, end: int, pad: int
 ) -> Found | None:
     """Return the best string of at most `length` tokens, by beam search from left to right.
 
@@ -124,13 +124,13 @@ def _kept(
     return kept
 
 
-def _close(state: State, room: int, near: int) -> tuple[int, ...] | None:
+def _close(state: GrammarState, room: int, near: int) -> tuple[int, ...] | None:
     if room > near:
         return None
     found = state.shortest(max(0, room - 1))
     return None if found is None else tuple(found)
 
 
-def _with_end(state: State, end: int) -> np.ndarray:
+def _with_end(state: GrammarState, end: int) -> np.ndarray:
     allowed = state.allowed()
     return np.append(allowed, end) if state.accepts else allowed

@@ -10,22 +10,22 @@ import numpy as np
 
 from canvasrt.errors import CanvasError
 
-Tokens = tuple[int, ...]
+TokenIds = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Fork:
     """A place where labels part: the tokens that they share so far, and those that may follow."""
 
-    prefix: Tokens
-    children: Tokens  # ascending
+    prefix: TokenIds
+    children: TokenIds  # ascending
 
 
 @dataclass(frozen=True)
 class Labels:
     """The labels of one question as tokens, all of one length, no two the same."""
 
-    tokens: tuple[Tokens, ...]
+    tokens: tuple[TokenIds, ...]
 
     @property
     def width(self) -> int:
@@ -34,7 +34,7 @@ class Labels:
     @cached_property
     def forks(self) -> tuple[Fork, ...]:
         """Every fork of the tree of labels, the shallowest first."""
-        followers: dict[Tokens, set[int]] = {}
+        followers: dict[TokenIds, set[int]] = {}
         for label in self.tokens:
             for depth, token in enumerate(label):
                 followers.setdefault(label[:depth], set()).add(token)
@@ -45,7 +45,7 @@ class Labels:
         ]
         return tuple(sorted(found, key=lambda fork: (len(fork.prefix), fork.prefix)))
 
-    def allowed(self, prefix: Tokens, offset: int) -> Tokens:
+    def allowed(self, prefix: TokenIds, offset: int) -> TokenIds:
         """Return the tokens, ascending, that labels with this prefix have at `offset`."""
         fitting = (label for label in self.tokens if label[: len(prefix)] == prefix)
         return tuple(sorted({label[offset] for label in fitting}))
@@ -91,7 +91,7 @@ def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str)
 
     CanvasError, which names `path`, for an empty label or two labels with the same tokens.
     """
-    seen: dict[Tokens, int] = {}
+    seen: dict[TokenIds, int] = {}
     for number, label in enumerate(map(tuple, labels)):
         if not label:
             raise CanvasError(f"{path}[{number}] has no tokens", "give each option some text")

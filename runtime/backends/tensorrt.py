@@ -25,7 +25,7 @@ from canvasrt.runtime.tables import host_dtype
 _log = logging.getLogger(__name__)
 
 # TensorRT's data types → names of dtypes in NumPy or ml_dtypes.
-DTYPES = {
+NUMPY_DTYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
     "BF16": "bfloat16",
@@ -182,7 +182,7 @@ class TensorRTEngine:
         self.outputs: dict[str, np.dtype] = {}
         for index in range(engine.num_io_tensors):
             tensor = engine.get_tensor_name(index)
-            dtype = host_dtype(DTYPES[engine.get_tensor_dtype(tensor).name])
+            dtype = host_dtype(NUMPY_DTYPES[engine.get_tensor_dtype(tensor).name])
             is_input = engine.get_tensor_mode(tensor) == backend.module.TensorIOMode.INPUT
             (self.inputs if is_input else self.outputs)[tensor] = dtype
         self.activation_bytes = int(engine.device_memory_size_v2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET
@@ -10,6 +11,9 @@ from canvasrt.errors import EngineError
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
+
+# How many calls are remembered.
+_CALLS = 1024
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,41 @@ class Pass:
         """Return a row's place in the batch."""
         assert row.slot is not None
         return row.slot - self.first
+
+
+class Launches:
+    """Launches the engines of passes. The same call is the same object again, so that it can be captured."""
+
+    def __init__(self, space: Workspace, config: ModelConfig) -> None:
+        self._space, self._config = space, config
+        self._calls: dict[tuple[Any, ...], EngineCall] = {}
+
+    def body(self, number: int, this: Pass, capacity: int) -> None:
+        """Launch a body segment with `capacity` slots per expert."""
+        where = (this.phase, this.pictured, this.first, this.batch, this.length)
+        key = (number, *where, capacity, this.width)
+        engine = self._space.segments[number].engine
+        call = self._calls.get(key)
+        if call is None:
+            dims = {"batch": this.batch, "length": this.length}
+            shared = engine.profiles.smallest("gate_queues", dims) == 1
+            made = body_call(self._space, self._config, number, this, capacity, shared)
+            call = self._remember(key, made)
+        engine.launch(call)
+
+    def head(self, this: Pass) -> None:
+        """Launch the head."""
+        key = ("head", this.batch)
+        call = self._calls.get(key) or self._remember(
+            key, head_call(self._space, self._config, this)
+        )
+        self._space.segments[-1].engine.launch(call)
+
+    def _remember(self, key: tuple[Any, ...], call: EngineCall) -> EngineCall:
+        if len(self._calls) >= _CALLS:
+            self._calls.clear()
+        self._calls[key] = call
+        return call
 
 
 def body_call(

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import OCTET, PREFILL_CHUNK
-from canvasrt.runtime.engine import DeviceBackend, Engine, EngineCall, Pitched
-from canvasrt.runtime.gpu.calls import Pass, body_call, head_call, too_full
+from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
+from canvasrt.runtime.gpu.calls import Launches, Pass, too_full
 from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
@@ -28,8 +27,6 @@ from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 from canvasrt.shapes import PassShape, in_units
 
-# How many calls are remembered.
-_CALLS = 1024
 # A repeated call is captured at the latest when it comes a third time.
 _UNTIL_CAPTURED = 3
 
@@ -69,7 +66,7 @@ class DeviceModel(Model):
         self.workspace = Workspace(self.device, config, self.segments, sizes)
         self._cache = self.workspace.cache
         self._sight = Sight(self.device, vision, config) if vision else None
-        self._calls: dict[tuple[Any, ...], EngineCall] = {}
+        self._launches = Launches(self.workspace, config)
         self._pages: Pages | None = None
 
     @classmethod
@@ -359,9 +356,9 @@ class DeviceModel(Model):
         """
         self._cache.show_positions(this.first, this.batch)
         for number in range(begin, len(capacities)):
-            self._launch_body(number, this, capacities[number])
+            self._launches.body(number, this, capacities[number])
         if head and this.phase == "denoise":
-            self._launch_head(this)
+            self._launches.head(this)
         self.workspace.results.download()
         self.device.synchronize()
         # Later layers and segments worked on wrong inputs.
@@ -371,31 +368,6 @@ class DeviceModel(Model):
     def _load(self, number: int) -> np.ndarray:
         count = len(self.segments[number].layers)
         return self.workspace.results.view(f"load_{number}", count)
-
-    def _launch_body(self, number: int, this: Pass, capacity: int) -> None:
-        where = (this.phase, this.pictured, this.first, this.batch, this.length)
-        key = (number, *where, capacity, this.width)
-        call = self._calls.get(key)
-        if call is None:
-            engine = self.segments[number].engine
-            dims = {"batch": this.batch, "length": this.length}
-            shared = engine.profiles.smallest("gate_queues", dims) == 1
-            made = body_call(self.workspace, self.config, number, this, capacity, shared)
-            call = self._remember(key, made)
-        self.segments[number].engine.launch(call)
-
-    def _launch_head(self, this: Pass) -> None:
-        key = ("head", this.batch)
-        call = self._calls.get(key) or self._remember(
-            key, head_call(self.workspace, self.config, this)
-        )
-        self.segments[-1].engine.launch(call)
-
-    def _remember(self, key: tuple[Any, ...], call: EngineCall) -> EngineCall:
-        if len(self._calls) >= _CALLS:
-            self._calls.clear()
-        self._calls[key] = call
-        return call
 
     def _copy(self, to: int, source: int, size: int) -> None:
         self.device.copy(Pitched(to, size), Pitched(source, size), size, 1)

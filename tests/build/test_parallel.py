@@ -8,7 +8,7 @@ import time
 import pytest
 
 from canvasrt.build.compile import Children
-from canvasrt.build.parallel import Task, run_all
+from canvasrt.build.parallel import ParallelTask, run_all
 from canvasrt.errors import CanvasError
 
 
@@ -18,7 +18,7 @@ class Load:
     def __init__(self) -> None:
         self.now, self.most, self.lock = 0, 0, threading.Lock()
 
-    def task(self, name: str, memory: int, seconds: float = 0.05) -> Task[str]:
+    def task(self, name: str, memory: int, seconds: float = 0.05) -> ParallelTask[str]:
         def run() -> str:
             with self.lock:
                 self.now += memory
@@ -28,10 +28,12 @@ class Load:
                 self.now -= memory
             return name.upper()
 
-        return Task(name, memory, run)
+        return ParallelTask(name, memory, run)
 
 
-def run(tasks: list[Task[str]], memory: int, workers: int = 8) -> tuple[dict[str, str], list[str]]:
+def run(
+    tasks: list[ParallelTask[str]], memory: int, workers: int = 8
+) -> tuple[dict[str, str], list[str]]:
     said: list[str] = []
     results = run_all(
         tasks,
@@ -69,10 +71,10 @@ def test_a_failure_stops_the_others_and_is_raised() -> None:
         raise CanvasError("no engine was built")
 
     load, stopped = Load(), threading.Event()
-    waits = Task("waits", 1, lambda: str(stopped.wait(10)))
+    waits = ParallelTask("waits", 1, lambda: str(stopped.wait(10)))
     with pytest.raises(CanvasError, match="no engine"):
         run_all(
-            [waits, Task("fails", 1, fail), load.task("never", 100)],
+            [waits, ParallelTask("fails", 1, fail), load.task("never", 100)],
             2,
             8,
             started=lambda name: None,

@@ -84,7 +84,7 @@ def test_a_change_of_the_sources_changes_the_key(tmp_path: Path) -> None:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[str]]:
     """A file that counts as large and is old enough, and the names that were really hashed."""
-    monkeypatch.setattr(memo, "LARGE", 100)
+    monkeypatch.setattr(memo, "LARGE_FILE", 100)
     monkeypatch.setattr(memo, "_SETTLED", -(10**12))
     hashed: list[str] = []
 

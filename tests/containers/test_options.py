@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.schema import OWN
-from canvasrt.containers.options import FrontOptions, ModelOptions
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ replace(
 from canvasrt.cli.app import parsed_command, run
 from canvasrt.containers.openai.inputs import inputs_of as openai_inputs
 from canvasrt.containers.openai.schema import ChatRequest, read_body
-from canvasrt.containers.triton.repository import model_config
+from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.tensors import STREAM_MODEL, inputs_of
 from canvasrt.containers.triton.request import OPTIONS
 
@@ -74,19 +75,19 @@ _NEW_OPTION = (
     _REPLACED
     + """
 replace(
-    "canvasrt.containers.options",
+    "canvasrt.containers.triton.options",
     "inside Triton, which read them from their environment.\\"\\"\\"\\n\\n",
     "    haste: int = field(default=1,"
     ' metadata=option("How fast.", least=1, variable="NIM_HASTE", read=read_count))\\n',
 )
 from canvasrt.cli.app import parsed_command
-from canvasrt.containers.options import ModelOptions
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.server import Server
-from canvasrt.containers.serve.settings import resolve
+from canvasrt.containers.serve.settings import read_settings
 
 for given in (({"haste": 7}, {}, {}), ({}, {"haste": 7}, {}), ({}, {}, {"NIM_HASTE": "7"})):
-    settings = resolve(*given)
+    settings = read_settings(*given)
     environment = Server(Path("repository"), model=settings.model)._environment(find_installation())
     assert ModelOptions.from_environment(environment).haste == 7
 (found,) = [each for each in parsed_command("serve").params if each.name == "haste"]

@@ -75,7 +75,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray
 def fp8_graphs(fp8: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """On a float32 base: factors after a bfloat16 product are bfloat16, which shifts later rounding."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(graphs.DTYPES, "bf16", torch.float32)
+        patch.setitem(graphs.TORCH_DTYPES, "bf16", torch.float32)
         return export(fp8[0], tmp_path_factory.mktemp("fp8-graphs") / "graphs")
 
 

@@ -72,6 +72,17 @@ def ask(host: str, question: str, timeout: float = 60, **fields: Any) -> tuple[i
         connection.close()
 
 
+def get(host: str, path: str, timeout: float = 60) -> tuple[int, bytes]:
+    """Return the status and the body of one GET."""
+    connection = http.client.HTTPConnection(host, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
 def text_of(body: Any) -> str:
     """Return the answer in the body of a chat."""
     return str(body["choices"][0]["message"]["content"])

@@ -20,7 +20,7 @@ from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.schema import ChatRequest
-from canvasrt.containers.options import ModelOptions
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder
 from canvasrt.containers.triton.request import read_request

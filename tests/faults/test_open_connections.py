@@ -46,7 +46,7 @@ def test_health_answers_when_clients_hold_every_connection(running: Serving):
             connection.request("GET", f"/v1/health/{path}")
             assert connection.getresponse().status == 200
             connection.close()
-        assert ask(running)[1]["error"]["code"] == "too_many_connections"
+        assert ask(running)[0] == 200  # in the place of one that is half-sent
     finally:
         for each in held:
             each.close()

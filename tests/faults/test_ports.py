@@ -25,6 +25,7 @@ from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.installation import Installation, find_installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
+from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, serving
 
@@ -126,7 +127,9 @@ def test_tritons_ports_are_no_way_around_keys_or_tls(packaged: Bundle, tmp_path:
     if guard == "keys":
         variables["CANVASRT_API_KEYS"] = "sesame"
     else:
-        options += ["--ssl-mode", "tls", "--ssl-cert", __file__, "--ssl-key", __file__]
+        files = make_certificates(tmp_path)
+        options += ["--ssl-mode", "tls", "--ssl-cert", str(files / "server.pem")]
+        options += ["--ssl-key", str(files / "server.key")]
     code, errors = refused(packaged, *options, **variables)
     assert code == 2
     assert "--triton-behind-proxy" in errors

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.backends.tensorrt import DTYPES
+from canvasrt.runtime.backends.tensorrt import NUMPY_DTYPES
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
 from canvasrt.runtime.tables import host_dtype
@@ -301,7 +301,7 @@ class ICudaEngine:
 
     def get_tensor_dtype(self, name: str) -> Any:
         dtype = (self.fake.inputs | self.fake.outputs)[name]
-        names = {host_dtype(ours): theirs for theirs, ours in DTYPES.items()}
+        names = {host_dtype(ours): theirs for theirs, ours in NUMPY_DTYPES.items()}
         return SimpleNamespace(name=names[np.dtype(dtype)])
 
     def create_runtime_config(self) -> IRuntimeConfig:

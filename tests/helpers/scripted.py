@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Core
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.checkpoints.config import Layer, SamplerDefaults
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd

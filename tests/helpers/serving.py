@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.client.triton import Client
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd

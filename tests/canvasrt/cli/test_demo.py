@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from canvasrt.checkpoints.locate import demo_checkpoint
-from canvasrt.cli.walkthrough import DECISIONS, QUESTIONS, SUM_SCHEMA, QuestionRow, judge
+from canvasrt.cli.walkthrough import DECISIONS, DEMO_PROMPTS, SUM_SCHEMA, QuestionRow, judge
 from canvasrt.demo.tasks import is_correct, task_of
 from canvasrt.errors import CanvasError
 from tests.helpers.serving import needs_triton
@@ -52,7 +52,7 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
     output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     data = json.loads(output)
-    assert [row["question"] for row in data["rows"]] == list(QUESTIONS)
+    assert [row["question"] for row in data["rows"]] == list(DEMO_PROMPTS)
     for row in data["rows"]:
         assert row["http"] == row["grpc"] == row["openai"]
         assert row["right"] == is_correct(row["question"], row["http"])
@@ -81,7 +81,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, during: str):
 def test_it_asks_a_question_of_every_task():
     from canvasrt.demo.tasks import TASKS
 
-    assert {task_of(question).name for question in QUESTIONS} == set(TASKS)
+    assert {task_of(question).name for question in DEMO_PROMPTS} == set(TASKS)
 
 
 def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> QuestionRow:

@@ -145,8 +145,8 @@ def test_a_prompt_from_stdin_in_a_process_of_its_own(demo) -> None:
     ("arguments", "named"),
     [
         (["--prompt-ids", "3,112"], "112"),
-        (["x", "--max-new-tokens", 5000], "max_new_tokens is 5000"),
-        (["x", "--t-min", 3], "below t_min"),
+        (["x", "--max-new-tokens", 5000], "--max-new-tokens is 5000"),
+        (["x", "--t-min", 3], "below --t-min"),
         (["a" * 5000], "exceed the context of 4096"),
     ],
     ids=lambda value: str(value)[:40],

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from canvasrt.cli import options
 from canvasrt.cli.app import command_names, parsed_command, run
 from canvasrt.errors import UsageError
-from canvasrt.runtime.answers import read
 from canvasrt.runtime.sampling import PARAMETERS
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +45,9 @@ WRONG = {
     "export demo -o out --adapter a=x": "'x' is not a finite number",
     "export demo -o out --layers-per-segment 0": "--layers-per-segment",
     "quantize graphs -o out": "--precision",
-    "quantize graphs -p int1 -o out": "int1",
+    "quantize graphs -p int1 -o out": "unknown recipe 'int1'",
+    "quantize graphs -p int1.yaml -o out": "there is no recipe file int1.yaml",
+    "build demo -t cpu -p recipes/int1 -o out": "there is no recipe file recipes/int1",
     "build": "CHECKPOINT_OR_GRAPHS",
     "build demo": "--target",
     "build demo -t cpu": "--out",
@@ -98,7 +98,11 @@ WRONG = {
     "generate b x --steps 0": "--steps is 0",
     "generate b x --seed -1": "--seed is -1",
     "generate b x --t-max nan": "--t-max is nan",
-    "generate b x --t-min 3 --t-max 2": "t_max 2.0 is below t_min 3.0",
+    "generate b x --t-min 3 --t-max 2": "--t-max 2.0 is below --t-min 3.0",
+    "generate b x --top-logprobs 2": "--top-logprobs is 2 without --logprobs",
+    "infer x --settle-steps 2 --redo-below -1": "--settle-steps is 2 and --redo-below is -1.0",
+    "chat --settle-steps 2 --all-steps": "--settle-steps is 2, but early stopping is off",
+    "generate b x --t-min 0 --t-max 1e-9 --steps 2": "--t-max 1e-09 leads to a temperature",
     "generate b x --entropy-bound 0": "--entropy-bound is 0.0",
     "generate b x --stability-threshold -1": "--stability-threshold is -1",
     "generate b x --confidence-threshold inf": "--confidence-threshold is inf",
@@ -160,6 +164,14 @@ WRONG = {
     "serve b --ssl-mode on": "--ssl-mode is 'on': not one of disabled",
     "serve b --served-model-name ,": "--served-model-name is ',': contains no name",
     "serve b --json-logs --log file": "--json-logs writes to stderr",
+    "serve demo --port 9000 --grpc-port 9000": "--port and --grpc-port are both 9000",
+    "serve demo --metrics-port 8000": "--port and --metrics-port are both 8000",
+    "serve demo --triton-behind-proxy": "--triton-behind-proxy has no effect: Triton listens on",
+    "serve demo --ssl-key k": "--ssl-key has no effect without --ssl-mode",
+    "serve demo --ssl-mode tls --ssl-cert c": "--ssl-mode tls needs --ssl-key",
+    "serve demo --ssl-mode tls --ssl-cert c --ssl-key k --ssl-ca a": "--ssl-ca has no effect",
+    "serve demo --ssl-mode mtls --ssl-cert c --ssl-key k": "--ssl-mode mtls needs --ssl-ca",
+    "serve demo --profile p": "--profile has no effect: demo is a checkpoint",
     "list-model-profiles": "there is nothing to serve",
     "download-to-cache": "there is nothing to serve",
     "download-to-cache b --all --profile p": "--all does not allow --profile",
@@ -189,7 +201,7 @@ VARIABLES = {
         "NIM_SERVER_PORT": ("x", "NIM_SERVER_PORT is 'x'"),
         "CANVASRT_API_KEYS": (",", "CANVASRT_API_KEYS is set but contains no key"),
     },
-    "serve b --dry-run --triton-host 0.0.0.0": {
+    "serve demo --triton-host 0.0.0.0": {
         "CANVASRT_API_KEYS": ("key", "--triton-host is 0.0.0.0"),
     },
 }
@@ -235,7 +247,6 @@ ELSEWHERE = {
     ),
     ("build/plan.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
     ("build/plan.py", "holds graphs of"): "tests/build/test_checks.py",
-    ("containers/serve/settings.py", "TLS ("): "tests/containers/serve/test_settings.py",
     ("containers/serve/settings.py", "are both set"): "tests/containers/serve/test_settings.py",
     # Typer refuses these values itself.
     ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
@@ -385,7 +396,3 @@ def test_every_number_is_checked() -> None:
             error: Any = refused.value
             assert error.exit_code == 2, (command, option, value)
             assert option in error.format_message(), (command, option, value)
-
-
-def test_the_limits_of_a_read_are_the_runtimes() -> None:
-    assert (options.MAX_SAMPLES, options.MAX_STEPS) == (read.MAX_SAMPLES, read.MAX_STEPS)

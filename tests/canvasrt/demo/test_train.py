@@ -14,7 +14,7 @@ from canvasrt.demo.mixture import Mixture  # noqa: E402
 from canvasrt.demo.model import FastForward, add_sight, build_model  # noqa: E402
 from canvasrt.demo.muon import orthogonalize  # noqa: E402
 from canvasrt.demo.tasks import TASKS  # noqa: E402
-from canvasrt.demo.tokenizer import PAD, TURN_END, build_tokenizer, chat_prompt  # noqa: E402
+from canvasrt.demo.tokenizer import PAD, TURN_END_ID, build_tokenizer, chat_prompt  # noqa: E402
 from canvasrt.demo.train import train, train_more  # noqa: E402
 from tests.helpers.reference import Reference  # noqa: E402
 from tests.helpers.restricted import cache_of  # noqa: E402
@@ -98,7 +98,7 @@ def test_an_example_is_a_block_of_a_right_answer():
             assert prefix[~padding].tolist()[: len(chat_prompt(tokenizer, prompt))] == chat_prompt(
                 tokenizer, prompt
             )
-            end = block.tolist().index(TURN_END) if TURN_END in block else len(block)
+            end = block.tolist().index(TURN_END_ID) if TURN_END_ID in block else len(block)
             assert set(block[end + 1 :].tolist()) <= {PAD}
             answer = answered.removeprefix("<|turn>model\n") + tokenizer.decode(block[:end])
             if chosen.many_answers:

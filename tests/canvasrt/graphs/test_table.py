@@ -18,7 +18,7 @@ from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.graphs import lowbits, table
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
-from canvasrt.graphs.table import VALUES, embedding_entry, split_table
+from canvasrt.graphs.table import TABLE_VALUES, embedding_entry, split_table
 from canvasrt.runtime.tables import map_table
 from tests.helpers import quantized as shared
 
@@ -138,7 +138,7 @@ def test_in_pieces_it_computes_the_same(
     wide = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     assert len(wide) == 2 * pieces + 1
     # Codes are mapped once for both products: apart from what looks rows up, every byte has one initializer.
-    codes = [each for each in model.graph.initializer if each.name.startswith(f"{VALUES}.")]
+    codes = [each for each in model.graph.initializer if each.name.startswith(f"{TABLE_VALUES}.")]
     assert len(codes) == pieces
     assert sum(each.dims[0] for each in codes) == 96
     # The scales are not, or the products would share what they dequantize, which then stays in memory.

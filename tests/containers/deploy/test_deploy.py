@@ -131,6 +131,10 @@ def test_a_port_in_use_is_refused():
         with pytest.raises(CanvasError, match=f"port {port} on 127.0.0.1 is in use") as refused:
             deploying.check_ports(DeployOptions(port=port))
     assert "--port" in refused.value.hint
+    with pytest.raises(UsageError, match=f"--port and --grpc-port are both {port}"):
+        deploying.check_ports(DeployOptions(port=port, grpc_port=port))
+    with pytest.raises(UsageError, match="--port and --http-port are both 8080"):
+        deploying.check_ports(DeployOptions(port=8080, network="host"))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from canvasrt.containers.image.base import read_base
 from canvasrt.containers.image.blobs import Blobs
 from canvasrt.containers.image.build import WrittenImage, write_image
 from canvasrt.containers.image.layout import write_archive
-from canvasrt.containers.image.standin import TAG as BASE
+from canvasrt.containers.image.standin import STANDIN_TAG as BASE
 from canvasrt.containers.image.standin import standin
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.containers.package.options import PackageOptions
@@ -30,7 +30,7 @@ from tests.helpers import container_tools as tools
 from tests.helpers.serving import needs_triton
 
 pytestmark = [needs_triton, pytest.mark.slow]
-TAG = "canvasrt-runs:1"
+STANDIN_TAG = "canvasrt-runs:1"
 SECRET = "hf_canaryCanaryCanaryCanaryCanary01"
 KEY = "nvapi-" + "canary_" * 8
 # Private keys, keys of common services, and the two that are set while the image is made.
@@ -109,21 +109,21 @@ def made(base: Path, engines: Bundle, tmp_path_factory: pytest.TempPathFactory) 
         patch.setenv("HF_TOKEN", SECRET)
         patch.setenv("NGC_API_KEY", KEY)
         return write_image(
-            engines.path, out, format="docker", base=base, options=PackageOptions(tag=TAG)
+            engines.path, out, format="docker", base=base, options=PackageOptions(tag=STANDIN_TAG)
         )
 
 
 @pytest.fixture(scope="module")
 def docker(made: WrittenImage) -> Iterator[ContainerEngine]:
     with tools.docker() as engine:
-        assert TAG in engine.out("load", "--input", str(made.image.path))
+        assert STANDIN_TAG in engine.out("load", "--input", str(made.image.path))
         yield engine
 
 
 @pytest.fixture(scope="module")
 def running(docker: ContainerEngine) -> Iterator[str]:
     """A container, hardened and without a network, whose health check has turned healthy."""
-    with tools.container(docker, TAG, *tools.HARDENED) as name:
+    with tools.container(docker, STANDIN_TAG, *tools.HARDENED) as name:
         healthy(docker, name)
         yield name
 
@@ -149,10 +149,14 @@ def test_another_run_gives_the_same_image(
     made: WrittenImage, base: Path, engines: Bundle, tmp_path: Path
 ):
     again = write_image(
-        engines.path, tmp_path / "layout", format="oci", base=base, options=PackageOptions(tag=TAG)
+        engines.path,
+        tmp_path / "layout",
+        format="oci",
+        base=base,
+        options=PackageOptions(tag=STANDIN_TAG),
     )
     assert again.image.digest == made.image.digest
-    write_archive(again.image.path, TAG, tmp_path / "archive.tar")
+    write_archive(again.image.path, STANDIN_TAG, tmp_path / "archive.tar")
     assert (tmp_path / "archive.tar").read_bytes() == made.image.path.read_bytes()
 
 
@@ -185,7 +189,7 @@ def test_no_layer_holds_a_secret_or_what_only_building_needs(made: WrittenImage)
 
 
 def test_its_labels_say_what_it_is(made: WrittenImage, docker: ContainerEngine, engines: Bundle):
-    found = docker.inspect("image", TAG)
+    found = docker.inspect("image", STANDIN_TAG)
     assert found is not None
     labels = found["Config"]["Labels"]
     assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
@@ -214,12 +218,12 @@ def test_it_runs_as_nobody_in_particular(docker: ContainerEngine, running: str):
 
 
 def test_nims_commands_work_inside(docker: ContainerEngine):
-    said = docker.out("run", "--rm", *tools.HARDENED, TAG, "list-model-profiles")
+    said = docker.out("run", "--rm", *tools.HARDENED, STANDIN_TAG, "list-model-profiles")
     assert "onnxruntime-fp32" in said
 
 
 def test_a_stop_under_load_loses_no_request(docker: ContainerEngine):
-    with tools.container(docker, TAG, *tools.HARDENED) as name:
+    with tools.container(docker, STANDIN_TAG, *tools.HARDENED) as name:
         healthy(docker, name)
         client = tools.enter(docker, name, _LOAD)
         assert client.stdout is not None
@@ -241,7 +245,7 @@ def test_a_corrupt_engine_is_one_clear_line(
     body = damaged / "body_0.bin"
     body.write_bytes(bytes(64) + body.read_bytes()[64:])
     mount = f"{damaged}:/opt/canvasrt/package/engines:ro"
-    done = docker.run("run", "--rm", *tools.HARDENED, "--volume", mount, TAG, timeout=120)
+    done = docker.run("run", "--rm", *tools.HARDENED, "--volume", mount, STANDIN_TAG, timeout=120)
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: tritonserver")]
     assert "body_0.bin" in error
@@ -259,7 +263,7 @@ def test_docker_builds_the_same_without_a_network(
     with tools.container(docker, options.tag, *tools.HARDENED) as name:
         healthy(docker, name)
         assert tools.inside(docker, name, _THREE_PROTOCOLS)["openai"]
-    built, written = (docker.inspect("image", tag) for tag in (options.tag, TAG))
+    built, written = (docker.inspect("image", tag) for tag in (options.tag, STANDIN_TAG))
     assert built is not None
     assert written is not None
     for setting in ("Entrypoint", "Cmd", "User", "Healthcheck", "WorkingDir", "StopSignal"):
@@ -271,11 +275,11 @@ def test_docker_builds_the_same_without_a_network(
     assert built["Config"]["Labels"] == known
     owned = [
         sorted(docker.out("run", "--rm", *_FIND, tag, *_OWNERS).splitlines())
-        for tag in (options.tag, TAG)
+        for tag in (options.tag, STANDIN_TAG)
     ]
     assert owned[0] == owned[1]
     assert len(owned[0]) > 10
-    for tag in (options.tag, TAG):
+    for tag in (options.tag, STANDIN_TAG):
         writable = docker.out("run", "--rm", *_FIND, tag, "/opt", "!", "-user", "root")
         assert writable.split() == ["/opt/nim/.cache"]
 
@@ -284,7 +288,7 @@ def test_a_dead_server_is_restarted(docker: ContainerEngine):
     """As in the compose file: an init, the variable, a restart policy."""
     options = ("--init", "--restart", "unless-stopped", "--env", "CANVASRT_END_UNHEALTHY=1")
     often = ("--health-interval", "1s", "--stop-signal", "SIGKILL")
-    with tools.container(docker, TAG, *tools.HARDENED, *options, *often) as name:
+    with tools.container(docker, STANDIN_TAG, *tools.HARDENED, *options, *often) as name:
         healthy(docker, name)
         first = tools.state(docker, name)["Pid"]
         docker.out("exec", name, "python3", "-c", _STOP_ALL)
@@ -300,8 +304,8 @@ def test_a_dead_server_is_restarted(docker: ContainerEngine):
 
 def test_podman_runs_it_too(made: WrittenImage):
     with tools.podman() as engine:
-        assert TAG in engine.out("load", "--input", str(made.image.path))
-        with tools.container(engine, f"localhost/{TAG}", *tools.HARDENED) as name:
+        assert STANDIN_TAG in engine.out("load", "--input", str(made.image.path))
+        with tools.container(engine, f"localhost/{STANDIN_TAG}", *tools.HARDENED) as name:
             deadline = time.monotonic() + 60
             while engine.run("healthcheck", "run", name).returncode != 0:
                 assert time.monotonic() < deadline, engine.logs(name, 40)
@@ -332,7 +336,7 @@ def test_deploy_runs_it_until_it_is_ready(
         said = json.loads(done.stdout)
         asked = command("infer", "12+34=", "--protocol", "grpc", "--url", said["grpc"])
         assert asked.returncode == 0, asked.stderr
-        again = command("deploy", TAG, *options)
+        again = command("deploy", STANDIN_TAG, *options)
         assert again.returncode == 1
         assert f"port {ports[1]} on 0.0.0.0 is in use" in again.stderr
     finally:
@@ -343,7 +347,7 @@ def test_deploy_shows_the_log_of_what_fails(
     docker: ContainerEngine, made: WrittenImage, command: Command
 ):
     options = ("--network", "host", "--name", "canvasrt-failing", *free_ports())
-    done = command("deploy", TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
+    done = command("deploy", STANDIN_TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
     assert done.returncode == 1
     assert (
         "error: the container ended with exit code 1: there is no serving profile 'no-such'"
@@ -354,7 +358,7 @@ def test_deploy_shows_the_log_of_what_fails(
 
 def test_deploy_says_when_docker_has_no_gpu_runtime(docker: ContainerEngine, command: Command):
     """A package for a GPU, by its label; docker here has nothing to give it one with."""
-    text = f"FROM {TAG}\nLABEL canvasrt.target=rtx-5090\n"
+    text = f"FROM {STANDIN_TAG}\nLABEL canvasrt.target=rtx-5090\n"
     subprocess.run(
         [docker.name, "build", "--tag", "canvasrt-gpu:1", "-"],
         input=text,

@@ -19,13 +19,14 @@ from fastapi.routing import APIRoute
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai import app as application
 from canvasrt.containers.openai.document import document
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings
 from canvasrt.containers.openai.schema import OWN
-from canvasrt.containers.openai.state import State
-from canvasrt.containers.options import FrontOptions, FrontSettings, ModelOptions
+from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.triton.options import ModelOptions
 from tests.helpers.serving import needs_triton
 
 PAGES = {("get", "/"), ("get", "/docs")}
@@ -41,7 +42,7 @@ def test_every_route_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(application, "FastAPI", Kept)
     settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", FrontOptions(keys=("k",)))
-    application.make_app(settings, State())
+    application.make_app(settings, ServerState())
     routes = {
         (method.lower(), route.path.replace(":path", ""))
         for route in made[0].routes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import eventually, needs_triton

@@ -14,8 +14,8 @@ from openai import OpenAI
 
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.messages import read_messages
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.schema import MAX_WARNINGS, ChatRequest, read_body
-from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import needs_triton

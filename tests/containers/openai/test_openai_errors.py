@@ -11,7 +11,7 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import needs_triton
@@ -42,7 +42,7 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"logit_bias": {"3": 101}}, "logit_bias", "invalid_value", "from -100 to 100"),
     ({"logit_bias": {"112": 1}}, "logit_bias", "invalid_value", "from 0 to 111"),
     ({"logprobs": 2}, "logprobs", "invalid_type", "valid boolean"),
-    ({"top_logprobs": 2}, "top_logprobs", "invalid_value", "set logprobs to true"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value", "add logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "equal to 20"),
     (
         {"tools": [{"type": "function"}]},

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import needs_triton

@@ -12,9 +12,9 @@ import pytest
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.package.package import package
+from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.tensors import inputs_of, outputs_of
-from canvasrt.containers.triton.repository import model_config
 from canvasrt.errors import CanvasError, UsageError
 
 

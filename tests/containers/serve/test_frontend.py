@@ -16,7 +16,7 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
-from canvasrt.containers.options import FrontOptions
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve import frontend
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server

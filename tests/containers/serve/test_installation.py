@@ -11,7 +11,7 @@ from canvasrt.containers import processes
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve import installation
 from canvasrt.containers.serve.installation import find_installation
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from tests.helpers.serving import needs_triton
 
 
@@ -68,7 +68,7 @@ def test_a_missing_libpython_is_named(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_free_ports_are_distinct():
-    ports = Ports(0, 0, 0).resolve("127.0.0.1")
+    ports = Ports(0, 0, 0).with_free_ones("127.0.0.1")
     assert len({ports.http, ports.grpc, ports.metrics, 0}) == 4
 
 
@@ -82,13 +82,13 @@ def test_free_ports_are_distinct():
 )
 def test_ports_that_cannot_be_used(ports: Ports, host: str, says: str):
     with pytest.raises(CanvasError, match=says):
-        ports.resolve(host)
+        ports.with_free_ones(host)
 
 
-def test_the_same_port_twice_is_in_use():
-    free = Ports(0, 0, 0).resolve("127.0.0.1").http
-    with pytest.raises(CanvasError, match=f"port {free} on 127.0.0.1 is in use"):
-        Ports(free, free, 0).resolve("127.0.0.1")
+def test_two_options_cannot_have_one_port():
+    free = Ports(0, 0, 0).with_free_ones("127.0.0.1").http
+    with pytest.raises(UsageError, match=f"--http-port and --grpc-port are both {free}"):
+        Ports(free, free, 0).with_free_ones("127.0.0.1")
 
 
 def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

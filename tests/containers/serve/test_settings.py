@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 from operator import attrgetter
@@ -17,13 +16,13 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.server import Server
-from canvasrt.containers.serve.settings import VARIABLES, Settings, resolve
+from canvasrt.containers.serve.settings import VARIABLES, Settings, read_settings
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 
 
 def from_environment(**variables: str) -> Settings:
-    return resolve({}, {}, variables)
+    return read_settings({}, {}, variables)
 
 
 def test_the_defaults_are_nims_ports():
@@ -93,7 +92,7 @@ def test_variables_that_are_empty_or_of_kubernetes_mean_nothing():
 
 def test_the_command_line_wins_over_passthrough_over_the_environment():
     environment = {"NIM_SERVER_PORT": "1", "NIM_HEALTH_PORT": "2", "NIM_MAX_MODEL_LEN": "3"}
-    settings = resolve(
+    settings = read_settings(
         {"port": 10, "health_port": None, "max_model_len": None},
         {"port": 20, "health_port": 20},
         environment,
@@ -125,16 +124,13 @@ def test_keys_that_are_set_and_empty_do_not_open_the_door(tmp_path: Path):
         from_environment(CANVASRT_API_KEYS_FILE="keys", CANVASRT_API_KEYS="a")
 
 
-def test_tls_needs_its_files(tmp_path: Path):
-    file = tmp_path / "pem"
-    file.touch()
-    given: dict[str, Any] = {"ssl_mode": "tls", "ssl_cert": file}
-    with pytest.raises(UsageError, match=re.escape("TLS (tls) needs --ssl-key")):
-        assert resolve(given, {}, {}).tls
-    with pytest.raises(CanvasError, match="cannot read"):
-        assert resolve({**given, "ssl_key": tmp_path / "no"}, {}, {}).tls
-    found = resolve({**given, "ssl_key": file, "ssl_mode": "mtls", "ssl_ca": file}, {}, {}).tls
-    assert found == {"certificate": str(file), "key": str(file), "ca": str(file)}
+def test_tls_takes_its_files():
+    given: dict[str, Any] = {"ssl_cert": Path("c"), "ssl_key": Path("k"), "ssl_ca": Path("a")}
+    assert read_settings({}, {}, {}).tls is None
+    assert read_settings({**given, "ssl_mode": "disabled"}, {}, {}).tls is None
+    tls = read_settings({**given, "ssl_mode": "tls"}, {}, {}).tls
+    assert tls == {"certificate": "c", "key": "k"}
+    assert read_settings({**given, "ssl_mode": "mtls"}, {}, {}).tls == {**tls, "ca": "a"}
 
 
 def test_a_dry_run_shows_what_was_decided(command: Command, engines: Bundle):
@@ -191,7 +187,7 @@ def test_shared_passes_are_asked_for_and_reach_the_model(
     engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
     assert not from_environment().model.share_passes
-    settings = resolve({"share_passes": True}, {}, {})
+    settings = read_settings({"share_passes": True}, {}, {})
     server = Server(engines.path, model=settings.model)
     environment = server._environment(find_installation())
     for name, value in environment.items():

@@ -23,6 +23,7 @@ from openai import OpenAI
 from canvasrt.bundle import Bundle
 from canvasrt.containers.serve.prepare import engines_folder
 from canvasrt.containers.serve.profiles import profiles_of
+from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
 
@@ -198,22 +199,7 @@ def serve(bundle: Bundle, folder: Path, *options: str) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority, and certificates of it for the server and a caller."""
-    folder = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
-    for name in ("server", "caller"):
-        openssl(
-            "req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}"
-        )
-        (folder / "san").write_text("subjectAltName=IP:127.0.0.1")
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "san")
-        openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
-    return folder
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 def test_mutual_tls(packaged: Bundle, tmp_path: Path, certificates: Path):

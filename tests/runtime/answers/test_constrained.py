@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers import constrained, grammar
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
-from canvasrt.runtime.answers.grammar import State, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.answers.search import search
 from canvasrt.runtime.generator import Draft, Finished, Generator, Request, Result
 from canvasrt.runtime.model import Model
@@ -53,7 +53,9 @@ def schema(of: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "schema": of}
 
 
-def request(pair: Pair, start: State, text: str = "12+34=", **options: Any) -> ConstrainedRequest:
+def request(
+    pair: Pair, start: GrammarState, text: str = "12+34=", **options: Any
+) -> ConstrainedRequest:
     given = {"max_new_tokens": 160, "max_denoising_steps": 6} | options
     params = SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **given)
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -254,9 +256,9 @@ def test_grammars_that_cannot_be_used_are_refused(
 def test_compiling_is_bounded(demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"type": "regex", "regex": "[ab]{40}"}
     compile_grammar(spec, demo_words, "g")
-    rounds: list[State] = []
-    allowed = State._compute_allowed
-    monkeypatch.setattr(State, "_compute_allowed", lambda s: rounds.append(s) or allowed(s))
+    rounds: list[GrammarState] = []
+    allowed = GrammarState._compute_allowed
+    monkeypatch.setattr(GrammarState, "_compute_allowed", lambda s: rounds.append(s) or allowed(s))
     with pytest.raises(CanvasError, match="no answer of at most 1024 tokens"):
         compile_grammar({"type": "regex", "regex": "a" * 8_000}, demo_words, "g")
     assert len(rounds) < 10  # what must follow is not searched for

@@ -231,8 +231,8 @@ def test_the_fake_has_no_name_that_tensorrt_has_not() -> None:
 def test_every_type_of_tensorrt_that_a_tensor_can_have_is_known() -> None:
     real = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
     # Weights alone have fewer than eight bits, and scales E8M0.
-    assert set(real.DataType.__members__) - set(tensorrt.DTYPES) == {"INT4", "FP4", "E8M0"}
-    for name in tensorrt.DTYPES.values():
+    assert set(real.DataType.__members__) - set(tensorrt.NUMPY_DTYPES) == {"INT4", "FP4", "E8M0"}
+    for name in tensorrt.NUMPY_DTYPES.values():
         assert host_dtype(name).itemsize in (1, 2, 4, 8)
 
 

@@ -1,0 +1,103 @@
+"""The options of `canvasrt serve` for the models inside Triton, which get them whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import get_type_hints
+
+from canvasrt.defaults import PREFIX_CACHE
+from canvasrt.errors import CanvasError
+from canvasrt.option import limit_option, option, read_count
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Options of the models inside Triton, which read them from their environment."""
+
+    threads: int | None = field(
+        default=None, metadata=option("Number of CPU threads.", least=1, shown="every core")
+    )
+    max_model_len: int | None = field(
+        default=None,
+        metadata=option(
+            "Maximum tokens per request, prompt plus answer.",
+            metavar="TOKENS",
+            least=1,
+            shown="the engines'",
+            variable="NIM_MAX_MODEL_LEN",
+            read=read_count,
+        ),
+    )
+    share_passes: bool = field(
+        default=False,
+        metadata=option(
+            "On a GPU, let requests share passes, which then always have room for a full batch: higher throughput,"
+            " but a lone request is slower."
+        ),
+    )
+    prefix_cache: int = field(
+        default=PREFIX_CACHE,
+        metadata=option(
+            "Memory for the beginnings that prompts share, on the GPU if there is one; 0 for none.",
+            metavar="MIB",
+            least=0,
+        ),
+    )
+    max_steps: int | None = field(
+        default=None,
+        metadata=limit_option("Maximum denoising steps per block that a request may ask for."),
+    )
+    max_passes: int | None = field(
+        default=None,
+        metadata=limit_option(
+            "Maximum denoising passes of a request: blocks times steps times answers."
+        ),
+    )
+    max_queue_tokens: int = field(
+        default=1 << 22,
+        metadata=limit_option("Maximum tokens of all requests that run or wait.", shown=None),
+    )
+    request_timeout: int | None = field(
+        default=None,
+        metadata=limit_option(
+            "How long one request may take, its wait included.", metavar="SECONDS"
+        ),
+    )
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variables that say this. An option that is None is left to the environment."""
+        return {
+            _variable(name): json.dumps(value)
+            for name, value in asdict(self).items()
+            if value is not None
+        }
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> ModelOptions:
+        """Return what the variables say. CanvasError for a value of the wrong type."""
+        types = get_type_hints(cls)
+        found = {}
+        for each in fields(cls):
+            text = environment.get(_variable(each.name), "")
+            if not text:
+                continue
+            try:
+                found[each.name] = json.loads(text)
+            except ValueError:
+                found[each.name] = text
+            wanted = "true or false" if types[each.name] is bool else "a whole number"
+            is_bool = isinstance(found[each.name], bool)
+            # To Python, true is a whole number too.
+            if is_bool != (types[each.name] is bool) or not isinstance(
+                found[each.name], types[each.name]
+            ):
+                raise CanvasError(
+                    f"{_variable(each.name)} is {text!r}", f"set it to {wanted}, or unset it"
+                )
+        return cls(**found)
+
+
+def _variable(name: str) -> str:
+    return f"CANVASRT_{name.upper()}"
