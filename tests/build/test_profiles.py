@@ -70,7 +70,7 @@ def test_experts_have_the_slots_that_passes_ask_for() -> None:
     """See `canvasrt.shapes`: as many as even routing needs, or for up to 256 tokens of one request all of them."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     found = {n: p["capacity"].max for n, p in profiles(BODY, small, 4096, 4).items()}
-    assert found == {"encode": 512, "denoise": 256, "denoise_batch": 1024}
+    assert found == {"encode": 384, "denoise": 256, "denoise_batch": 704}
     assert profiles(BODY, RELEASED, 300, 1)["encode"]["capacity"].max == 256
 
 
