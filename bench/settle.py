@@ -1,4 +1,5 @@
-"""How early text is final with `settle_steps`, and what that changes: `python -m bench.settle BUNDLE`."""
+"""How early text and answers are final with `settle_steps`, and what that changes:
+`python -m bench.settle BUNDLE`."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ QUESTIONS = 300
 
 @dataclass
 class SettleTally:
-    """What the answers to all questions had in common. `first` counts steps until the first text."""
+    """What the answers to all questions had in common. `first` counts steps until the first text,
+    `steps` all of them."""
 
     texts: list[str] = field(default_factory=list)
     right: int = 0
     first: int = 0
+    steps: int = 0
     reopened: int = 0  # answers with an accepted token that changed later
 
 
@@ -33,11 +36,11 @@ def main() -> None:
     tasks = [list(TASKS.values())[i % len(TASKS)] for i in range(QUESTIONS)]
     questions = [(task, task.draw_from("held-out", rng)) for task in tasks]
     tallies = {wanted: tally(model, questions, wanted) for wanted in range(4)}
-    print("settle_steps | steps to first text | same answer | right | reopened")
+    print("settle_steps | steps to first text | steps | same answer | right | reopened")
     for wanted, found in tallies.items():
         same = sum(a == b for a, b in zip(found.texts, tallies[0].texts, strict=True))
-        first = found.first / QUESTIONS
-        print(f"{wanted} | {first:.1f} | {same} | {found.right} | {found.reopened}")
+        first, steps = found.first / QUESTIONS, found.steps / QUESTIONS
+        print(f"{wanted} | {first:.1f} | {steps:.2f} | {same} | {found.right} | {found.reopened}")
 
 
 def tally(model: Model, questions: list[tuple[Task, str]], settle_steps: int) -> SettleTally:
@@ -57,6 +60,7 @@ def tally(model: Model, questions: list[tuple[Task, str]], settle_steps: int) ->
                 first = first or len(drafts)
             elif isinstance(event, Finished):
                 text = tokenizer.decode(event.result.token_ids)
+                found.steps += sum(event.result.steps)
         last = drafts[-1]
         same_block = [each for each in drafts if each.block == last.block]
         found.reopened += any((d.accepted & (d.tokens != last.tokens)).any() for d in same_block)

@@ -9,12 +9,21 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.shapes import DENOISE, ENCODE, Range, in_units, roomy_capacity, usual_capacity
+from canvasrt.shapes import (
+    DENOISE,
+    ENCODE,
+    Range,
+    canvas_sizes,
+    in_units,
+    roomy_capacity,
+    usual_capacity,
+)
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
 
 DENOISE_BATCH, IMAGES_PROFILE = "denoise_batch", "images"
+DENOISE_SMALL = "denoise_small"
 
 
 # Dimension name in the graph → its sizes.
@@ -31,8 +40,8 @@ def profiles(
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
     `encode` takes a prefill chunk or a finished canvas of one request. `denoise` takes one request's
-    canvas, `denoise_batch` a full batch of them, some of which may be padding. Kernels are tuned for
-    `opt`; only `max` is binding.
+    canvas, `denoise_batch` a full batch of them, some of which may be padding. Smaller canvases run in
+    `encode`, and in the head's `denoise_small`. Kernels are tuned for `opt`; only `max` is binding.
     """
     rows = _rows(max_batch)
     if "layers" in segment:
@@ -40,7 +49,12 @@ def profiles(
         return _body(segment, model, max_context, max_batch, longest)
     if segment["name"] == "head":
         canvas = _always(model.canvas_length)
-        return {name: {"batch": batch, "length": canvas} for name, batch in rows.items()}
+        made = {name: {"batch": batch, "length": canvas} for name, batch in rows.items()}
+        *small, _ = canvas_sizes(model.canvas_length)
+        if small:
+            size = Range(small[0], small[len(small) // 2], small[-1])
+            made[DENOISE_SMALL] = {"batch": _always(1), "length": size}
+        return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
     # The exporter names the number of patches by its expression.

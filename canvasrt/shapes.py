@@ -85,6 +85,12 @@ def roomy_capacity(model: ModelConfig, longest: int) -> int:
     return longest if model.vision is not None else min(longest, ROOMY)
 
 
+def canvas_sizes(length: int) -> tuple[int, ...]:
+    """Return the lengths, ascending, that a canvas may have: an eighth, a quarter, a half and all of the
+    checkpoint's."""
+    return tuple(length // part for part in (8, 4, 2, 1) if length % part == 0)
+
+
 def widths(most: int) -> tuple[int, ...]:
     """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
 

@@ -36,8 +36,6 @@ class ActiveRequest:
     Follows transformers' `DiffusionGemmaGenerationMixin.generate` for a batch of one.
     """
 
-    parks = True  # it can make room for another request
-
     def __init__(self, id: int, request: Request, model: Model, added: float) -> None:
         self.id = id
         self.finished = False
@@ -55,11 +53,13 @@ class ActiveRequest:
         self._clean = [self.pending]  # all tokens that were ever pending
         self._later: list[np.ndarray] = []
         self._again = False  # whether they were in the cache before
+        self._returning = False  # they are being encoded again
         self._prompt = request.prompt_token_ids
         self.owner = request.owner
         self.passes = self.turn = 0  # in all, and since it last got a place
         self._params = request.params
-        self._blocks = request.params.blocks(model.canvas_length)
+        self._length = request.params.canvas(model.config)
+        self._blocks = request.params.blocks(model.config)
         self._model = model
         self._added = added
         self._first_block: float | None = None
@@ -73,6 +73,11 @@ class ActiveRequest:
         self._wants: Wants = "both" if self._params.logprobs or self._params.on_host else "tokens"
         if self._params.logit_bias:
             self._wants = "hidden"
+
+    @property
+    def parks(self) -> bool:
+        """Whether it can make room for another request: not before it has got back to where it was."""
+        return not self._returning
 
     @property
     def cacheable(self) -> list[Chunk]:
@@ -106,6 +111,8 @@ class ActiveRequest:
         self.pending = self.pending[count:]
         if not self.pending.size and self._later:
             self.pending = self._later.pop(0)
+        elif not self.pending.size and self._returning:
+            self._returning, self.turn = False, 0
 
     def park(self) -> None:
         """Make room for another request. The tokens stay the same: what must be encoded again is
@@ -115,7 +122,7 @@ class ActiveRequest:
             self.pending, *self._later = self._clean
             most = self._model.prefill_chunk
             self.chunks = chunks_of(self.pending, most) if self.shares else []
-            self._again = True
+            self._again = self._returning = True
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step. The first step of a block creates its
@@ -193,9 +200,8 @@ class ActiveRequest:
         )
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        config = self._model.config
-        block = len(self._steps)
-        return step_noise(self._params.seed, block, step, config.canvas_length, config.vocab_size)
+        size, block = self._model.config.vocab_size, len(self._steps)
+        return step_noise(self._params.seed, block, step, self._length, size)
 
     def _is_settled(self) -> bool:
         """Whether nothing that counts can change any more: the settled tokens reach the budget, or
@@ -203,7 +209,7 @@ class ActiveRequest:
         tokens = self._settled.tokens
         room = self._params.max_new_tokens - len(self._tokens)
         ended = any(token in self._params.eos_token_ids for token in tokens)
-        return ended or len(tokens) >= min(room, self._model.canvas_length)
+        return ended or len(tokens) >= min(room, self._length)
 
     def _scored(self, output: DenoiseOutput, begin: int, tokens: Sequence[int]) -> list[TokenScore]:
         """Return the scores, if they are wanted, of tokens that this step makes final."""

@@ -19,8 +19,7 @@ from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
-
-SMALL_CANVASES = (32, 64, 128)
+from canvasrt.shapes import canvas_sizes
 
 
 @dataclass
@@ -95,8 +94,7 @@ class HostModel(Model):
 
     @property
     def canvas_sizes(self) -> tuple[int, ...]:
-        smaller = (size for size in SMALL_CANVASES if size < self.canvas_length)
-        return (*smaller, self.canvas_length)
+        return canvas_sizes(self.canvas_length)
 
     def new_row(self) -> CpuRow:
         return CpuRow(RequestCache(self.config))

@@ -84,6 +84,8 @@ class Generator:
         request.validate(self.model.config, self.model.max_context)
         if isinstance(request, (Request, ReadRequest)) and request.pictures:
             self.model.check_sight(request.pictures)
+        if not isinstance(request, ReadRequest):
+            self.model.check_canvas(request.params.canvas(self.model.config))
         if isinstance(request, Request) and request.params.scores:
             check_scores(self.model)
         if isinstance(request, Request) and request.params.on_host:

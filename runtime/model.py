@@ -83,6 +83,15 @@ class Model(ABC):
         """The lengths, ascending, that a canvas may have."""
         return (self.canvas_length,)
 
+    def check_canvas(self, length: int) -> None:
+        """Raise CanvasError if the engines have no canvas of that length."""
+        if length not in self.canvas_sizes:
+            sizes = ", ".join(map(str, self.canvas_sizes))
+            raise CanvasError(
+                f"the engines have no canvas of {length} positions, only of {sizes}",
+                "build the bundle again with this version, or leave out canvas_length",
+            )
+
     @cached_property
     def host_head(self) -> HostHead:
         """The head as the host computes it. CanvasError if the bundle lacks its weights."""

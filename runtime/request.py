@@ -40,11 +40,12 @@ class Request:
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")
         groups_of(self.prompt_token_ids, self.pictures, config)
-        room = self.params.blocks(config.canvas_length) * config.canvas_length
+        canvas = self.params.canvas(config)
+        room = self.params.blocks(config) * canvas
         if count + room > max_context:
             raise CanvasError(
                 f"the prompt of {count} tokens and {room} new ones (whole blocks of "
-                f"{config.canvas_length}) exceed the context of {max_context} tokens",
+                f"{canvas}) exceed the context of {max_context} tokens",
                 f"shorten the prompt to {max_context - room} tokens, or ask for fewer new tokens"
                 if max_context > room
                 else f"ask for fewer new tokens than {max_context - count}",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
+from canvasrt.shapes import canvas_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,6 +100,13 @@ class SamplingParams:
 
     max_new_tokens: int = _parameter(256, "INT32", "maximum number of tokens to generate", least=1)
     seed: int = _parameter(0, "UINT64", "seed of the noise; 0 when absent", most=MAX_UINT64)
+    canvas_length: int = _parameter(
+        0,
+        "INT32",
+        "positions of each canvas: an eighth, a quarter or a half of the checkpoint's; 0 takes its "
+        "own, -1 the smallest that holds max_new_tokens",
+        least=-1,
+    )
     max_denoising_steps: int = _parameter(
         48,
         "INT32",
@@ -223,12 +231,29 @@ class SamplingParams:
         check(values, labels)
         return cls(**values)
 
-    def blocks(self, canvas_length: int) -> int:
+    def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
+        """Return the positions of each canvas, of which the smallest must hold `tokens`, or
+        `max_new_tokens`. CanvasError for a number that no canvas of the model has."""
+        sizes = canvas_sizes(config.canvas_length)
+        if self.canvas_length == 0:
+            return config.canvas_length
+        if self.canvas_length == -1:
+            least = self.max_new_tokens if tokens is None else tokens
+            return next((size for size in sizes if size >= least), config.canvas_length)
+        if self.canvas_length not in sizes:
+            raise CanvasError(
+                f"canvas_length is {self.canvas_length}",
+                f"this model has canvases of {', '.join(map(str, sizes))}; 0 stands for "
+                f"{config.canvas_length}, and -1 for the smallest that holds max_new_tokens",
+            )
+        return self.canvas_length
+
+    def blocks(self, config: ModelConfig) -> int:
         """Return the most blocks that this request may take."""
-        return -(-self.max_new_tokens // canvas_length)
+        return -(-self.max_new_tokens // self.canvas(config))
 
     def check_limits(
-        self, canvas_length: int, answers: int, max_steps: int | None, max_passes: int | None
+        self, config: ModelConfig, answers: int, max_steps: int | None, max_passes: int | None
     ) -> None:
         """Raise CanvasError for more than an operator allows: denoising steps per block, and passes
         of all answers together. None stands for no limit."""
@@ -236,7 +261,7 @@ class SamplingParams:
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"max_denoising_steps is {steps}", f"this server allows {max_steps}")
         tries = 1 + self.max_redos if self.redo_below < 0 else 1
-        passes = self.blocks(canvas_length) * steps * answers * tries
+        passes = self.blocks(config) * steps * answers * tries
         if max_passes is not None and passes > max_passes:
             raise CanvasError(
                 f"the request may take {passes} denoising passes",

@@ -115,8 +115,7 @@ class ActiveScored(ActiveRequest):
         return replace(super().result(reason), block_scores=self._found)
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        config, block = self._model.config, len(self._steps)
-        sizes = config.canvas_length, config.vocab_size
+        block, sizes = len(self._steps), (self._length, self._model.config.vocab_size)
         return step_noise(self._params.seed, block, step, *sizes, attempt=len(self._attempts))
 
     def _stand(self, canvas: np.ndarray, block: Block) -> list[Event]:

@@ -67,7 +67,7 @@ def read_request(
         read.check_limits(options.max_steps, options.max_passes)
         return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
     if "infill" not in values:  # whose passes depend on its gaps
-        params.check_limits(model.canvas_length, answers, options.max_steps, options.max_passes)
+        params.check_limits(model.config, answers, options.max_steps, options.max_passes)
     stops = check_stops(values.get("stop") or ())
     if stops and encoder.tokenizer is None:
         raise CanvasError(
@@ -92,7 +92,7 @@ def read_request(
         ids = encoded.tolist()
         filled = infill_request(values["infill"], ids, params, model, encoder.tokenizer)
         filled.params.check_limits(
-            model.canvas_length, len(filled.canvases), options.max_steps, options.max_passes
+            model.config, len(filled.canvases), options.max_steps, options.max_passes
         )
         return ServedRequest(replace(filled, owner=owner), False, ())
     control = bool(values.get("control"))

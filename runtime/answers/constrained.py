@@ -149,10 +149,8 @@ class ActiveConstrained(Prompted):
         return self._params.max_new_tokens - len(self._tokens)
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        config = self._model.config
-        return step_noise(
-            self._params.seed, len(self._steps), step, config.canvas_length, config.vocab_size
-        )
+        length, size = self._params.canvas(self._model.config), self._model.config.vocab_size
+        return step_noise(self._params.seed, len(self._steps), step, length, size)
 
     def _made(self, hidden: np.ndarray) -> _Step | None:
         """Run the sampler over what the grammar allows. None if no answer ends within the budget."""

@@ -106,36 +106,37 @@ def infill_request(
     ]
     gaps = [part for part in parts if isinstance(part, Gap)]
     fixed = sum(len(part) for part in parts if not isinstance(part, Gap))
-    _check_length(fixed + sum(gap.least for gap in gaps), model)
+    config = model.config
+    room = params.canvas(config, fixed + sum(gap.most for gap in gaps) + 1)
+    _check_length(fixed + sum(gap.least for gap in gaps), room)
     ways = math.prod(gap.most - gap.least + 1 for gap in gaps)
     if ways > MAX_VARIANTS:
         raise CanvasError(
             f"infill leaves {ways} ways to choose the gaps' lengths",
             f"narrow the ranges to at most {MAX_VARIANTS} ways",
         )
-    config = model.config
     end = config.eos_token_ids[-1]
     canvases = []
     for way in product(*(range(gap.least, gap.most + 1) for gap in gaps)):
         lengths = iter(way)
-        _check_length(fixed + sum(way), model)
+        _check_length(fixed + sum(way), room)
         tokens: list[int] = []
         for part in parts:
             tokens += [-1] * next(lengths) if isinstance(part, Gap) else part
-        filler = [config.pad_token_id] * (model.canvas_length - len(tokens) - 1)
+        filler = [config.pad_token_id] * (room - len(tokens) - 1)
         canvases.append((*tokens, end, *filler))
     words = [token for token in range(config.vocab_size) if tokenizer.token_bytes(token)]
     kept = np.array([token for token in words if token not in config.eos_token_ids], np.int64)
-    params = replace(params, max_new_tokens=model.canvas_length)
+    params = replace(params, max_new_tokens=room, canvas_length=room)
     return GapRequest(prompt, params, tuple(canvases), kept, end)
 
 
-def _check_length(tokens: int, model: Model) -> None:
-    """Raise CanvasError for a text with its gaps that no canvas has room for."""
-    if tokens + 1 > model.canvas_length:
+def _check_length(tokens: int, room: int) -> None:
+    """Raise CanvasError for a text with its gaps that a canvas of `room` positions does not hold."""
+    if tokens + 1 > room:
         raise CanvasError(
             f"infill has {tokens} tokens",
-            f"a canvas has room for {model.canvas_length - 1}: shorten the text or the gaps",
+            f"a canvas has room for {room - 1}: shorten the text or the gaps",
         )
 
 

@@ -23,6 +23,7 @@ LAYOUTS = ("letters", "bare")
 _ASK = "Answer each with one letter."
 _FIELDS = ("questions", "samples", "steps", "layout", "temperatures")
 _COLDEST, _HOTTEST = 0.01, 100.0
+_SMALLEST = 32  # positions of a canvas; a smaller one would save nothing
 
 
 @dataclass(frozen=True)
@@ -247,5 +248,6 @@ def _template(
         slots.append(Slot(question, len(tokens), labels))
         tokens += labels.tokens[0]
     tokens += end
-    size = next(each for each in model.canvas_sizes if each >= len(tokens))
+    least = max(len(tokens), min(_SMALLEST, model.canvas_length))
+    size = next(each for each in model.canvas_sizes if each >= least)
     return Template((*tokens, *[filler] * (size - len(tokens))), tuple(slots))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET
@@ -11,6 +14,7 @@ from canvasrt.errors import EngineError
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.gpu.slots import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
+from canvasrt.runtime.passes import DenoiseInput
 
 # How many calls are remembered.
 _CALLS = 1024
@@ -30,6 +34,7 @@ class Pass:
     width: int
     rows: tuple[DeviceRow, ...]
     pictured: bool = False  # some tokens are an image's
+    canvas: int = 0  # of the `length` tokens, how many the head takes; the others are padding
 
     def index(self, row: DeviceRow) -> int:
         """Return a row's place in the batch."""
@@ -59,7 +64,7 @@ class Launches:
 
     def head(self, this: Pass) -> None:
         """Launch the head."""
-        key = ("head", this.batch)
+        key = ("head", this.batch, this.canvas)
         call = self._calls.get(key) or self._remember(
             key, head_call(self._space, self._config, this)
         )
@@ -70,6 +75,24 @@ class Launches:
             self._calls.clear()
         self._calls[key] = call
         return call
+
+
+def give(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -> None:
+    """Queue the upload of a denoising pass's positions, noise and temperatures."""
+    positions = space.given.view("positions", this.batch, this.length)
+    noise = space.given.view("noise", this.batch, this.canvas)
+    uniforms = space.given.view("uniforms", this.batch, this.canvas)
+    temperature = space.given.view("temperature", this.batch)
+    bound = space.given.view("entropy_bound", this.batch)
+    # Idle rows and padding compute on whatever is there; nobody reads their results.
+    positions[:], noise[:], uniforms[:] = -1, 0, 0
+    temperature[:], bound[:] = 1, 0
+    for item in batch:
+        index, begin = this.index(item.row), item.row.length
+        positions[index, : this.canvas] = np.arange(begin, begin + this.canvas)
+        noise[index], uniforms[index] = item.noise, item.uniforms
+        temperature[index], bound[index] = item.temperature, item.entropy_bound
+    space.given.upload()
 
 
 def body_call(
@@ -123,7 +146,7 @@ def body_call(
 
 def head_call(space: Workspace, config: ModelConfig, this: Pass) -> EngineCall:
     """Return the launch of the head."""
-    tokens = (this.batch, this.length)
+    tokens = (this.batch, this.canvas)
     states = (*tokens, config.hidden_size)
     tensors = {
         "hidden": (states, space.hidden[-1]),
@@ -135,7 +158,7 @@ def head_call(space: Workspace, config: ModelConfig, this: Pass) -> EngineCall:
     }
     for name in ("canvas", "argmax", "entropy", "accepted"):
         tensors[name] = (tokens, space.results.address(name))
-    return _call({"batch": this.batch, "length": this.length}, tensors, repeats=True)
+    return _call({"batch": this.batch, "length": tokens[1]}, tensors, repeats=True)
 
 
 def _call(

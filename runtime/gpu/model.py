@@ -15,7 +15,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import OCTET, PREFILL_CHUNK
 from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
-from canvasrt.runtime.gpu.calls import Launches, Pass, too_full
+from canvasrt.runtime.gpu.calls import Launches, Pass, give, too_full
 from canvasrt.runtime.gpu.pages import Pages
 from canvasrt.runtime.gpu.shapes import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
@@ -25,7 +25,7 @@ from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
-from canvasrt.shapes import PassShape, in_units
+from canvasrt.shapes import PassShape, canvas_sizes, in_units
 
 # A repeated call is captured at the latest when it comes a third time.
 _UNTIL_CAPTURED = 3
@@ -94,6 +94,12 @@ class DeviceModel(Model):
             vision.engine if vision else None,
         )
 
+    @property
+    def canvas_sizes(self) -> tuple[int, ...]:
+        head = self.segments[-1].engine.profiles
+        sizes = canvas_sizes(self.canvas_length)
+        return tuple(each for each in sizes if head.pick({"batch": 1, "length": each}) is not None)
+
     def _largest(self, name: str, **others: int) -> int:
         """Return the largest size of a dimension for which every body segment has a profile."""
         return min(segment.engine.profiles.largest(name, others) for segment in self.segments[:-1])
@@ -124,8 +130,11 @@ class DeviceModel(Model):
 
         Call it before the first request.
         """
-        for shape in self.shapes:
-            this = Pass(shape.phase, 0, shape.batch, shape.length, shape.width, ())
+        shapes = [(shape, shape.length) for shape in self.shapes]
+        narrow = self.shapes.widths[0]
+        shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
+        for shape, canvas in shapes:
+            this = self._pass(shape, [], canvas)
             self.workspace.given.view("positions", this.batch, this.length)[:] = -1
             self.workspace.given.view("temperature", this.batch)[:] = 1
             self.workspace.given.upload()
@@ -155,7 +164,7 @@ class DeviceModel(Model):
     def _fetch(self, row: DeviceRow, hidden: Hidden) -> np.ndarray:
         if not isinstance(hidden, Resident):
             return np.asarray(hidden)
-        shape = (self.canvas_length, self.config.hidden_size)
+        shape = (hidden.length, self.config.hidden_size)
         kept = np.empty(shape, self.workspace.hidden_dtype)
         assert row.slot is not None
         self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
@@ -196,7 +205,9 @@ class DeviceModel(Model):
 
     def _shares(self, item: InputT) -> bool:
         """Return whether a row's pass is one that all requests share, whether or not there are others."""
-        return not (self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0))
+        if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
+            return False
+        return len(item.noise) == self.canvas_length
 
     def _encode_pass(self, batch: Sequence[EncodeInput], roomy: bool = False) -> None:
         (item,) = batch
@@ -244,32 +255,15 @@ class DeviceModel(Model):
         self._encode_pass([EncodeInput(item.row, item.tokens[middle:], keep=item.keep)])
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        length, space = self.canvas_length, self.workspace
+        space, shared, canvas = self.workspace, self._shares(batch[0]), len(batch[0].noise)
         width = batch[0].row.width
-        shared = self._shares(batch[0])
-        shape = self.shapes.shared(width) if shared else self.shapes.denoise(width)
-        this = self._pass(shape, [item.row for item in batch])
-        sizes = (this.batch, length)
-        given = {
-            name: space.given.view(name, *sizes) for name in ("positions", "noise", "uniforms")
-        }
-        temperature = space.given.view("temperature", this.batch)
-        bound = space.given.view("entropy_bound", this.batch)
-        # Idle rows compute on whatever is there; nobody reads their results.
-        given["positions"][:], given["noise"][:], given["uniforms"][:] = -1, 0, 0
-        temperature[:], bound[:] = 1, 0
+        shape = self.shapes.shared(width) if shared else self.shapes.alone(canvas, width)
+        this = self._pass(shape, [item.row for item in batch], canvas)
         for item in batch:
-            index = this.index(item.row)
-            given["positions"][index] = np.arange(item.row.length, item.row.length + length)
-            given["noise"][index], given["uniforms"][index] = item.noise, item.uniforms
-            temperature[index], bound[index] = item.temperature, item.entropy_bound
             self._take_hidden(item)
-        space.given.upload()
-        self._copy(
-            space.hidden[0],
-            space.state + this.first * space.row_bytes,
-            this.batch * space.row_bytes,
-        )
+        give(space, this, batch)
+        states = space.state + this.first * space.row_bytes
+        self._copy(space.hidden[0], states, this.batch * space.row_bytes)
         head = any(item.wants != "hidden" for item in batch)
         if not shared:
             self._run_alone(this, batch[0].row, head)
@@ -279,7 +273,7 @@ class DeviceModel(Model):
                 return self._apart(batch)
         shown = None
         if any(item.wants != "tokens" for item in batch):
-            shown = space.last_hidden(this.batch, this.length)
+            shown = space.last_hidden(this.batch, canvas)
         return [self._output(this, item, shown) for item in batch]
 
     def _apart(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
@@ -294,17 +288,18 @@ class DeviceModel(Model):
             return self._denoise_pass(batch)
         return [output for item in batch for output in self._denoise_pass([item])]
 
-    def _pass(self, shape: PassShape, rows: Sequence[DeviceRow]) -> Pass:
+    def _pass(self, shape: PassShape, rows: Sequence[DeviceRow], canvas: int = 0) -> Pass:
         slots = [row.slot for row in rows if row.slot is not None]
-        first = 0 if shape.batch > 1 else slots[0]
-        return Pass(shape.phase, first, shape.batch, shape.length, shape.width, tuple(rows))
+        first = 0 if shape.batch > 1 or not slots else slots[0]
+        sizes = shape.batch, shape.length, shape.width
+        return Pass(shape.phase, first, *sizes, tuple(rows), canvas=canvas)
 
     def _take_hidden(self, item: DenoiseInput) -> None:
         """Put a row's hidden states where the pass reads them, unless they are there already."""
         if not isinstance(item.hidden, Resident):
             address = self.workspace.state + item.row.slot * self.workspace.row_bytes
             self.device.upload(address, self._as_hidden(item.hidden))
-        elif item.hidden != Resident(item.row, item.row.hidden):
+        elif item.hidden != Resident(item.row, item.row.hidden, len(item.noise)):
             raise ValueError("these hidden states belong to another request or an earlier step")
 
     def _as_hidden(self, hidden: Hidden) -> np.ndarray:
@@ -322,12 +317,13 @@ class DeviceModel(Model):
             space.state + row.slot * space.row_bytes, space.next_hidden + here, space.row_bytes
         )
         row.hidden = (row.hidden or 0) + 1
-        shape = (this.batch, this.length)
+        shape = (this.batch, this.canvas)
         canvas, argmax, entropy, accepted = (
             space.results.view(name, *shape)[index].copy()
             for name in ("canvas", "argmax", "entropy", "accepted")
         )
-        return DenoiseOutput(canvas, argmax, entropy, accepted, Resident(row, row.hidden), hidden)
+        kept = Resident(row, row.hidden, this.canvas)
+        return DenoiseOutput(canvas, argmax, entropy, accepted, kept, hidden)
 
     def _run_alone(self, this: Pass, row: DeviceRow, head: bool) -> None:
         """Denoise one request's canvas. A segment in which an expert overflowed has room for as many tokens until the
@@ -335,7 +331,7 @@ class DeviceModel(Model):
         begin = 0
         while True:
             capacities = [
-                self.shapes.denoise(this.width, row.load(number)).capacity
+                self.shapes.alone(this.canvas, this.width, row.load(number)).capacity
                 for number in range(len(self.segments[:-1]))
             ]
             over = self._run(this, capacities, begin, head)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.shapes import (
@@ -52,6 +53,18 @@ class PassShapes:
         length = self._config.canvas_length
         capacity = usual_capacity(self._config, self._batch * length)
         return PassShape("denoise", self._batch, length, capacity, width)
+
+    def alone(self, canvas: int, width: int, load: int = 0) -> PassShape:
+        """Return the shape of the pass that denoises one request's canvas, with padding behind it.
+
+        A canvas shorter than the checkpoint's takes a shape that encoding has too, so nothing more is
+        compiled. Where that is no smaller, it takes the ordinary canvas's.
+        """
+        if canvas < self._config.canvas_length:
+            shape = self.encode(canvas, width)
+            if shape.length < self._config.canvas_length:
+                return replace(shape, phase="denoise")
+        return self.denoise(width, load if self._batch == 1 else self._config.canvas_length)
 
     def __iter__(self) -> Iterator[PassShape]:
         """Return every shape once, the narrowest first."""

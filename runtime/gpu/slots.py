@@ -43,10 +43,11 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Resident:
-    """Hidden states that stay on the device. `number` tells a row's newest from older ones."""
+    """Hidden states of a canvas that stay on the device. `number` tells a row's newest from older ones."""
 
     row: DeviceRow
     number: int
+    length: int  # of the canvas
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ def test_profiles_of_the_released_model() -> None:
         "encode": {
             "batch": (1, 1, 1),
             "length": (1, 512, 512),
-            "capacity": (1, 128, 256),
-            "gate_rows": (1, 128, 256),
+            "capacity": (1, 80, 256),
+            "gate_rows": (1, 80, 256),
             "gate_queues": (128, 128, 128),
             "octets_full": (1, 256, 4096),
             "octets_sliding": (1, 128, 128),
@@ -29,8 +29,8 @@ def test_profiles_of_the_released_model() -> None:
         "denoise": {
             "batch": (1, 1, 1),
             "length": (256, 256, 256),
-            "capacity": (1, 64, 256),
-            "gate_rows": (1, 64, 256),
+            "capacity": (1, 48, 256),
+            "gate_rows": (1, 48, 256),
             "gate_queues": (128, 128, 128),
             "octets_full": (1, 256, 4096),
             "octets_sliding": (1, 128, 128),
@@ -46,7 +46,9 @@ def test_profiles_of_the_released_model() -> None:
         },
     }
     head = profiles(HEAD, RELEASED, max_context=32_768, max_batch=4)
-    assert list(head) == ["denoise", "denoise_batch"]
+    assert list(head) == ["denoise", "denoise_batch", "denoise_small"]
+    assert to_json(head)[2]["length"] == {"min": 32, "opt": 64, "max": 128}
+    assert all(made["encode"]["length"].holds(size) for size in (32, 64, 128))
     assert to_json(head)[0] == {
         "name": "denoise",
         "batch": {"min": 1, "opt": 1, "max": 1},
@@ -68,7 +70,7 @@ def test_experts_have_the_slots_that_passes_ask_for() -> None:
     """See `canvasrt.shapes`: as many as even routing needs, or for up to 256 tokens of one request all of them."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     found = {n: p["capacity"].max for n, p in profiles(BODY, small, 4096, 4).items()}
-    assert found == {"encode": 512, "denoise": 256, "denoise_batch": 1024}
+    assert found == {"encode": 384, "denoise": 256, "denoise_batch": 704}
     assert profiles(BODY, RELEASED, 300, 1)["encode"]["capacity"].max == 256
 
 

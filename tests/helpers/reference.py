@@ -115,7 +115,7 @@ class Reference:
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion) -> None:
         self.model = model.eval()
-        self.canvas = model.config.canvas_length
+        self.canvas = self._own = model.config.canvas_length
         self.vocab = model.config.text_config.vocab_size
 
     def generate(
@@ -126,6 +126,8 @@ class Reference:
         `inputs` are the processor's for images.
         """
         first = params[0]
+        # The same weights with another canvas length in their configuration.
+        self.canvas = first.canvas_length or self._own
         config = DiffusionGemmaGenerationConfig(
             max_new_tokens=first.max_new_tokens,
             max_denoising_steps=first.max_denoising_steps,
@@ -198,6 +200,7 @@ class Reference:
             return result
 
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.model.config, "canvas_length", self.canvas)
             patch.setattr(kind, "_prepare_denoiser_inputs", new_block)
             patch.setattr(kind, "_denoising_step", denoising_step)
             patch.setattr(EntropyBoundSampler, "initialize_canvas", uniform_canvas)

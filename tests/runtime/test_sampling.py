@@ -55,7 +55,7 @@ def test_overrides_win_and_none_is_no_override() -> None:
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (32, 1), (33, 2), (96, 3)])
 def test_blocks(tokens: int, blocks: int) -> None:
-    assert SamplingParams(max_new_tokens=tokens).blocks(32) == blocks
+    assert SamplingParams(max_new_tokens=tokens).blocks(CONFIG) == blocks
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def denoised_score(pair: Pair, context: list[int], tokens: list[int], canvas: li
 def expected(pair: Pair, prompt: list[int], given: SamplingParams) -> tuple[list, list, list]:
     """Tokens, and per block its score and its steps: the loop over transformers' own blocks."""
     context, tokens, scores, steps = list(prompt), [], [], []
-    for block in range(given.blocks(CANVAS)):
+    for block in range(given.blocks(pair.model.config)):
         attempts = []
         for attempt in range(1 + (given.max_redos if given.redo_below < 0 else 0)):
             room = min(CANVAS, given.max_new_tokens - len(tokens))
@@ -282,6 +282,6 @@ def test_what_cannot_be_scored_is_refused(tiny: Pair, undertrained: Pair) -> Non
     with pytest.raises(CanvasError, match="score_blocks is not supported together with gaps"):
         Generator(undertrained.model).add(filled)
     given = params(tiny, redo_below=-1.0, max_redos=3)
-    given.check_limits(CANVAS, 1, None, 3 * 6 * 4)
+    given.check_limits(tiny.model.config, 1, None, 3 * 6 * 4)
     with pytest.raises(CanvasError, match="may take 72 denoising passes"):
-        given.check_limits(CANVAS, 1, None, 71)
+        given.check_limits(tiny.model.config, 1, None, 71)

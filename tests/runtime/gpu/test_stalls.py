@@ -90,10 +90,11 @@ def workload(server: Server, pair: Pair, prompt: Prompt, seed: int) -> Iterator[
     """Requests of random lengths that come at random steps, some of them cancelled."""
     random = np.random.default_rng(seed)
     lengths = [int(random.choice([3, 60, 100, 130, 300, 700, 1300])) for _ in range(6)]
-    wanted = [
-        replace(r, params=replace(r.params, max_new_tokens=int(random.integers(1, 3 * CANVAS))))
-        for r in requests(pair, prompt, lengths, max_denoising_steps=4)
-    ]
+    wanted = []
+    for r in requests(pair, prompt, lengths, max_denoising_steps=4):
+        budget, canvas = int(random.integers(1, 3 * CANVAS)), int(random.choice([0, 0, 4, 8, 16]))
+        params = replace(r.params, max_new_tokens=budget, canvas_length=canvas)
+        wanted.append(replace(r, params=params))
     generator, ids = Generator(server.model, BATCH), {}
     left = list(wanted)
     while left or not generator.idle:

@@ -1,0 +1,207 @@
+"""Canvases smaller than the checkpoint's equal those of transformers with that length in its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.infill import infill_request
+from canvasrt.runtime.generator import Block, Generator, Request, Settled
+from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.shapes import canvas_sizes
+from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.reference import Pair
+from tests.helpers.resident import body_profiles
+
+Prompt = Callable[..., list[int]]
+SIZES = (4, 8, 16)
+BASE = SamplingParams(
+    max_new_tokens=40, max_denoising_steps=9, entropy_bound=1.0, confidence_threshold=1.0
+)
+
+
+def check(pair: Pair, prompts: list[list[int]], params: list[SamplingParams]) -> None:
+    expected = pair.reference.generate(prompts, params)
+    for row, result in enumerate(pair.generate(prompts, params)):
+        assert result.token_ids == expected.tokens[row], f"row {row}"
+        assert result.steps == expected.trace.steps(row), f"row {row}"
+
+
+def test_sizes_are_an_eighth_a_quarter_a_half_and_all() -> None:
+    assert canvas_sizes(256) == (32, 64, 128, 256)
+    assert canvas_sizes(32) == (4, 8, 16, 32)
+    assert canvas_sizes(6) == (3, 6)
+
+
+@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("size", SIZES)
+def test_tokens_are_those_of_transformers(
+    tiny: Pair, prompt: Prompt, size: int, length: int, adaptive: bool
+) -> None:
+    """Several blocks, before, at and behind the sliding window's edge, and several seeds."""
+    base = replace(BASE, canvas_length=size, early_stop=adaptive)
+    check(
+        tiny,
+        [prompt(length, seed) for seed in range(3)],
+        [replace(base, seed=s) for s in (4, 5, 6)],
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_trained_checkpoints_too(undertrained: Pair, size: int) -> None:
+    """With the end of the sequence, and unsure."""
+    model = undertrained.model
+    text = [{"role": "user", "content": "count 7 to 31"}]
+    base = SamplingParams.from_defaults(
+        model.sampler, model.config, max_new_tokens=48, max_denoising_steps=12, canvas_length=size
+    )
+    prompts = [undertrained.tokenizer.encode_chat(text)] * 3
+    check(undertrained, prompts, [replace(base, seed=seed) for seed in range(3)])
+
+
+def mixed(prompt: Prompt) -> list[Request]:
+    sizes = [0, 4, 16, 8, 32, 4, 0]
+    return [
+        Request(prompt(20 + 25 * i, i), replace(BASE, seed=i, canvas_length=size))
+        for i, size in enumerate(sizes)
+    ]
+
+
+def alone(pair: Pair, prompt: Prompt) -> list[tuple[list[int], list[int]]]:
+    """What transformers makes of each request."""
+    found = []
+    for each in mixed(prompt):
+        out = pair.reference.generate([list(each.prompt_token_ids)], [each.params])
+        found.append((out.tokens[0], out.trace.steps(0)))
+    return found
+
+
+def test_a_batch_may_mix_sizes(tiny: Pair, prompt: Prompt) -> None:
+    results = Generator(tiny.model, 4).run(mixed(prompt))
+    assert [(each.token_ids, each.steps) for each in results] == alone(tiny, prompt)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "shared"])
+def test_a_device_may_too(
+    tiny: Pair, prompt: Prompt, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes that are as long as the canvas, and in longer ones with padding."""
+    monkeypatch.setattr("canvasrt.shapes.LENGTHS", (8, 16))
+    monkeypatch.setattr("canvasrt.shapes.FIRST_WIDTH", 128)
+    backend = FakeBackend(rows_apart=apart)
+    model = open_model(tiny.graphs, check=False, backend=backend)
+    results = Generator(model, 4).run(mixed(prompt))
+    assert [(each.token_ids, each.steps) for each in results] == alone(tiny, prompt)
+    assert {call.dims["length"] for call in backend.engines["head"].calls} == {4, 8, 16, 32}
+    bodies = {call.dims["length"] for call in backend.engines["body_0"].calls if call.repeats}
+    assert bodies == {8, 16, 32}
+
+
+def test_a_device_may_change_requests_in_the_middle_of_a_small_block(
+    tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceModel, "quantum", 3)
+    model = open_model(tiny.graphs, check=False, backend=FakeBackend())
+    results = Generator(model, 2).run(mixed(prompt))
+    assert [(each.token_ids, each.steps) for each in results] == alone(tiny, prompt)
+
+
+@pytest.mark.parametrize("settle", [0, 1])
+def test_a_stream_sends_each_small_block(tiny: Pair, prompt: Prompt, settle: int) -> None:
+    params = replace(BASE, canvas_length=8, settle_steps=settle)
+    blocks, sent, settled = [], [], 0
+    for event in Generator(tiny.model).stream(Request(prompt(30), params)):
+        if isinstance(event, Settled):
+            sent += event.tokens
+            settled += len(event.tokens)
+        if isinstance(event, Block):
+            blocks.append(event)
+            sent += event.tokens[event.settled :]
+    (result,) = tiny.generate([prompt(30)], [params])
+    assert sent == result.token_ids
+    assert [len(each.tokens) for each in blocks] == [8] * 5
+    assert bool(settled) == bool(settle)
+    if not settle:
+        assert sent == tiny.reference.generate([prompt(30)], [params]).tokens[0]
+
+
+@pytest.mark.parametrize(("budget", "size"), [(1, 4), (4, 4), (5, 8), (16, 16), (17, 32), (90, 32)])
+def test_the_smallest_that_holds_the_budget(
+    tiny: Pair, prompt: Prompt, budget: int, size: int
+) -> None:
+    params = replace(BASE, max_new_tokens=budget, canvas_length=-1)
+    assert params.canvas(tiny.model.config) == size
+    (found,) = tiny.generate([prompt(30)], [params])
+    (wanted,) = tiny.generate([prompt(30)], [replace(params, canvas_length=size)])
+    assert (found.token_ids, found.steps) == (wanted.token_ids, wanted.steps)
+
+
+def test_candidates_scores_and_log_probabilities_work_on_them(undertrained: Pair) -> None:
+    model = undertrained.model
+    ids = undertrained.tokenizer.encode_chat([{"role": "user", "content": "12+34="}])
+    base = SamplingParams.from_defaults(model.sampler, model.config, canvas_length=8)
+    changes: list[dict[str, Any]] = [
+        {"top_k": 3, "entropy_bound": 2.0},
+        {"logit_bias": ((5, 2.0),)},
+        {"logprobs": True},
+        {"score_blocks": True},
+        {"score_by_denoising": True, "redo_below": -0.01},
+    ]
+    params = [replace(base, **change) for change in changes]
+    here = Generator(model, 5).run([Request(ids, each) for each in params])
+    device = open_model(undertrained.graphs, check=False, backend=FakeBackend())
+    there = Generator(device, 4).run([Request(ids, each) for each in params])
+    assert [each.token_ids for each in here] == [each.token_ids for each in there]
+    check(undertrained, [ids], params[:1])
+    check(undertrained, [ids], params[1:2])
+    assert len(here[2].logprobs) == len(here[2].token_ids)
+    assert len(here[3].block_scores) == len(here[3].steps)
+
+
+def test_an_infill_takes_the_smallest_that_holds_it(demo: Pair) -> None:
+    ids = demo.tokenizer.encode_chat([{"role": "user", "content": "reverse planet"}])
+    for size, wanted in ((0, 32), (8, 8), (-1, 8)):
+        params = SamplingParams.from_defaults(
+            demo.model.sampler, demo.model.config, canvas_length=size
+        )
+        request = infill_request("te{3}p", ids, params, demo.model, demo.tokenizer)
+        assert {len(each) for each in request.canvases} == {wanted}
+        (result,) = Generator(demo.model).run([request])
+        assert len(result.token_ids) == 6
+
+
+@pytest.mark.parametrize("size", [1, 5, 33, 64])
+def test_other_sizes_are_refused(tiny: Pair, prompt: Prompt, size: int) -> None:
+    with pytest.raises(CanvasError, match=f"canvas_length is {size}") as error:
+        tiny.generate([prompt(5)], [replace(BASE, canvas_length=size)])
+    assert "4, 8, 16, 32" in error.value.hint
+    with pytest.raises(CanvasError, match="canvas_length is -2"):
+        SamplingParams(canvas_length=-2)
+
+
+def test_the_context_counts_small_blocks(tiny: Pair, prompt: Prompt) -> None:
+    """A small canvas leaves more room for the prompt."""
+    request = Request(prompt(90), replace(BASE, max_new_tokens=4, canvas_length=4))
+    request.validate(tiny.model.config, 94)
+    with pytest.raises(CanvasError, match="90 tokens and 4 new ones"):
+        request.validate(tiny.model.config, 93)
+
+
+def test_engines_from_before_say_so(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+    old = [{name: {"min": n, "opt": n, "max": n} for name, n in (("batch", 1), ("length", 32))}]
+    backend = FakeBackend(profiles={**body_profiles(), "head": old}, rows_apart=True)
+    model = open_model(tiny.graphs, check=False, backend=backend)
+    assert model.canvas_sizes == (32,)
+    generator = Generator(model)
+    with pytest.raises(CanvasError, match="no canvas of 8 positions") as error:
+        generator.add(Request(prompt(5), replace(BASE, canvas_length=8)))
+    assert "build the bundle again" in error.value.hint
+    generator.run([Request(prompt(5), BASE)])
