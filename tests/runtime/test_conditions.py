@@ -134,7 +134,7 @@ def test_the_answer_does_not_end_before_the_last_pin(tiny: Pair, prompt: Prompt)
 def test_pins_hold_on_every_step(tiny: Pair, prompt: Prompt) -> None:
     params = replace(BASE, early_stop=False, max_new_tokens=32, entropy_bound=1e-6)
     request = Request(prompt(20), params, conditions=ALL)
-    with pytest.raises(CanvasError, match="canvas.pin.45 is out of range"):
+    with pytest.raises(CanvasError, match=r"canvas\.pin\.45 is out of range"):
         Generator(tiny.model).add(request)
     given = Conditions(pin={0: 40, 20: 99}, allow={3: (5, 6)})
     drafts = [
