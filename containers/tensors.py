@@ -52,6 +52,9 @@ OPTIONS = tuple(Tensor(each.name, each.datatype, (1,), each.about) for each in P
 LOGIT_BIAS = Tensor(
     "logit_bias", "BYTES", (1,), "what is added to the logits of tokens: JSON, numbers by token id"
 )
+CONDITIONS = Tensor(
+    "canvas", "BYTES", (1,), "tokens that positions begin with, hold, or may have, as JSON"
+)
 STOP = Tensor("stop", "BYTES", (-1,), "strings that end the answer, which is cut before them")
 TEMPLATE = Tensor(
     "template", "BYTES", (1,), "variables of the chat template, such as `tools`: a JSON object"
@@ -122,6 +125,7 @@ def inputs_of(model: str) -> tuple[Tensor, ...]:
         IMAGE_TOKENS,
         *OPTIONS,
         LOGIT_BIAS,
+        CONDITIONS,
         STOP,
         CONTROL,
         INFILL,

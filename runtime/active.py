@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from canvasrt.runtime.conditions import Conditions, among
 from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.host_sampler import host_step, redrawn
@@ -70,9 +71,8 @@ class ActiveRequest:
         self._hidden: Hidden = None
         self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
-        self._wants: Wants = "both" if self._params.logprobs or self._params.on_host else "tokens"
-        if self._params.logit_bias:
-            self._wants = "hidden"
+        self._conditions = request.conditions or Conditions()
+        self._allowed: dict[int, np.ndarray] = {}  # tokens by position of the canvas
 
     @property
     def parks(self) -> bool:
@@ -128,7 +128,7 @@ class ActiveRequest:
         """Return the input of the next denoising step. The first step of a block creates its
         canvas."""
         if self._step == 0:
-            self._hidden = self._model.first_hidden(self._noise(0)[1])
+            self._hidden = self._model.first_hidden(self._first_canvas())
             self._early.start_block()
             self._settled = SettledPrefix(self._params)
         self._step += 1
@@ -142,9 +142,22 @@ class ActiveRequest:
             self._wants,
         )
 
+    @property
+    def _wants(self) -> Wants:
+        if self._params.logit_bias or self._allowed:
+            return "hidden"
+        return "both" if self._params.logprobs or self._params.on_host else "tokens"
+
+    def _first_canvas(self) -> np.ndarray:
+        """Return a block's first canvas, int64 `[canvas]`, and note the tokens that it may have."""
+        begin, size = len(self._steps) * self._length, self._model.config.vocab_size
+        ends = self._params.eos_token_ids
+        self._allowed = self._conditions.allowed(begin, self._length, size, ends)
+        return self._conditions.seeded(self._noise(0)[1], begin)
+
     def take(self, output: DenoiseOutput) -> list[Event]:
         """Apply the result of that step. Return its draft, and what it finished."""
-        if self._params.on_host:
+        if self._params.on_host or self._allowed:
             output = self._sampled(output)
         block, step = len(self._steps), self._step
         before = len(self._settled.tokens)
@@ -177,7 +190,9 @@ class ActiveRequest:
         head, (uniforms, noise) = self._model.host_head, self._drawn
         assert output.hidden is not None
         if self._wants == "hidden":
-            step = host_step(head, output.hidden, {}, self._params, self._step, uniforms, noise)
+            step = host_step(
+                head, output.hidden, self._allowed, self._params, self._step, uniforms, noise
+            )
             return DenoiseOutput(**vars(step), hidden=output.hidden)
         temperature = self._params.temperature_at(self._step)
         output, places, states = redrawn(head, output, self._params, temperature, uniforms)
@@ -201,7 +216,8 @@ class ActiveRequest:
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         size, block = self._model.config.vocab_size, len(self._steps)
-        return step_noise(self._params.seed, block, step, self._length, size)
+        uniforms, tokens = step_noise(self._params.seed, block, step, self._length, size)
+        return uniforms, among(tokens, self._allowed, size)
 
     def _is_settled(self) -> bool:
         """Whether nothing that counts can change any more: the settled tokens reach the budget, or

@@ -88,6 +88,8 @@ class Generator:
             self.model.check_canvas(request.params.canvas(self.model.config))
         if isinstance(request, Request) and request.params.scores:
             check_scores(self.model)
+        if isinstance(request, Request) and request.conditions and request.conditions.restricts:
+            self.model.host_head.check_signal("leave out canvas.pin and canvas.allow")
         if isinstance(request, Request) and request.params.on_host:
             names = " and ".join(request.params.on_host)
             self.model.host_head.check_signal(f"leave out {names}")

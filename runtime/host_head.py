@@ -75,11 +75,10 @@ class HostHead:
         `hidden` is the last layer's output, float32 `[n, hidden_size]`.
         """
         normed = _rms_norm(np.asarray(hidden, np.float32), self._eps) * self._weights["norm.weight"]
-        if tokens is not None:
-            return self._capped(normed @ self._rows(tokens).T)
-        out = np.empty((len(normed), self.vocab_size), np.float32)
-        for begin in range(0, self.vocab_size, _ROWS):
-            piece = self._rows(np.arange(begin, min(begin + _ROWS, self.vocab_size)))
+        tokens = np.arange(self.vocab_size) if tokens is None else tokens
+        out = np.empty((len(normed), len(tokens)), np.float32)
+        for begin in range(0, len(tokens), _ROWS):
+            piece = self._rows(tokens[begin : begin + _ROWS])
             out[:, begin : begin + _ROWS] = self._capped(normed @ piece.T)
         return out
 
@@ -119,11 +118,10 @@ class HostHead:
     ) -> np.ndarray:
         """Return the scaled expected embedding `[n, hidden_size]` under `probabilities` `[n, k]` of
         `tokens` `[k]`, or of all."""
-        if tokens is not None:
-            return probabilities @ self._rows(tokens) * self._scale
+        tokens = np.arange(self.vocab_size) if tokens is None else tokens
         out = np.zeros((len(probabilities), self._size), np.float32)
-        for begin in range(0, self.vocab_size, _ROWS):
-            piece = self._rows(np.arange(begin, min(begin + _ROWS, self.vocab_size)))
+        for begin in range(0, len(tokens), _ROWS):
+            piece = self._rows(tokens[begin : begin + _ROWS])
             out += probabilities[:, begin : begin + _ROWS] @ piece
         return out * self._scale
 

@@ -62,16 +62,23 @@ def host_step(
         tokens = np.array([allowed[int(i)][0] for i in pins], np.int64)
         argmax[pins], drawn[pins], noise[pins] = tokens, tokens, tokens
         soft[pins] = head.embed(tokens)
-    for position, tokens in allowed.items():
-        if len(tokens) > 1:
-            here = slice(position, position + 1)
-            logits = biased(head.logits(hidden[here], tokens), params, tokens) / temperature
-            best, chosen, spread, mass = _draw(logits, uniforms[here], params)
-            argmax[here], drawn[here], entropy[here] = tokens[best], tokens[chosen], spread
-            soft[here] = head.mean_embedding(mass, tokens)
+    for tokens, here in _groups(allowed):
+        logits = biased(head.logits(hidden[here], tokens), params, tokens) / temperature
+        best, chosen, spread, mass = _draw(logits, uniforms[here], params)
+        argmax[here], drawn[here], entropy[here] = tokens[best], tokens[chosen], spread
+        soft[here] = head.mean_embedding(mass, tokens)
     accepted = accept(entropy, params.entropy_bound)
     canvas = np.where(accepted, drawn, noise)
     return Step(canvas, argmax, entropy, accepted, head.next_hidden(canvas, soft))
+
+
+def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
+    """Return the positions that share an array of several tokens, by that array."""
+    groups: dict[int, tuple[np.ndarray, list[int]]] = {}
+    for position, tokens in allowed.items():
+        if len(tokens) > 1:
+            groups.setdefault(id(tokens), (tokens, []))[1].append(position)
+    return list(groups.values())
 
 
 def accept(entropy: np.ndarray, bound: float) -> np.ndarray:

@@ -10,6 +10,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.conditions import Conditions
 from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.sampling import SamplingParams
@@ -26,16 +27,20 @@ class Request:
     # One for each run of image tokens in the prompt.
     pictures: Sequence[Picture] = ()
     owner: str = ""  # the caller, between whom the passes are shared
+    conditions: Conditions | None = None  # on the answer's positions
 
     @property
     def is_text(self) -> bool:
         """Whether nothing but tokens decides the prompt's keys and values."""
-        other = set(vars(self)) - {"prompt_token_ids", "params", "owner"}
+        other = set(vars(self)) - {"prompt_token_ids", "params", "owner", "conditions"}
         return all(_is_empty(getattr(self, name)) for name in other)
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for an empty or foreign prompt, or one that does not fit the context."""
         self.params.check_fits(config)
+        if self.conditions is not None:
+            ends = self.params.eos_token_ids
+            self.conditions.check(config, self.params.max_new_tokens, ends)
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")

@@ -8,6 +8,7 @@ import numpy as np
 
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.active import ActiveRequest
+from canvasrt.runtime.conditions import among
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, hidden_input
@@ -116,7 +117,9 @@ class ActiveScored(ActiveRequest):
 
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         block, sizes = len(self._steps), (self._length, self._model.config.vocab_size)
-        return step_noise(self._params.seed, block, step, *sizes, attempt=len(self._attempts))
+        attempt = len(self._attempts)
+        uniforms, tokens = step_noise(self._params.seed, block, step, *sizes, attempt=attempt)
+        return uniforms, among(tokens, self._allowed, sizes[1])
 
     def _stand(self, canvas: np.ndarray, block: Block) -> list[Event]:
         """Hold a block back until it has its score."""

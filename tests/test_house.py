@@ -35,7 +35,7 @@ FLOORS = (
 )
 # The same inside the runtime and the containers.
 RUNTIME = (
-    "profiles passes capacity noise tables tokenizer pictures",
+    "profiles passes capacity noise tables tokenizer pictures conditions",
     "engine sampling host_head",
     "model request backends inputs candidates",
     "kv_cache gpu settled prefix host_sampler early_stop",

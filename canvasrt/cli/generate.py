@@ -36,6 +36,15 @@ Infill = Annotated[
         help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; they count tokens.",
     ),
 ]
+CanvasJson = Annotated[
+    str | None,
+    typer.Option(
+        "--canvas",
+        metavar="JSON",
+        show_default=False,
+        help='Tokens that positions begin with, hold, or may have, such as {"pin": {"0": 17}}.',
+    ),
+]
 
 
 @with_sampling
@@ -51,6 +60,7 @@ def generate(
     stream: Stream = False,
     drafts: Drafts = False,
     infill: Infill = None,
+    canvas: CanvasJson = None,
     threads: Threads = None,
     device: Device = None,
     share_passes: SharePasses = False,
@@ -71,6 +81,7 @@ def generate(
         if prompt is None and prompt_ids is None:
             prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
+    conditions = read_canvas(canvas, infill)
 
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.open import open_model
@@ -85,7 +96,9 @@ def generate(
         assert tokenizer is not None
         _fill(infill, ids, params, model, tokenizer, as_json)
         return
-    requests = [Request(ids, replace(params, seed=params.seed + i)) for i in range(n)]
+    requests = [
+        Request(ids, replace(params, seed=params.seed + i), conditions=conditions) for i in range(n)
+    ]
     generator = Generator(model)
     if stream or drafts:
         events = generator.stream(requests[0])
@@ -100,6 +113,23 @@ def generate(
         if n > 1:
             print(f"{chr(10) if index else ''}--- seed {answer['seed']}")
         print(_shown(answer["text"], answer["token_ids"]))
+
+
+def read_canvas(text: str | None, infill: str | None = None) -> Any:
+    """Return the conditions of --canvas. UsageError for what they are not, or with --infill."""
+    if text is None:
+        return None
+    if infill is not None:
+        raise UsageError("--infill has a canvas of its own", "leave out --canvas")
+
+    from canvasrt.runtime.conditions import read_conditions
+
+    try:
+        return read_conditions(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--canvas is not JSON: {error}", 'give {"pin": {"0": 17}}') from None
+    except CanvasError as error:
+        raise UsageError(f"--{error.message}", error.hint) from None
 
 
 def _infill_prompt(text: str) -> str:

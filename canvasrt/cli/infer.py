@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.generate import Drafts
+from canvasrt.cli.generate import CanvasJson, Drafts, read_canvas
 from canvasrt.cli.options import AsJson
 from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
@@ -52,6 +52,7 @@ def infer(
     *,
     sampling: dict[str, Any],
     stop: Stop = None,
+    canvas: CanvasJson = None,
     stream: Stream = False,
     drafts: Drafts = False,
     timeout: Timeout = ANSWER_TIMEOUT,
@@ -65,5 +66,6 @@ def infer(
 
     check_call(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
-    options = {**sampling, "stop": stop or None}
+    read_canvas(canvas)  # what is wrong is said here
+    options = {**sampling, "stop": stop or None, "canvas": canvas}
     ask(ClientCall(given, options, stream, drafts), protocol, url, timeout, as_json)

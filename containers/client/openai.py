@@ -143,6 +143,8 @@ def _request(inputs: Mapping[str, Any], model: str) -> tuple[str, dict[str, Any]
         for name, value in inputs.items()
         if value is not None and name not in ("prompt", "prompt_ids", "messages", "raw", "drafts")
     }
+    if "canvas" in options:  # JSON for Triton
+        options["canvas"] = json.loads(options["canvas"])
     body = {"model": model, **options}
     if "prompt_ids" in inputs:
         return "completions", {**body, "prompt": inputs["prompt_ids"]}

@@ -185,6 +185,8 @@ class Run:
                 named = "tools"
             error.message = error.message.replace(error.param or "", named, 1)
             error.param = named
+        elif (error.param or "").partition(".")[0] == "canvas":
+            pass  # a path of the caller's own
         elif error.param not in type(self._body).model_fields or error.param in _PROMPTS:
             error.param = "messages" if chat else "prompt"
         return error

@@ -121,6 +121,7 @@ _ABOUT = {
     "max_completion_tokens": "Most new tokens.",
     "max_output_tokens": "Most new tokens.",
     "logit_bias": "Numbers to add to logits, by token id.",
+    "canvas": "Tokens that positions of the answer begin with, hold, or may have.",
     "response_format": "What the answer must follow: a JSON schema, a regex or a grammar.",
     "messages": "The chat so far.",
     "tools": "Functions that the model may call.",

@@ -123,6 +123,7 @@ def _options(request: Sampling) -> dict[str, Any]:
     given["grammar"] = grammar_of(request.response_format)
     given["stop"] = request.stop
     given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None
+    given["canvas"] = None if request.canvas is None else json.dumps(request.canvas)
     given["drafts"] = request.wants_drafts or None
     given["max_new_tokens"] = request.token_budget[1]
     return {name: value for name, value in given.items() if value is not None and value != []}

@@ -147,6 +147,7 @@ class Sampling(_Own):
     stream_options: StreamOptions | None = None
     max_tokens: Whole | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASED)] | None = None
+    canvas: dict[str, Any] | None = None
 
     user: Note = None
     safety_identifier: Note = None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import OPTIONS, check_stops, read_bias, read_inputs
+from canvasrt.containers.tensors import OPTIONS, check_stops, read_bias, read_inputs, read_object
 from canvasrt.containers.triton.decisions import read_decisions
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.options import ModelOptions
@@ -20,6 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
+from canvasrt.runtime.conditions import Conditions, read_conditions
 from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
@@ -61,6 +62,7 @@ def read_request(
     if "logit_bias" in values:
         given["logit_bias"] = read_bias(values["logit_bias"])
     params = SamplingParams.from_defaults(model.sampler, model.config, **given)
+    conditions = _conditions(values)
     if "questions" in values:
         encoder.check(values)
         ask, read = read_decisions(values, model, encoder.tokenizer, _pictures(values, model))
@@ -81,7 +83,9 @@ def read_request(
             if name in values:
                 raise CanvasError(f"{name} is not supported with images", "send text alone")
         prompt = insert(encoded.tolist(), pictures, model.config)
-    request: Request | ConstrainedRequest = Request(prompt, params, pictures=pictures, owner=owner)
+    request: Request | ConstrainedRequest = Request(
+        prompt, params, pictures=pictures, owner=owner, conditions=conditions
+    )
     if "grammar" in values:
         start = read_grammar(values["grammar"], model, encoder.tokenizer)
         end = end_of_answer(model, encoder.tokenizer)
@@ -99,6 +103,16 @@ def read_request(
     return ServedRequest(
         request, bool(values.get("drafts")), stops, control, opening if control else ""
     )
+
+
+def _conditions(values: Mapping[str, Any]) -> Conditions | None:
+    """Return the conditions on a request's positions, if it has any."""
+    if "canvas" not in values:
+        return None
+    for name in ("questions", "grammar", "infill"):
+        if name in values:
+            raise CanvasError(f"canvas is not supported with {name}", f"leave out {name}")
+    return read_conditions(read_object("canvas", values["canvas"], 'send {"pin": {"0": 17}}'))
 
 
 def _pictures(

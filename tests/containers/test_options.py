@@ -23,6 +23,7 @@ SERVING = [*(ROOT / "containers").rglob("*.py"), *(ROOT / "canvasrt" / "cli").rg
 REPORTS = {
     *("canvasrt/cli/inspect.py", "canvasrt/cli/bench.py", "canvasrt/cli/against.py"),
     "canvasrt/cli/verify.py",  # a question type's fitted temperature
+    "containers/serve/serve.py",  # the checkpoint's canvas_length
     # Shapes of OpenAI's that say them in their own way.
     *("containers/openai/decisions.py", "containers/openai/response_events.py"),
     # Calls are only enforced without the fields that no grammar goes with.

@@ -117,6 +117,7 @@ class Reference:
         self.model = model.eval()
         self.canvas = self._own = model.config.canvas_length
         self.vocab = model.config.text_config.vocab_size
+        self.processors: list[LogitsProcessor] = []  # before the temperature
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **inputs: Any
@@ -145,7 +146,7 @@ class Reference:
             output = self.model.generate(
                 torch.tensor(prompts),
                 generation_config=config,
-                logits_processor=LogitsProcessorList(bias),
+                logits_processor=LogitsProcessorList([*bias, *self.processors]),
                 **inputs,
             )
         new = output.sequences[:, len(prompts[0]) :].tolist()

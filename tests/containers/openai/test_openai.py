@@ -247,6 +247,21 @@ def test_the_draw_and_the_logits_are_the_caller_s(
     assert free.token_ids != expected.token_ids
 
 
+def test_positions_are_pinned_over_every_protocol(openai: OpenAI, grpc: Client, http: Client):
+    """And a canvas of another size, in the same request."""
+    canvas = {"seed": [None, 9], "pin": {"3": 41, "17": 42}, "allow": {"5": [50, 51]}}
+    more = {"max_denoising_steps": 4, "canvas_length": 16}
+    asked = {"prompt": "12+34=", **SAME, **more, "canvas": json.dumps(canvas)}
+    ids = grpc.infer(asked).token_ids
+    assert (ids[3], ids[17]) == (41, 42)
+    assert ids[5] in (50, 51)
+    assert http.infer(asked).token_ids == ids
+    answer = chat(openai, extra_body={"canvas": canvas, **more})
+    assert answer.choices[0].message.content == grpc.infer(asked).text
+    drafts = [event.canvas for event in grpc.stream({**asked, "drafts": True}) if event.canvas]
+    assert drafts
+
+
 def test_what_means_no_change_is_taken(openai: OpenAI):
     neutral: dict[str, Any] = {
         "temperature": 1.0,

@@ -1,0 +1,173 @@
+"""What a request says of single positions: the tokens they begin with, hold, or may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError
+
+_FIELDS = ("seed", "pin", "allow")
+_MOST = 65_536  # tokens that all of `allow` may list
+_EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions by position of the answer, whose first token is at 0, whatever canvas it falls on.
+
+    seed: what the first canvas of a block holds in place of noise. pin: tokens that stand there on every
+    step and in the answer. allow: the tokens that may stand there, ascending.
+
+    The answer does not end before the last pin: no position before it takes a token that ends the
+    sequence, unless `allow` lists one there.
+    """
+
+    seed: Mapping[int, int] = field(default_factory=dict)
+    pin: Mapping[int, int] = field(default_factory=dict)
+    allow: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def restricts(self) -> bool:
+        """Whether they reach further than a block's first canvas."""
+        return bool(self.pin or self.allow)
+
+    def check(self, config: ModelConfig, budget: int, ends: Sequence[int]) -> None:
+        """Raise CanvasError, which names the path, for positions of no token, tokens that are foreign,
+        and conditions that contradict each other.
+
+        budget: the most tokens of the answer. ends: the tokens that end the sequence.
+        """
+        for name, given in (("seed", self.seed), ("pin", self.pin), ("allow", self.allow)):
+            for position, value in given.items():
+                path = f"canvas.{name}.{position}"
+                if not 0 <= position < budget:
+                    raise CanvasError(
+                        f"{path} is out of range", f"positions run from 0 to {budget - 1}"
+                    )
+                tokens = value if isinstance(value, tuple) else (value,)
+                if not tokens:
+                    raise CanvasError(f"{path} allows no token", "list at least one")
+                foreign = [token for token in tokens if not 0 <= token < config.vocab_size]
+                if foreign:
+                    raise CanvasError(
+                        f"{path} names token {foreign[0]}",
+                        f"this model's token ids run from 0 to {config.vocab_size - 1}",
+                    )
+        self._check_agreement(ends)
+
+    def _check_agreement(self, ends: Sequence[int]) -> None:
+        for position, token in self.pin.items():
+            path = f"canvas.pin.{position}"
+            if token not in self.allow.get(position, (token,)):
+                raise CanvasError(
+                    f"{path} is {token}, which canvas.allow.{position} does not list",
+                    "leave out one of them",
+                )
+            if token in ends and position < max(self.pin):
+                raise CanvasError(
+                    f"{path} ends the answer before canvas.pin.{max(self.pin)}",
+                    "leave out one of them",
+                )
+        for position, token in self.seed.items():
+            other = "pin" if position in self.pin else "allow"
+            if token not in self._listed(position, token):
+                raise CanvasError(
+                    f"canvas.seed.{position} is {token}, which canvas.{other}.{position} rules out",
+                    "leave out one of them",
+                )
+
+    def _listed(self, position: int, token: int) -> tuple[int, ...]:
+        """Return the tokens that a position may have; `token` if there is no condition."""
+        if position in self.pin:
+            return (self.pin[position],)
+        return self.allow.get(position, (token,))
+
+    def allowed(
+        self, begin: int, length: int, vocab_size: int, ends: Sequence[int]
+    ) -> dict[int, np.ndarray]:
+        """Return the tokens, int64 `[k]`, of each restricted position of the canvas from `begin` on."""
+        last = max(self.pin, default=-1)
+        others = np.setdiff1d(np.arange(vocab_size), ends) if begin < last and len(ends) else None
+        found = {}
+        for place in range(length):
+            position = begin + place
+            if position in self.pin or position in self.allow:
+                found[place] = np.array(self._listed(position, 0), np.int64)
+            elif others is not None and position < last:
+                found[place] = others
+        return found
+
+    def seeded(self, canvas: np.ndarray, begin: int) -> np.ndarray:
+        """Return a block's first canvas, int64 `[length]`, with the seed's tokens in their places."""
+        canvas = canvas.copy()
+        for position, token in self.seed.items():
+            if begin <= position < begin + len(canvas):
+                canvas[position - begin] = token
+        return canvas
+
+
+def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int) -> np.ndarray:
+    """Return uniform tokens of the vocabulary `[length]` as uniform ones of those that are allowed."""
+    if not allowed:
+        return tokens
+    tokens = tokens.copy()
+    for place, listed in allowed.items():
+        tokens[place] = listed[tokens[place] * len(listed) // vocab_size]
+    return tokens
+
+
+def read_conditions(data: Any) -> Conditions:
+    """Return the conditions in a JSON object. CanvasError names the path of what is wrong."""
+    if not isinstance(data, Mapping):
+        raise CanvasError("canvas is not an object", _EXAMPLE)
+    for name in data:
+        if name not in _FIELDS:
+            raise CanvasError(f"canvas.{name} is unknown", f"the fields are {', '.join(_FIELDS)}")
+    data = {name: value for name, value in data.items() if value is not None}
+    seed = data.get("seed", [])
+    if not isinstance(seed, list):
+        raise CanvasError("canvas.seed is not a list", "give token ids, and null for noise")
+    pin = {
+        position: _token(value, f"canvas.pin.{position}")
+        for position, value in _by_position(data.get("pin", {}), "pin").items()
+    }
+    allow = {}
+    for position, value in _by_position(data.get("allow", {}), "allow").items():
+        path = f"canvas.allow.{position}"
+        if not isinstance(value, list):
+            raise CanvasError(f"{path} is not a list", "give token ids")
+        allow[position] = tuple(
+            sorted({_token(each, f"{path}[{n}]") for n, each in enumerate(value)})
+        )
+    if (count := sum(map(len, allow.values()))) > _MOST:
+        raise CanvasError(f"canvas.allow lists {count} tokens", f"list at most {_MOST}")
+    tokens = {
+        n: _token(each, f"canvas.seed.{n}") for n, each in enumerate(seed) if each is not None
+    }
+    return Conditions(tokens, pin, allow)
+
+
+def _by_position(given: Any, name: str) -> dict[int, Any]:
+    if not isinstance(given, Mapping):
+        raise CanvasError(f"canvas.{name} is not an object", _EXAMPLE)
+    found: dict[int, Any] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise CanvasError(
+                f"canvas.{name}.{key[:40]} is not a position", "positions count from 0"
+            )
+        if int(key) in found:
+            raise CanvasError(f"canvas.{name}.{key} is given twice", "leave out one of them")
+        found[int(key)] = value
+    return found
+
+
+def _token(value: Any, path: str) -> int:
+    if type(value) is not int:
+        raise CanvasError(f"{path} is {value!r}"[:200], "give a token id")
+    return value
