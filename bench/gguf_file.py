@@ -42,7 +42,7 @@ _PACKED = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class GgufTensor:
     """One tensor. `shape` is that of the stored array: bytes if it is packed, float32 otherwise."""
 
     name: str
@@ -121,16 +121,16 @@ def _describe(writer: Any, config: ModelConfig) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _pieces(checkpoint: Checkpoint, config: ModelConfig, table: np.ndarray) -> Iterator[Piece]:
-    def plain(name: str, source: str) -> Piece:
+def _pieces(checkpoint: Checkpoint, config: ModelConfig, table: np.ndarray) -> Iterator[GgufTensor]:
+    def plain(name: str, source: str) -> GgufTensor:
         values = checkpoint.read(source).float().numpy()
-        return Piece(name, values.shape, False, lambda: values)
+        return GgufTensor(name, values.shape, False, lambda: values)
 
-    yield Piece("token_embd.weight", table.shape, False, lambda: table)
+    yield GgufTensor("token_embd.weight", table.shape, False, lambda: table)
     yield plain("output_norm.weight", "model.decoder.norm.weight")
     full = next(each for each in config.layers if each.kind == "full")
     factors = _rope_factors(full)
-    yield Piece("rope_freqs.weight", factors.shape, False, lambda: factors)
+    yield GgufTensor("rope_freqs.weight", factors.shape, False, lambda: factors)
     for i, layer in enumerate(config.layers):
         prefix = f"model.decoder.layers.{i}."
         scalar = f"model.encoder.language_model.layers.{i}.layer_scalar"
@@ -148,7 +148,7 @@ def _pieces(checkpoint: Checkpoint, config: ModelConfig, table: np.ndarray) -> I
             yield _packed(checkpoint, f"blk.{i}.ffn_{name}_exps.weight", experts)
 
 
-def _packed(checkpoint: Checkpoint, name: str, experts: list[list[str]]) -> Piece:
+def _packed(checkpoint: Checkpoint, name: str, experts: list[list[str]]) -> GgufTensor:
     """Return the stacked matrices of `experts`, each concatenated from its modules; one alone is not stacked."""
 
     def matrix(module: str) -> np.ndarray:
@@ -160,7 +160,7 @@ def _packed(checkpoint: Checkpoint, name: str, experts: list[list[str]]) -> Piec
         return found[0] if len(found) == 1 else np.stack(found)
 
     rows, width = np.concatenate([matrix(module) for module in experts[0]]).shape
-    return Piece(
+    return GgufTensor(
         name, (rows, width) if len(experts) == 1 else (len(experts), rows, width), True, read
     )
 

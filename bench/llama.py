@@ -39,7 +39,7 @@ SIZES = (256, 512)
 LEAST_COSINE = 0.99
 
 
-class Side(Protocol):
+class Contender(Protocol):
     """A loaded model."""
 
     def about(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Remote:
     pipe: Connection
 
     @classmethod
-    def start(cls, make: Callable[..., Side], *arguments: Any) -> Remote:
+    def start(cls, make: Callable[..., Contender], *arguments: Any) -> Remote:
         """Start the process and load the model."""
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -124,9 +124,9 @@ class Remote:
         self.process.join()
 
 
-def _serve(pipe: Connection, make: Callable[..., Side], arguments: Sequence[Any]) -> None:
+def _serve(pipe: Connection, make: Callable[..., Contender], arguments: Sequence[Any]) -> None:
     """Load a side, and answer until the pipe is closed."""
-    made: list[Side] = []
+    made: list[Contender] = []
 
     def timed(work: Callable[[], Any]) -> list[float]:
         start = time.perf_counter(), time.process_time()
@@ -143,7 +143,11 @@ def _serve(pipe: Connection, make: Callable[..., Side], arguments: Sequence[Any]
 
     try:
         pipe.send(timed(lambda: made.append(make(*arguments))))
-        known = {"encode": encode, "hidden": hidden, "about": made[0].about}
+        known: dict[str, Callable[..., Any]] = {
+            "encode": encode,
+            "hidden": hidden,
+            "about": made[0].about,
+        }
         while True:
             what, given = pipe.recv()
             pipe.send(known[what](*given))
@@ -165,7 +169,7 @@ class Report:
     def to_markdown(self) -> str:
         """Return the tables: ratios, then what each side is."""
         lines = [
-            "| against | threads | tokens | wall time, ratio | CPU time, ratio | giga multiply-adds/s, theirs | ours |",
+            "| against | threads | tokens | wall time, ratio | CPU time, ratio | giga multiply-adds per CPU second, theirs | ours |",
             "| --- | ---: | ---: | --- | --- | ---: | ---: |",
         ]
         for row in self.rows:
@@ -277,7 +281,7 @@ def _turns(
             seconds = remotes[name].ask("encode", prompt)
             if number:
                 took[name].append(seconds)
-    medians = {name: statistics.median(wall for wall, _ in took[name]) for name in names}
+    medians = {name: statistics.median(cpu for _, cpu in took[name]) for name in names}
     rows = []
     for name in names:
         if name == OURS:
@@ -319,6 +323,7 @@ def main() -> None:
     for file in args.library or [find_library()]:
         makers[file.name.split(".")[0]] = (Theirs, file, gguf)
     options = {"shape": args.shape, "layers": args.layers, "rounds": args.rounds}
+    options |= {name: extras.version(name) for name in ("onnxruntime", "xllamacpp")}
     report = Report(options, multiply_adds(config))
     for threads in map(int, args.threads.split(",")):
         measure(makers, config, threads, args.rounds, report)
