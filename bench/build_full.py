@@ -69,7 +69,7 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
-            sizes = {pid: _memory(pid) for pid in _descendants(os.getpid())}
+            sizes = {pid: memory_of(pid) for pid in _descendants(os.getpid())}
             self.whole.see(sum(r for r, _ in sizes.values()), sum(o for _, o in sizes.values()))
             for pid, size in sizes.items():
                 if segment := _segment(pid):
@@ -88,7 +88,7 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def _memory(pid: int) -> tuple[int, int]:
+def memory_of(pid: int) -> tuple[int, int]:
     """Return a process's resident bytes, and those that are not file-backed."""
     try:
         _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
