@@ -168,6 +168,7 @@ class GrammarState:
     def _check(self) -> None:
         if self._matcher.is_error():
             why = str(self._matcher.get_error()).splitlines()[0][:200]
+            why = why.replace("NoExtensionBias", "no token may follow")
             raise CanvasError(f"the grammar cannot be followed: {why}", "simplify it")
 
 
@@ -207,6 +208,8 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         why = str(matcher.get_error()).splitlines()[0][:300]
         limit = next((each for each in LIMITS if each.split("_", 1)[1] in why), "")
         named = f"the limit {limit} is {LIMITS[limit]:,}" if limit else "change it"
+        if "if regex is empty" in why:
+            named = "combining its patterns takes more than llguidance allows: give fewer"
         raise CanvasError(f"{path} cannot be used: {why}", named)
     state = GrammarState(matcher, vocabulary)
     try:

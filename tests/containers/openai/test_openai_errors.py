@@ -27,6 +27,15 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+
+
+def by_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+
+
+ENDLESS = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+COSTLY = {"type": "string", "allOf": [{"pattern": f"^(.*{c}.*){{2}}$"} for c in "abcdefgh"]}
+SCHEMA = "response_format.json_schema.schema"
 # Fields of a chat → (the parameter that is named, the code, what the message says).
 CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"temperature": True}, "temperature", "invalid_type", "temperature"),
@@ -86,6 +95,15 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "invalid_value",
         "(",
     ),
+    (
+        by_schema({"type": "string", "minLength": 5, "maxLength": 2}),
+        SCHEMA,
+        "invalid_value",
+        "Unsat",
+    ),
+    (by_schema({"$ref": "#"}), SCHEMA, "invalid_value", "no token may follow"),
+    (by_schema(ENDLESS), SCHEMA, "invalid_value", "no answer of at most 1024 tokens"),
+    (by_schema(COSTLY), SCHEMA, "invalid_value", "takes more than llguidance allows"),
     ({"nothing": 1}, "nothing", "unknown_parameter", "Unknown parameter: 'nothing'"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value", "greater than or equal to 1"),
     ({"max_tokens": "5"}, "max_tokens", "invalid_type", "valid integer"),

@@ -78,6 +78,7 @@ CASES = (
             ("questions", {"prompt": GOOD}),
             ("grammar", {"prompt": GOOD}),
             ("logit_bias", {"prompt": GOOD}),
+            ("canvas", {"prompt": GOOD}),
             ("tokenize", {"prompt": GOOD}),
         )
     ),
