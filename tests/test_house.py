@@ -21,7 +21,7 @@ STAGES = ("export", "build", "runtime", "containers")
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
 FLOORS = (
-    "errors types progress defaults chat_tokens hashes formats option",
+    "errors types progress defaults chat_tokens children hashes formats option",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages shapes",
     "cache graphs kernels",
