@@ -31,7 +31,7 @@ Infill = Annotated[
         "--infill",
         metavar="TEXT",
         show_default=False,
-        help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; they count tokens.",
+        help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; braces hold the number of tokens.",
     ),
 ]
 CanvasJson = Annotated[
