@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from canvasrt.build.profiles import Profile
+from canvasrt.children import signal_at_death_of
 from canvasrt.errors import CanvasError
 from canvasrt.kernels import store
 from canvasrt.kernels.capture import Capture
@@ -33,7 +34,6 @@ _log = logging.getLogger(__name__)
 _NO_GPU = "catchCudaError"
 # The builder reports an engine's need in one line per engine.
 _ACTIVATIONS = re.compile(r"Total Activation Memory: (\d+) bytes")
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -294,19 +294,11 @@ def _logger(trt: Any, capture: Capture) -> Any:
     return Lines()
 
 
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when its parent is killed (Linux)."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise CanvasError("the build has ended")
-
-
 def main() -> None:
     """Run the job in the first argument. The second is the number of the waiting process."""
     try:
-        _die_with(int(sys.argv[2]))
+        if not signal_at_death_of(int(sys.argv[2]), signal.SIGKILL):
+            raise CanvasError("the build has ended")
         build(Job.from_json(sys.argv[1]))
     except (CanvasError, OSError) as error:
         print(f"ERROR: {error}", flush=True)

@@ -51,7 +51,7 @@ def find_source(source: Path | str) -> Source:
     if (path / MANIFEST).exists():
         bundle = load_bundle(path, kind="graphs", check=False)
         return Source(path, bundle.manifest.model, {}, bundle, precision_of(bundle))
-    folder = locate.resolve(str(source))
+    folder = locate.find_checkpoint(str(source))
     precision = checkpoint_precision(folder)
     model, _ = ModelConfig.from_checkpoint(folder)
     return Source(folder, model, {}, None, precision)

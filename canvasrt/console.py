@@ -28,6 +28,11 @@ def emit(data: Any, as_json: bool, render: Callable[[Console], None]) -> None:
     render(console())
 
 
+def emit_line(data: Any) -> None:
+    """Print one line of a stream of JSON objects, at once."""
+    print(json.dumps(data, ensure_ascii=False), flush=True)
+
+
 def console(stderr: bool = False) -> Console:
     """Return a rich console that leaves text alone: no highlighting, no emoji codes."""
     from rich.console import Console

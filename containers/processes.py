@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import secrets
@@ -14,10 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from canvasrt.children import signal_at_death_of
 from canvasrt.containers.names import SECRETS
 
 SHARED_MEMORY = Path("/dev/shm")
-_PR_SET_PDEATHSIG = 1
 
 
 def run_name() -> str:
@@ -35,12 +34,10 @@ def child_environment() -> dict[str, str]:
 
 def die_with_parent() -> Callable[[], None]:
     """Return a function for Popen's preexec_fn: the child gets a SIGTERM when its parent dies."""
-    libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
 
     def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in the meantime
+        if not signal_at_death_of(parent, signal.SIGTERM):
             os._exit(1)
 
     return arrange

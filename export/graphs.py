@@ -63,7 +63,7 @@ def export(
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
     architecture, and when `out` is not empty. Nothing is left behind then.
     """
-    folder = locate.resolve(checkpoint)
+    folder = locate.find_checkpoint(checkpoint)
     return export_folder(
         folder,
         locate.fingerprint(folder),

@@ -177,7 +177,7 @@ class SamplingParams:
     score_by_denoising: bool = _parameter(
         False,
         "BOOL",
-        "score a block by one more denoising pass over it, and not by its encoding pass",
+        "score a block with one more denoising pass, instead of its encoding pass",
     )
     redo_below: float = _parameter(
         0.0,

@@ -68,9 +68,9 @@ assert canvasrt.__file__.startswith(sys.argv[1]), canvasrt.__file__
 assert canvasrt.build.__file__.startswith(sys.argv[1]), canvasrt.build.__file__
 for name in ("export", "runtime", "containers"):
     assert importlib.util.find_spec(name) is None, name
-from canvasrt.checkpoints.locate import resolve
+from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.cli.app import run
-print(resolve("demo"))
+print(find_checkpoint("demo"))
 sys.exit(run(["targets"]))
 """
     command = [sys.executable, "-c", code, str(tmp_path / "site")]

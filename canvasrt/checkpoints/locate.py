@@ -24,7 +24,7 @@ def demo_checkpoint() -> Path:
     return DEMO_FOLDER / "checkpoint"
 
 
-def resolve(name: str | Path) -> Path:
+def find_checkpoint(name: str | Path) -> Path:
     """Return the local folder of a checkpoint. A hub name (`owner/model[@revision]`) is downloaded
     first.
 

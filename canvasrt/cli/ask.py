@@ -81,16 +81,20 @@ def ask(
     _check_layout(layout)
     if not input.strip():
         raise UsageError("INPUT is empty", "give some text")
-    asked = _read(questions)
+    decisions = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}
-    asked |= {name: value for name, value in given.items() if value is not None}
+    decisions |= {name: value for name, value in given.items() if value is not None}
     text = read_stdin() if input == "-" else input
     if is_url(where):
-        found = _of_server(where, asked, text, seed)
+        found = _of_server(where, decisions, text, seed)
     else:
-        found = _of_bundle(Path(where), asked, text, seed, threads, device)
+        found = _of_bundle(Path(where), decisions, text, seed, threads, device)
     columns = ("question", "answer", "probability", "standard error")
-    emit(found, as_json, lambda shown: shown.print(table(columns, _rows(asked, found["answers"]))))
+    emit(
+        found,
+        as_json,
+        lambda shown: shown.print(table(columns, _rows(decisions, found["answers"]))),
+    )
 
 
 def _check_layout(layout: str | None) -> None:
@@ -113,7 +117,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _of_bundle(
-    bundle: Path, asked: dict[str, Any], text: str, seed: int, threads: Any, device: Any
+    bundle: Path, decisions: dict[str, Any], text: str, seed: int, threads: Any, device: Any
 ) -> dict[str, Any]:
     from canvasrt.runtime.answers.layout import Ask
     from canvasrt.runtime.answers.read import ReadResult
@@ -121,7 +125,7 @@ def _of_bundle(
     from canvasrt.runtime.open import open_model
     from canvasrt.runtime.tokenizer import Tokenizer
 
-    wanted = Ask.from_json(asked)
+    wanted = Ask.from_json(decisions)
     model = open_model(bundle, threads, device=device)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
@@ -136,11 +140,13 @@ def _of_bundle(
     }
 
 
-def _of_server(url: str, asked: dict[str, Any], text: str, seed: int) -> dict[str, Any]:
+def _of_server(url: str, decisions: dict[str, Any], text: str, seed: int) -> dict[str, Any]:
     from canvasrt.containers.client.openai import OpenAIClient
 
     client = OpenAIClient(url)
-    reply = client.post("decisions", {**asked, "model": client.model, "input": text, "seed": seed})
+    reply = client.post(
+        "decisions", {**decisions, "model": client.model, "input": text, "seed": seed}
+    )
     return {
         "answers": reply["answers"],
         **reply["canvasrt"],
@@ -148,9 +154,9 @@ def _of_server(url: str, asked: dict[str, Any], text: str, seed: int) -> dict[st
     }
 
 
-def _rows(asked: dict[str, Any], answers: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+def _rows(decisions: dict[str, Any], answers: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for question, answer in zip(asked["questions"], answers, strict=True):
+    for question, answer in zip(decisions["questions"], answers, strict=True):
         name = answer["name"] or str(question["instructions"])
         if answer["type"] == "predicate":
             rows.append((name, "yes", *_numbers(answer)))

@@ -283,7 +283,7 @@ def _theirs(checkpoint: str, threads: int) -> Any:
     from canvasrt.checkpoints import locate as checkpoints
     from canvasrt.cli.against import Transformers
 
-    return Transformers(checkpoints.resolve(checkpoint), threads).measure
+    return Transformers(checkpoints.find_checkpoint(checkpoint), threads).measure
 
 
 def _take_turns(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from canvasrt.cli.prompt import PromptInput
-from canvasrt.console import emit
+from canvasrt.console import emit, emit_line
 from canvasrt.containers.client.openai import OpenAIClient
 from canvasrt.containers.client.triton import Client, Protocol, StreamEvent
 from canvasrt.errors import UsageError
@@ -73,7 +73,7 @@ def _ask_openai(call: ClientCall, url: str | None, timeout: float, as_json: bool
     for piece, draft in client.events(call.inputs(), call.drafts):
         if as_json:
             line = {"text": piece} if draft is None else {"draft": draft}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            emit_line(line)
         elif draft is not None:
             best = "".join(draft["best"][: draft["end"]])
             print(f"[block {draft['block']}, step {draft['step']}] {best}", flush=True)
@@ -85,7 +85,7 @@ def _ask_openai(call: ClientCall, url: str | None, timeout: float, as_json: bool
 
 def _print_event(event: StreamEvent, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(event.to_json(), ensure_ascii=False), flush=True)
+        emit_line(event.to_json())
     elif event.event == "draft":
         print(f"[block {event.block}, step {event.step}] {event.text}", flush=True)
     elif event.event in ("settled", "block"):

@@ -28,7 +28,7 @@ def export(
         )
     adapters = options.adapters(adapter)
     check_output(out)
-    folder = checkpoints.resolve(checkpoint)
+    folder = checkpoints.find_checkpoint(checkpoint)
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.defaults import LAYERS_PER_SEGMENT

@@ -90,7 +90,7 @@ GraphPrecision = Annotated[
         "--precision",
         "-p",
         metavar="NAME",
-        show_default="fp32; that of a quantized checkpoint",
+        show_default="fp32, or the quantized checkpoint's",
         help="Precision of the graphs: fp32 for cpu, bf16 for GPU targets.",
     ),
 ]

@@ -41,7 +41,10 @@ def quantize(
     calibration: options.Calibration = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Quantize graphs by a recipe, calibrated on generations from prompts if it rounds activations."""
+    """Quantize graphs with a recipe.
+
+    Recipes that round activations are calibrated on generations from prompts.
+    """
     from canvasrt.extras import require
     from canvasrt.recipes.calibration import check_calibration
     from canvasrt.recipes.recipe import load_recipe

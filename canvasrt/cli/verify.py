@@ -98,7 +98,7 @@ def verify(
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
-    from canvasrt.checkpoints.locate import resolve
+    from canvasrt.checkpoints.locate import find_checkpoint
     from canvasrt.containers.image.verify import is_image
     from canvasrt.errors import CanvasError, UsageError
 
@@ -119,12 +119,13 @@ def verify(
         return
     if key is not None:
         raise UsageError(f"--key needs an image, and {bundle} is not one", "leave out --key")
-    checkpoint = None if reference is None else resolve(reference)
+    checkpoint = None if reference is None else find_checkpoint(reference)
     found, quality, read = _check(
         bundle,
-        (checkpoint, reference, questions),
-        (decisions, samples, steps, fit),
+        None if checkpoint is None else (checkpoint, questions),
+        None if decisions is None else (decisions, samples, steps, fit),
         report,
+        f"against {reference}" if reference else f"on {decisions}",
     )
     _show(found, quality, read, reference, report, as_json)
     if quality is not None and not quality["ok"]:
@@ -138,15 +139,16 @@ def verify(
 
 def _check(
     path: Path,
-    compared: tuple[Path | None, str | None, int],
-    asked: tuple[str | None, int, int, bool],
+    compare: tuple[Path, int] | None,
+    decide: tuple[str, int, int, bool] | None,
     report: Path | None,
+    title: str,
 ) -> tuple[Bundle, dict[str, Any] | None, dict[str, Any] | None]:
-    """Check the files, compare with the checkpoint if there is one, and ask labelled questions."""
+    """Check the files; compare with a checkpoint, by so many questions; ask a file's labelled questions, with
+    so many samples and steps, and fit a temperature."""
     from canvasrt.bundle import load_bundle
     from canvasrt.containers.image.verify import check_package
 
-    (checkpoint, reference, questions), (file, samples, steps, fit) = compared, asked
     quality = read = None
     with progress() as show:
         found = load_bundle(path, progress=lambda done, total: show("checking files", done, total))
@@ -155,23 +157,22 @@ def _check(
             from canvasrt.fidelity import check_report_folder
 
             check_report_folder(report)
-        if file is not None:
+        if decide is not None:
+            file, samples, steps, fit = decide
             from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
 
             read = measure_decisions(found, file, ReadSettings(samples, steps), fit, show)
-        if checkpoint is not None:
+        if compare is not None:
             from canvasrt.fidelity import measure
 
-            quality = measure(found, checkpoint, questions, show) | (
-                {"decisions": read} if read else {}
-            )
+            quality = measure(found, *compare, show) | ({"decisions": read} if read else {})
     if report is not None:
         from canvasrt.fidelity import write_decisions, write_report
 
         if quality is not None:
-            write_report(quality, f"{path.name} against {reference}", report)
+            write_report(quality, f"{path.name} {title}", report)
         elif read is not None:
-            write_decisions(read, f"{path.name} on {file}", report)
+            write_decisions(read, f"{path.name} {title}", report)
     return found, quality, read
 
 

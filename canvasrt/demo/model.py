@@ -38,6 +38,25 @@ ENCODER_LAYER_SCALARS = (1.0, 0.875, 1.125, 0.9375)
 DECODER_LAYER_SCALARS = (1.125, 1.0, 0.875, 1.0625)
 
 
+def _vision_config(sees: bool) -> Gemma4VisionConfig:
+    # The class always builds a vision tower. One that sees nothing is as small as possible.
+    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads, positions = 1, 16
+    if sees:
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        # The longest picture is one soft token high.
+        heads, positions = 2, SOFT_TOKENS * POOL
+    return Gemma4VisionConfig(
+        **size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=16,
+        patch_size=PATCH,
+        pooling_kernel_size=POOL,
+        position_embedding_size=positions,
+    )
+
+
 def build_config(sees: bool = False) -> DiffusionGemmaConfig:
     """Return the released configuration's fields, at a size that a CPU can train.
 
@@ -83,25 +102,9 @@ def build_config(sees: bool = False) -> DiffusionGemmaConfig:
         eos_token_id=tok.EOS,
         bos_token_id=tok.BOS,
     )
-    # The class always builds a vision tower. One that sees nothing is as small as possible.
-    size: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads, positions = 1, 16
-    if sees:
-        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        # The longest picture is one soft token high.
-        heads, positions = 2, SOFT_TOKENS * POOL
-    vision = Gemma4VisionConfig(
-        **size,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=16,
-        patch_size=PATCH,
-        pooling_kernel_size=POOL,
-        position_embedding_size=positions,
-    )
     return DiffusionGemmaConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config=_vision_config(sees),
         canvas_length=CANVAS_LENGTH,
         boi_token_id=tok.IMAGE_START,
         eoi_token_id=tok.IMAGE_END,

@@ -133,11 +133,11 @@ def _answers(
     """Ask every question; item i is read with seed `seed + i`."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
     generator = Generator(model)
-    asked: dict[int, tuple[Ask, list[np.ndarray], str]] = {}
+    pending: dict[int, tuple[Ask, list[np.ndarray], str]] = {}
     for number, item in enumerate(items):
         try:
             ask, right, request = _request(item, model, tokenizer, reading, number)
-            asked[generator.add(request)] = ask, right, str(item.get("group") or "")
+            pending[generator.add(request)] = ask, right, str(item.get("group") or "")
         except CanvasError as error:
             raise CanvasError(f"[{number}]: {error.message}", error.hint) from None
     found: dict[int, list[Scored]] = {}
@@ -146,14 +146,14 @@ def _answers(
         for event in generator.step():
             if isinstance(event, Finished):
                 assert isinstance(event.result, ReadResult)
-                ask, right, group = asked[event.id]
+                ask, right, group = pending[event.id]
                 found[event.id] = [
                     Scored(question.type, group, draws, each)
                     for question, draws, each in zip(
                         ask.questions, event.result.draws, right, strict=True
                     )
                 ]
-    return [each for id in asked for each in found[id]]
+    return [each for id in pending for each in found[id]]
 
 
 def _request(

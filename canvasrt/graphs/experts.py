@@ -13,7 +13,7 @@ import numpy as np
 
 from canvasrt.checkpoints import weight_names
 from canvasrt.graphs import nbits
-from canvasrt.graphs.protos import import_contrib, make_node, rows_of
+from canvasrt.graphs.protos import drop_unused, import_contrib, make_node, rows_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -42,7 +42,7 @@ def split_experts(model: ModelProto) -> bool:
     for layer in layers:
         layer.rewrite()
     _replace_load(graph, len(layers))
-    _drop_unused(graph)
+    drop_unused(graph)
     if any(isinstance(weight, _Int4) for weight in weights.values()):
         import_contrib(model)
     return True
@@ -261,17 +261,3 @@ def _replace_load(graph: GraphProto, layers: int) -> None:
     graph.node.remove(node)
     zeros = _integers([0] * layers, "")
     graph.node.append(make_node("Constant", [], ["load"], "load", value=zeros))
-
-
-def _drop_unused(graph: GraphProto) -> None:
-    """Remove the nodes and weights that no output needs any more."""
-    wanted = {output.name for output in graph.output}
-    kept: list[NodeProto] = []
-    for node in reversed(graph.node):
-        if wanted & set(node.output):
-            kept.append(node)
-            wanted |= set(node.input)
-    used = [item for item in graph.initializer if item.name in wanted]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(reversed(kept))
-    graph.initializer.extend(used)

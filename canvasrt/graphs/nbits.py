@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from canvasrt.graphs.protos import CONTRIB, import_contrib, make_node, replace, users
+from canvasrt.graphs.protos import CONTRIB, drop_unused, import_contrib, make_node
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+    from onnx import ModelProto, NodeProto, TensorProto
 
 # The lowered graph's function that unpacks an INT4 weight, and the suffixes of its two inputs' names.
 UNPACK, CODES, SCALES = "UnpackInt4", ".codes", ".scales"
@@ -44,8 +44,8 @@ def use_nbits(model: ModelProto) -> bool:
         graph.node[place].CopyFrom(
             product(old.input[0], codes, scales, block, old.output[0], ACCURACY_EXACT)
         )
-    _drop(graph, [*unpacked.values(), *turned.values()])
     if products:
+        drop_unused(graph)
         import_contrib(model)
     return bool(products)
 
@@ -74,10 +74,3 @@ def product(
         accuracy_level=level,
         **sizes,
     )
-
-
-def _drop(graph: GraphProto, nodes: list[NodeProto]) -> None:
-    """Remove the nodes whose result nothing reads, last first."""
-    for each in reversed(nodes):
-        if not users(graph, each.output[0]):
-            replace(graph, each, [])

@@ -62,3 +62,17 @@ def rows_of(tensor: TensorProto, first: int, count: int, name: str) -> TensorPro
     ):
         part.external_data.add(key=key, value=value)
     return part
+
+
+def drop_unused(graph: GraphProto) -> None:
+    """Remove the nodes and weights that no output needs any more."""
+    wanted = {output.name for output in graph.output}
+    kept: list[NodeProto] = []
+    for node in reversed(graph.node):
+        if wanted & set(node.output):
+            kept.append(node)
+            wanted |= set(node.input)
+    used = [item for item in graph.initializer if item.name in wanted]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(reversed(kept))
+    graph.initializer.extend(used)

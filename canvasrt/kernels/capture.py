@@ -8,7 +8,7 @@ from typing import Any
 
 from canvasrt.kernels import store
 from canvasrt.kernels.parse import is_kernel_list, parse
-from canvasrt.kernels.resolve import resolve
+from canvasrt.kernels.resolve import resolve_sizes
 from canvasrt.kernels.shapes import shapes_of
 
 
@@ -37,7 +37,7 @@ class Capture:
         programs = parse(self.message)
         store.write(
             {
-                name: resolve(kernels, each, sizes)
+                name: resolve_sizes(kernels, each, sizes)
                 for (name, sizes), each, kernels in zip(
                     fixed.items(), shapes, programs, strict=True
                 )

@@ -13,7 +13,7 @@ from canvasrt.kernels.shapes import Dims, Node, Shapes
 _TILE_ROWS = 128
 
 
-def resolve(
+def resolve_sizes(
     kernels: Sequence[Kernel], shapes: Shapes, fixed: Mapping[str, int] | None = None
 ) -> list[Kernel]:
     """Return the kernels with every size that the graph determines; the rest is `dims.UNKNOWN`.

@@ -13,7 +13,7 @@ import canvasrt
 from canvasrt import extras, machine
 from canvasrt.bundle import MANIFEST
 from canvasrt.cache import cache_folder
-from canvasrt.checkpoints.locate import DEMO, is_hub_name, resolve
+from canvasrt.checkpoints.locate import DEMO, find_checkpoint, is_hub_name
 from canvasrt.containers.serve.build_engines import EngineBuild
 from canvasrt.containers.serve.prepare import alone, run_build
 from canvasrt.machine import Gpu
@@ -48,7 +48,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def plan(name: Path, cache: Path | None = None) -> Local:
     """Return what `build` would build. A hub name is downloaded first."""
-    checkpoint = resolve(name)
+    checkpoint = find_checkpoint(name)
     target, why = best_target()
     folder = (cache or cache_folder()) / "served" / _key(checkpoint, target)
     return Local(checkpoint, target, folder, why)

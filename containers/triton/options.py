@@ -40,7 +40,7 @@ class ModelOptions:
     prefix_cache: int = field(
         default=PREFIX_CACHE,
         metadata=option(
-            "Memory for the beginnings that prompts share, on the GPU if there is one; 0 for none.",
+            "Memory to cache prompt prefixes in, on the GPU if there is one; 0 turns the cache off.",
             metavar="MIB",
             least=0,
         ),
@@ -57,7 +57,7 @@ class ModelOptions:
     )
     max_queue_tokens: int = field(
         default=1 << 22,
-        metadata=limit_option("Maximum tokens of all requests that run or wait.", shown=None),
+        metadata=limit_option("Maximum tokens of all running and waiting requests.", shown=None),
     )
     request_timeout: int | None = field(
         default=None,

@@ -340,7 +340,7 @@ class DeviceModel(Model):
             if capacities[over] == this.length:
                 raise too_full()
             self.counters.overflows += 1
-            row.overload(over, int(self._load(over).max()))
+            row.overload(over, int(self.workspace.load(over).max()))
             begin = over
 
     def _run(
@@ -358,12 +358,8 @@ class DeviceModel(Model):
         self.workspace.results.download()
         self.device.synchronize()
         # Later layers and segments worked on wrong inputs.
-        over = (n for n, size in enumerate(capacities) if (self._load(n) > size).any())
+        over = (n for n, size in enumerate(capacities) if (self.workspace.load(n) > size).any())
         return next(over, None)
-
-    def _load(self, number: int) -> np.ndarray:
-        count = len(self.segments[number].layers)
-        return self.workspace.results.view(f"load_{number}", count)
 
     def _copy(self, to: int, source: int, size: int) -> None:
         self.device.copy(Pitched(to, size), Pitched(source, size), size, 1)

@@ -64,28 +64,10 @@ class Workspace:
         # Each segment's input is kept until the pass is over, since the segment may have to run again.
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
         self.hidden = [device.allocate(hidden) for _ in segments]
-        self.given = Transfer(
-            device,
-            {
-                "positions": (np.int64, tokens),
-                "noise": (np.int64, canvas),
-                "uniforms": (np.float32, canvas),
-                "temperature": (np.float32, batch),
-                "entropy_bound": (np.float32, batch),
-            },
-        )
+        self.given = _given(device, tokens, canvas, batch)
         # Only passes with images have groups.
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
-        self.results = Transfer(
-            device,
-            {
-                "canvas": (np.int64, canvas),
-                "argmax": (np.int64, canvas),
-                "entropy": (np.float32, canvas),
-                "accepted": (np.bool_, canvas),
-                **{f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)},
-            },
-        )
+        self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
         # Each expert's own queue, and after them the queue of all tokens.
         self.queues = constant(device, np.arange(config.num_experts + 1, dtype=np.int64))
@@ -110,6 +92,10 @@ class Workspace:
         self._device.download(held, self.hidden[-1])
         self._device.synchronize()
         return held.astype(np.float32)
+
+    def load(self, number: int) -> np.ndarray:
+        """Return the largest number of tokens of an expert in each layer of a body segment: int64 `[layers]`."""
+        return self.results.view(f"load_{number}", len(self.segments[number].layers))
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
         """Return the addresses for a layer's new keys and values."""
@@ -143,6 +129,35 @@ class Workspace:
                     end += 2 * size
                 total = max(total, end)
         return offsets, total
+
+
+def _given(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
+    """Return the buffers of what the host gives a pass, for so many tokens of it."""
+    return Transfer(
+        device,
+        {
+            "positions": (np.int64, tokens),
+            "noise": (np.int64, canvas),
+            "uniforms": (np.float32, canvas),
+            "temperature": (np.float32, batch),
+            "entropy_bound": (np.float32, batch),
+        },
+    )
+
+
+def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Transfer:
+    """Return the buffers of what a pass gives the host, for so many tokens of all canvases."""
+    loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
+    return Transfer(
+        device,
+        {
+            "canvas": (np.int64, canvas),
+            "argmax": (np.int64, canvas),
+            "entropy": (np.float32, canvas),
+            "accepted": (np.bool_, canvas),
+            **loads,
+        },
+    )
 
 
 def _one_dtype(bodies: Sequence[DeviceSegment], head: DeviceSegment) -> np.dtype:

@@ -31,7 +31,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
-from canvasrt.checkpoints.locate import resolve
+from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.export.graphs import export
 from canvasrt.pipeline import build
 from canvasrt.runtime.generator import Generator, Request, Result
@@ -320,7 +320,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The demo checkpoint."""
-    return make_pair(resolve("demo"), tmp_path_factory.mktemp("demo"))
+    return make_pair(find_checkpoint("demo"), tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ from canvasrt.errors import CanvasError
 
 
 def test_a_folder_is_taken_as_it_is(checkpoint_files: Path) -> None:
-    assert checkpoints.resolve(checkpoint_files) == checkpoint_files.resolve()
+    assert checkpoints.find_checkpoint(checkpoint_files) == checkpoint_files.resolve()
 
 
 def test_demo_is_the_checkpoint_inside_the_package() -> None:
-    folder = checkpoints.resolve("demo")
+    folder = checkpoints.find_checkpoint("demo")
     assert (folder / "config.json").is_file()
     assert folder.parent.name == "demo"
 
@@ -25,7 +25,7 @@ def test_demo_is_the_checkpoint_inside_the_package() -> None:
 @pytest.mark.parametrize("name", ["nowhere", "./no/where/here", "a/b/c"])
 def test_nothing_there(name: str) -> None:
     with pytest.raises(CanvasError, match="no checkpoint at"):
-        checkpoints.resolve(name)
+        checkpoints.find_checkpoint(name)
 
 
 def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,19 +33,19 @@ def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CanvasError, match="some/model is not a folder here") as raised:
-        checkpoints.resolve("some/model")
+        checkpoints.find_checkpoint("some/model")
     assert "network" in raised.value.hint
 
 
 def test_a_file_instead_of_a_folder(checkpoint_files: Path) -> None:
     with pytest.raises(CanvasError, match="is a file"):
-        checkpoints.resolve(checkpoint_files / "config.json")
+        checkpoints.find_checkpoint(checkpoint_files / "config.json")
 
 
 def test_a_folder_without_weights(checkpoint_files: Path) -> None:
     (checkpoint_files / "model.safetensors").unlink()
     with pytest.raises(CanvasError, match=r"no \*\.safetensors"):
-        checkpoints.resolve(checkpoint_files)
+        checkpoints.find_checkpoint(checkpoint_files)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 40, -1])
@@ -53,7 +53,7 @@ def test_truncated_weights(checkpoint_files: Path, keep: int) -> None:
     file = checkpoint_files / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CanvasError, match=r"model\.safetensors"):
-        checkpoints.resolve(checkpoint_files)
+        checkpoints.find_checkpoint(checkpoint_files)
 
 
 def test_a_file_that_the_index_names_and_is_missing(checkpoint_files: Path) -> None:
@@ -62,9 +62,9 @@ def test_a_file_that_the_index_names_and_is_missing(checkpoint_files: Path) -> N
     index = {"weight_map": {"a": names[0], "b": names[1]}}
     (checkpoint_files / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CanvasError, match=f"{names[1]} is missing"):
-        checkpoints.resolve(checkpoint_files)
+        checkpoints.find_checkpoint(checkpoint_files)
     shutil.copy(checkpoint_files / names[0], checkpoint_files / names[1])
-    assert checkpoints.resolve(checkpoint_files) == checkpoint_files
+    assert checkpoints.find_checkpoint(checkpoint_files) == checkpoint_files
 
 
 def test_the_fingerprint_follows_every_file_that_matters(checkpoint_files: Path) -> None:
@@ -94,7 +94,7 @@ def test_an_index_names_files_of_its_own_folder_alone(checkpoint_files: Path, na
     shutil.copy(outside, checkpoint_files / "sub" / "inside.safetensors")
     name = name.format(checkpoint_files.parent)
     with_index(checkpoint_files, "model.safetensors", name)
-    for read in (checkpoints.resolve, Checkpoint, checkpoints.fingerprint):
+    for read in (checkpoints.find_checkpoint, Checkpoint, checkpoints.fingerprint):
         with pytest.raises(CanvasError, match="outside the checkpoint's folder") as refused:
             read(checkpoint_files)
         assert repr(name) in str(refused.value)
@@ -106,7 +106,7 @@ def test_an_index_names_safetensors_alone(checkpoint_files: Path, name: object) 
         shutil.copy(checkpoint_files / "model.safetensors", checkpoint_files / name.strip("/"))
     with_index(checkpoint_files, "model.safetensors", name)
     with pytest.raises(CanvasError, match=r"index\.json"):
-        checkpoints.resolve(checkpoint_files)
+        checkpoints.find_checkpoint(checkpoint_files)
 
 
 def test_the_fingerprint_covers_what_the_index_names(checkpoint_files: Path) -> None:
@@ -124,7 +124,7 @@ def test_links_of_the_hub_s_cache_are_followed(checkpoint_files: Path) -> None:
     (checkpoint_files / "model.safetensors").rename(blob)
     (checkpoint_files / "model.safetensors").symlink_to(blob)
     with_index(checkpoint_files, "model.safetensors")
-    assert checkpoints.resolve(checkpoint_files)
+    assert checkpoints.find_checkpoint(checkpoint_files)
     before = checkpoints.fingerprint(checkpoint_files)["model.safetensors"]
     blob.write_bytes(blob.read_bytes()[:-1] + b"\x01")
     assert checkpoints.fingerprint(checkpoint_files)["model.safetensors"] != before

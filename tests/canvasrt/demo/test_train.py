@@ -35,7 +35,12 @@ def test_a_seed_decides_the_weights(tmp_path, monkeypatch):
 
 def test_the_second_phase_goes_on_from_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr("canvasrt.demo.train.BATCH_PARTS", (4, 4, 2))
-    for name, size in {"OLD_PARTS": (2, 2), "PLAIN": 2, "CLOSED": 2, "PICTURES": (1, 1)}.items():
+    for name, size in {
+        "OLD_PARTS": (2, 2),
+        "PLAIN_PARTS": 2,
+        "CLOSED": 2,
+        "PICTURES": (1, 1),
+    }.items():
         monkeypatch.setattr(f"canvasrt.demo.train.{name}", size)
     train(seed=3, steps=1, out=tmp_path, save_every=100)
     for run in ("one", "two"):

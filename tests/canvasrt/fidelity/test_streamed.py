@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.checkpoints.locate import resolve
+from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.fidelity import measure, report
 from canvasrt.fidelity.observe import ObservedModel
@@ -111,7 +111,7 @@ def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
 
 
 def test_a_large_model_is_streamed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = resolve(str(tiny.checkpoint))
+    checkpoint = find_checkpoint(str(tiny.checkpoint))
     config = ReferenceModel(tiny.checkpoint).config
     assert not report.is_streamed(config, checkpoint)
     monkeypatch.setattr(report, "available_bytes", lambda: 10**6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from canvasrt.kernels.parse import Kernel, KernelTensor
-from canvasrt.kernels.resolve import match, resolve
+from canvasrt.kernels.resolve import match, resolve_sizes
 from canvasrt.kernels.shapes import Node, Shapes
 
 BODY = ("batch", "length", 2816)
@@ -46,7 +46,7 @@ def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
         "a", "kgen", (), (), (KernelTensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",)
     )
     read = Kernel("b", "kgen", (KernelTensor("t_1", "Float", (-1, 2816)),), (), (), "", ())
-    first, second = resolve([written, read], shapes, {"length": 256})
+    first, second = resolve_sizes([written, read], shapes, {"length": 256})
     assert first.outputs[0].dims == ("batch", 256, 2816)
     assert second.inputs[0].dims == ("256*batch", 2816)
 
@@ -65,12 +65,12 @@ def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
         "",
         ("count", "less"),  # the builder names them in any order
     )
-    (found,) = resolve([kernel], Shapes({}, nodes))
+    (found,) = resolve_sizes([kernel], Shapes({}, nodes))
     assert found.outputs[0].dims == (1, 8, "capacity")
     assert found.inputs[0].dims == (1, 1, "capacity")
 
 
 def test_a_shape_that_nothing_tells_stays_unknown() -> None:
     lost = Kernel("a", "kgen", (KernelTensor("t", "Float", (-1, 5)),), (), (), "", ())
-    (found,) = resolve([lost], Shapes({}, {}))
+    (found,) = resolve_sizes([lost], Shapes({}, {}))
     assert found.inputs[0].dims == ("?", 5)

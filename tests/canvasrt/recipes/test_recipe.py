@@ -13,7 +13,7 @@ import yaml
 
 import canvasrt.recipes
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.locate import resolve
+from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.recipes import SHIPPED
@@ -31,7 +31,7 @@ MINE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return ModelConfig.from_checkpoint(resolve("demo"))[0]
+    return ModelConfig.from_checkpoint(find_checkpoint("demo"))[0]
 
 
 def test_the_recipes_that_ship() -> None:

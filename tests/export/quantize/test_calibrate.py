@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer as FastTokenizer
 
 from canvasrt.bundle import Bundle, Manifest
-from canvasrt.checkpoints.locate import fingerprint, resolve
+from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
 from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
@@ -310,7 +310,7 @@ def test_lines_that_cannot_be_used(tiny: Tiny, tmp_path: Path, line: str, said: 
 
 
 def test_text_is_put_into_the_chat_template(tiny: Tiny, tmp_path: Path) -> None:
-    folder = resolve("demo")
+    folder = find_checkpoint("demo")
     core = FastTokenizer.from_file(str(folder / "tokenizer.json"))
     template = (folder / "chat_template.jinja").read_text("utf-8")
     file = tmp_path / "prompts.jsonl"
@@ -346,7 +346,7 @@ def test_default_prompts(tiny: Tiny) -> None:
     general = default_prompts(tiny.graphs)
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 64
-    made_from = {"kind": "checkpoint", "files": fingerprint(resolve("demo"))}
+    made_from = {"kind": "checkpoint", "files": fingerprint(find_checkpoint("demo"))}
     demo = default_prompts(Bundle(tiny.graphs.path, Manifest({"made_from": made_from})))
     prompts = [json.loads(line)["prompt"] for line in demo.read_text("utf-8").splitlines()]
     assert len(prompts) == len(set(prompts)) == 64

@@ -1,0 +1,15 @@
+"""Child processes that end with their parent (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_LIBC = ctypes.CDLL(None, use_errno=True)  # not loaded between fork and exec
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_at_death_of(parent: int, number: int) -> bool:
+    """Have the system send this process a signal when its parent dies. False if it has died already."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    return os.getppid() == parent

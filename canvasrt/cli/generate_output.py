@@ -1,0 +1,137 @@
+"""What `canvasrt generate` prints: answers, and streams of text or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from canvasrt.console import emit, emit_line
+
+if TYPE_CHECKING:
+    from canvasrt.runtime.generator import Block, Event, Request, Result, Settled
+    from canvasrt.runtime.request import BlockScore
+    from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
+
+
+def show_answers(answers: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """Print one answer, or several under their seeds."""
+
+    def render(_: Any) -> None:
+        for index, answer in enumerate(answers):
+            if len(answers) > 1:
+                print(f"{chr(10) if index else ''}--- seed {answer['seed']}")
+            print(_text_or_ids(answer["text"], answer["token_ids"]))
+
+    emit(answers[0] if len(answers) == 1 else answers, as_json, render)
+
+
+def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return an answer as `--json` shows it; its text is None without a tokenizer."""
+    words = _without_end(result.token_ids, result.finish_reason)
+    return {
+        "text": None if tokenizer is None else tokenizer.decode(words),
+        "token_ids": result.token_ids,
+        "prompt_token_ids": result.prompt_token_ids,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+        "steps": result.steps,
+        **({"logprobs": [asdict(each) for each in result.logprobs]} if result.logprobs else {}),
+        **_scores(result.block_scores),
+        "seconds": {
+            "first_block": result.timings.first_block,
+            "total": result.timings.total,
+        },
+    }
+
+
+def _scores(scores: Sequence[BlockScore]) -> dict[str, Any]:
+    return {"block_scores": [asdict(each) for each in scores]} if scores else {}
+
+
+def _without_end(ids: list[int], finish: str | None) -> list[int]:
+    """Return the ids of the answer's text, without the token that ended it, which may have a
+    spelling."""
+    return ids[:-1] if finish == "stop" else ids
+
+
+def _text_or_ids(text: str | None, ids: list[int]) -> str:
+    """Return the text, or the token ids when there is no tokenizer."""
+    return ",".join(map(str, ids)) if text is None else text
+
+
+def stream_json(
+    events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
+) -> None:
+    """Print one JSON object per event and line; the last has what `--json` prints without `--stream`."""
+    from canvasrt.runtime.generator import Block, Draft, Settled
+
+    def put(**line: Any) -> None:
+        emit_line(line)
+
+    for event in events:
+        if isinstance(event, Draft):
+            if drafts:
+                ids = event.tokens.tolist()
+                text = None if tokenizer is None else tokenizer.decode(ids)
+                put(event="draft", block=event.block, step=event.step, text=text, token_ids=ids)
+        elif isinstance(event, Settled):
+            text = None if tokenizer is None else tokenizer.decode(event.tokens)
+            put(
+                event="settled",
+                block=event.block,
+                step=event.step,
+                text=text,
+                token_ids=event.tokens,
+            )
+        elif isinstance(event, Block):
+            words = _without_end(event.tokens, event.finish)
+            text = None if tokenizer is None else tokenizer.decode(words)
+            put(
+                event="block",
+                block=event.block,
+                steps=event.steps,
+                text=text,
+                token_ids=event.tokens,
+            )
+        else:
+            put(event="finished", **answer_of(event.result, tokenizer))
+
+
+def stream_text(
+    events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
+) -> None:
+    """Print text once it is final; with drafts, also the canvas after each step."""
+    from canvasrt.cli.drafts import DraftView
+    from canvasrt.runtime.generator import Block, Draft, Settled
+    from canvasrt.runtime.tokenizer import StreamDecoder
+
+    decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+    view = DraftView(tokenizer, request.params.eos_token_ids) if drafts else None
+    try:
+        for event in events:
+            if isinstance(event, Draft) and view is not None:
+                view.draft(event)
+            elif isinstance(event, Settled | Block):
+                piece = _piece(event, decoder)
+                finish = event.finish if isinstance(event, Block) else None
+                if view is None:
+                    print(piece, end="\n" if finish else "", flush=True)
+                elif isinstance(event, Settled):
+                    view.settled(event, piece)
+                else:
+                    view.block(event, piece)
+    finally:
+        if view is not None:
+            view.close()
+
+
+def _piece(event: Settled | Block, decoder: StreamDecoder | None) -> str:
+    """Return what an event adds to the answer so far."""
+    from canvasrt.runtime.generator import Block
+
+    finish, sent = (event.finish, event.settled) if isinstance(event, Block) else (None, 0)
+    tokens = event.tokens[sent:]
+    if decoder is None:
+        return _text_or_ids(None, tokens) + ("" if finish else ",")
+    return decoder.put(_without_end(tokens, finish), final=finish is not None)
