@@ -157,11 +157,11 @@ class StreamModel:
         if sink.cancelled():
             raise CanvasError("the request was cancelled")
         self._worker.check_late(begin)
+        owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
         if TOKENIZE.name in arrays:
             vocab_size = self._model.config.vocab_size
-            sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size))
+            sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size, owner))
             return
-        owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
         served = read_request(
             arrays, self._model, self._encoder, self._options, owner, max(1, answers)
         )

@@ -20,6 +20,7 @@ from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.inputs import inputs_of
 from canvasrt.containers.openai.schema import ChatRequest
+from canvasrt.containers.triton import grammar
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder
@@ -145,6 +146,43 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             if name == "whole":
                 assert ask(running, key="a", **ends)[0] in (200, 504)
         assert time.monotonic() - begin < 20
+
+
+@needs_triton
+def test_a_key_learns_nothing_of_others_prompts(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
+    with limited(packaged, tmp_path) as running:
+
+        def cached(key: str) -> int:
+            status, body, _, _ = ask(running, "12+34= shuffle abdeg " * 20, key=key)
+            assert status == 200
+            return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("a") == 0
+        assert cached("a") >= 128
+        assert cached("b") == 0
+
+
+def test_texts_and_grammars_are_not_prepared_once_for_two_keys(
+    model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    encoder = PromptEncoder(Tokenizer.load(engines), model.max_context)
+    made: list[str] = []
+    encode, compiled = encoder._encode, grammar.compile_grammar
+    monkeypatch.setattr(encoder, "_encode", lambda *given: made.append("text") or encode(*given))
+    monkeypatch.setattr(
+        grammar, "compile_grammar", lambda *given: made.append("grammar") or compiled(*given)
+    )
+    arrays = {
+        "prompt": np.array([b"12+34="], object),
+        "grammar": np.array([b'{"type": "regex", "regex": "[0-9]{2}"}'], object),
+    }
+    for owner, more in (("a", 2), ("a", 0), ("b", 2), ("~1", 2), ("~2", 0), ("", 0)):
+        before = len(made)
+        read_request(arrays, model, encoder, ModelOptions(), owner)
+        assert len(made) == before + more, owner
 
 
 def test_answers_that_a_key_waits_for_are_counted():
