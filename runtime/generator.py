@@ -19,6 +19,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache, share_of
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
+from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.schedule import Schedule
 from canvasrt.runtime.scored import ActiveScored, check_scores
 
@@ -143,6 +144,13 @@ class Generator:
                 if isinstance(event, Finished):
                     results[event.id] = event.result
         return [results[id] for id in ids]
+
+    def probe(self) -> None:
+        """Run a shortest request of its own. Raises what its passes raise."""
+        params = SamplingParams.from_defaults(
+            self.model.sampler, self.model.config, max_new_tokens=1, max_denoising_steps=1
+        )
+        self.run([Request([0], params)])
 
     def stream(self, request: Request) -> Iterator[Event]:
         """Yield one request's events as they happen. Leaving the iteration early cancels the

@@ -103,6 +103,8 @@ class OpenAIRoutes:
         self.tokens = Tokens(self._upstream, limits.max_context)
         yield
         await self._upstream.close()
+        if fetcher is not None:
+            fetcher.close()
 
     async def refusal(self) -> ApiError | None:
         """Return why no request can be accepted now, by this process or by Triton; None when one

@@ -33,5 +33,5 @@ class Blame:
     def refuses(self, owner: str) -> bool:
         """Return whether a caller's requests failed too many passes lately."""
         with self._lock:
-            times = self._failed.get(owner, ())
-            return len(times) == MOST and times[0] >= self._clock() - WINDOW
+            times = self._failed.get(owner)
+            return times is not None and len(times) == MOST and times[0] >= self._clock() - WINDOW

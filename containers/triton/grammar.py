@@ -18,7 +18,9 @@ _KEPT = 64  # compiled grammars
 _lock = threading.Lock()  # for the vocabulary, which takes a second
 
 
-def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None, owner: str = "") -> GrammarState:
+def read_grammar(
+    text: str, model: Model, tokenizer: Tokenizer | None, owner: str = ""
+) -> GrammarState:
     """Return the first state of a grammar. CanvasError names what is wrong with it."""
     if tokenizer is None:
         raise CanvasError(

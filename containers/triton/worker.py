@@ -14,8 +14,7 @@ from typing import Protocol
 from canvasrt.containers.triton.blame import MOST, WINDOW, Blame
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.read import ReadRequest
-from canvasrt.runtime.generator import Event, Finished, Generator, Request, Work
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.generator import Event, Finished, Generator, Work
 
 log = logging.getLogger(__name__)
 
@@ -299,12 +298,8 @@ class Worker:
 
     def _probe(self) -> bool:
         """Return whether the engines can run a request that no caller made."""
-        model = self._generator.model
-        params = SamplingParams.from_defaults(
-            model.sampler, model.config, max_new_tokens=1, max_denoising_steps=1
-        )
         try:
-            self._generator.run([Request([0], params)])
+            self._generator.probe()
         except Exception as error:
             if isinstance(error, EngineError) and error.fatal:
                 raise
