@@ -15,11 +15,11 @@ from canvasrt.bundle import Manifest
 from canvasrt.containers.names import (
     API_PORT,
     ARCHITECTURES,
+    CHECK_TIMEOUT,
+    FAILED_CHECKS,
     GRPC_PORT,
     HTTP_PORT,
     METRICS_PORT,
-    PROBE_TIMEOUT,
-    PROBES_FAILED,
     ROOT,
 )
 from canvasrt.hashes import canonical
@@ -58,9 +58,9 @@ class Health:
     building engines at the first start."""
 
     interval: int = 10
-    timeout: int = 2 * PROBE_TIMEOUT + 4
+    timeout: int = 2 * CHECK_TIMEOUT + 4
     start_period: int = 3600
-    retries: int = PROBES_FAILED
+    retries: int = FAILED_CHECKS
 
 
 @dataclass(frozen=True)

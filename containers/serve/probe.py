@@ -17,11 +17,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from canvasrt.containers.names import API_PORT, END_UNHEALTHY, PROBE_TIMEOUT, PROBES_FAILED
+from canvasrt.containers.names import API_PORT, CHECK_TIMEOUT, END_UNHEALTHY, FAILED_CHECKS
 
 _READY, _LIVE = "/v1/health/ready", "/v1/health/live"
 # How many checks in a row find a server dead before it is told to stop, and before it is killed.
-STOP_AFTER, KILL_AFTER = PROBES_FAILED, 2 * PROBES_FAILED
+STOP_AFTER, KILL_AFTER = FAILED_CHECKS, 2 * FAILED_CHECKS
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:
@@ -44,10 +44,10 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
     connection: http.client.HTTPConnection
     if mode in ("tls", "mtls") and not health:  # the health port has no TLS
         connection = http.client.HTTPSConnection(
-            host, port, timeout=PROBE_TIMEOUT, context=_context(environment, mode)
+            host, port, timeout=CHECK_TIMEOUT, context=_context(environment, mode)
         )
     else:
-        connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT)
+        connection = http.client.HTTPConnection(host, port, timeout=CHECK_TIMEOUT)
     try:
         connection.request("GET", path)
         return connection.getresponse().status

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from canvasrt.containers.names import PROBE_TIMEOUT, PROBES_FAILED
+from canvasrt.containers.names import CHECK_TIMEOUT, FAILED_CHECKS
 from canvasrt.containers.package.chart import write_chart
 from canvasrt.containers.package.settings import Health
 from canvasrt.containers.package.sizes import ReplicaSizes
@@ -227,13 +227,13 @@ def test_a_pod_answers_under_the_names_of_its_service(chart: Path) -> None:
 
 def test_probes_are_as_patient_as_the_image_s_own(chart: Path) -> None:
     (container,) = pod(render(chart))["containers"]
-    assert [each["timeoutSeconds"] for each in probes_of(container)] == [PROBE_TIMEOUT] * 3
+    assert [each["timeoutSeconds"] for each in probes_of(container)] == [CHECK_TIMEOUT] * 3
     live = container["livenessProbe"]
-    assert live["failureThreshold"] == PROBES_FAILED == Health().retries
+    assert live["failureThreshold"] == FAILED_CHECKS == Health().retries
     assert live["periodSeconds"] == Health().interval
-    assert Health().timeout > 2 * PROBE_TIMEOUT  # it may call twice
+    assert Health().timeout > 2 * CHECK_TIMEOUT  # it may call twice
     # A front end may be silent for some seconds, and is then replaced, which takes some more.
-    assert (PROBES_FAILED - 1) * Health().interval > 2 * frontend._SILENCE
+    assert (FAILED_CHECKS - 1) * Health().interval > 2 * frontend._SILENCE
 
 
 def probes_of(container: dict) -> list[dict]:
