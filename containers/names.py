@@ -25,6 +25,14 @@ HEARTBEAT_VARIABLE, REASON_VARIABLE = "CANVASRT_HEARTBEAT", "CANVASRT_REASON"
 # Set in a container: its health check ends a server that is not alive any more.
 END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 
+# Health checks: seconds for one call, and how many in a row find a server dead before it is told to stop. Being ready is
+# asked of Triton's two models, each of which gets 3 seconds. The server itself replaces a front end after 10 seconds of
+# silence, which must not look like its end.
+CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
+
+# The names under which a server without API keys answers; `*` for any.
+ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
+
 # Callers on this machine only.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Variables with secrets, which no child process needs.

@@ -25,6 +25,8 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # strings, and characters of one
 ERRORS, ERROR_EVENT = "canvasrt_errors", "error"
 # More request parameters of the front end: who asks, and for how many answers in all.
 OWNER, ANSWERS = "canvasrt_owner", "canvasrt_answers"
+# When the front end had the request, in microseconds of the monotonic clock, which all processes of a machine share.
+ARRIVED = "canvasrt_arrived"
 HINT = ". Hint: "  # in an error reply, between the message and the hint
 
 
@@ -159,8 +161,13 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
     The `generate` endpoints turn unknown JSON fields into parameters, so a misspelled option would
     be silently ignored.
     """
+    for name in (ANSWERS, ARRIVED):
+        if not isinstance(value := parameters.get(name, 0), int):
+            raise CanvasError(f"{name} is {value!r}", "give a whole number")
     for name in parameters:
-        if name not in (ERRORS, OWNER, ANSWERS) and not name.startswith(_TRITON_PARAMETERS):
+        if name not in (ERRORS, OWNER, ANSWERS, ARRIVED) and not name.startswith(
+            _TRITON_PARAMETERS
+        ):
             known = ", ".join(tensor.name for tensor in inputs_of(model))
             raise CanvasError(f"unknown input {name!r}", f"the inputs are {known}")
 

@@ -17,8 +17,9 @@ from canvasrt.runtime.answers.infill import ActiveInfill, GapRequest
 from canvasrt.runtime.answers.read import ActiveRead, ReadRequest
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
-from canvasrt.runtime.prefix import PrefixCache
+from canvasrt.runtime.prefix import PrefixCache, share_of
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
+from canvasrt.runtime.sampling import SamplingParams
 from canvasrt.runtime.schedule import Schedule
 from canvasrt.runtime.scored import ActiveScored, check_scores
 
@@ -144,6 +145,13 @@ class Generator:
                     results[event.id] = event.result
         return [results[id] for id in ids]
 
+    def probe(self) -> None:
+        """Run a shortest request of its own. Raises what its passes raise."""
+        params = SamplingParams.from_defaults(
+            self.model.sampler, self.model.config, max_new_tokens=1, max_denoising_steps=1
+        )
+        self.run([Request([0], params)])
+
     def stream(self, request: Request) -> Iterator[Event]:
         """Yield one request's events as they happen. Leaving the iteration early cancels the
         request."""
@@ -226,7 +234,7 @@ class Generator:
         for each, item in zip(ready, inputs, strict=True):
             chunk = each.encoded(len(item.tokens))
             if chunk and self._prefixes is not None and each.shares:
-                self._prefixes.add(each.row, chunk)
+                self._prefixes.add(each.row, chunk, each.owner)
         scored = [each for each in ready if isinstance(each, ActiveScored)]
         events = [event for each in scored for event in each.judged()]
         self._leave([each for each in scored if each.finished])
@@ -236,11 +244,12 @@ class Generator:
         """Return the requests with tokens to encode. Of those with the same chunk, all but one wait
         for the prefix cache to have it."""
         ready: list[Active] = []
-        keys: set[bytes] = set()
+        keys: set[tuple[str, bytes]] = set()
         for each in self._running:
             if self._prefixes is not None and each.cacheable:
-                each.skip(self._prefixes.fill(each.row, each.cacheable))
-                following = {chunk.key for chunk in each.cacheable[:1]}
+                each.skip(self._prefixes.fill(each.row, each.cacheable, each.owner))
+                share = share_of(each.owner)
+                following = {(share, chunk.key) for chunk in each.cacheable[:1]}
                 if following & keys:
                     continue
                 keys |= following

@@ -12,6 +12,8 @@ import numpy as np
 from canvasrt.runtime.model import Model, Row, Saved
 
 FIRST = 128  # tokens of a prompt's first chunk
+# How the names of callers begin that share what is kept: those without a key, each of which is named by its request.
+ANYBODY = "~"
 
 
 class Chunk(NamedTuple):
@@ -19,6 +21,12 @@ class Chunk(NamedTuple):
 
     size: int
     key: bytes
+
+
+def share_of(owner: str) -> str:
+    """Return the name under which a caller's prompts are kept: nobody else may learn from the cache
+    what was asked under a key."""
+    return "" if owner.startswith(ANYBODY) else owner
 
 
 def chunks_of(tokens: np.ndarray, most: int) -> list[Chunk]:
@@ -59,30 +67,33 @@ class PrefixCache:
     def __init__(self, model: Model, limit: int) -> None:
         self._model = model
         self._left = model.reserve(limit)
-        self._saved: OrderedDict[bytes, Saved] = OrderedDict()
+        self._saved: OrderedDict[tuple[str, bytes], Saved] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._saved)
 
-    def fill(self, row: Row, chunks: Sequence[Chunk]) -> int:
-        """Add to a row the leading `chunks` that are saved; return how many they are."""
-        count = next((i for i, c in enumerate(chunks) if c.key not in self._saved), len(chunks))
+    def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
+        """Add to a row the leading `chunks` that are saved for its owner; return how many they are."""
+        keys = [(share_of(owner), chunk.key) for chunk in chunks]
+        count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:
-            self._model.restore(row, [self._saved[chunk.key] for chunk in chunks[:count]])
+            self._model.restore(row, [self._saved[key] for key in keys[:count]])
         # A chunk is of no use without those before it, so those are used last.
-        for chunk in reversed(chunks[:count]):
-            self._saved.move_to_end(chunk.key)
+        for key in reversed(keys[:count]):
+            self._saved.move_to_end(key)
         return count
 
-    def add(self, row: Row, chunk: Chunk) -> None:
-        """Save the last chunk of a row, which is encoded, unless it takes more than the limit."""
+    def add(self, row: Row, chunk: Chunk, owner: str = "") -> None:
+        """Save the last chunk of a row, which is encoded, for its owner, unless it takes more than
+        the limit."""
         need = self._model.saved_bytes(chunk.size)
-        if chunk.key in self._saved:
+        key = (share_of(owner), chunk.key)
+        if key in self._saved:
             return
         while self._left < need and self._saved:
             self._drop()
         if self._left >= need:
-            self._saved[chunk.key] = self._model.save(row, chunk.size)
+            self._saved[key] = self._model.save(row, chunk.size)
             self._left -= need
 
     def clear(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, LOOPBACK
 from canvasrt.errors import UsageError
 from canvasrt.option import option, port_option
 
@@ -64,6 +64,15 @@ class DeployOptions:
     )
     memory: str | None = field(default=None, metadata=option("Memory limit.", metavar="SIZE"))
     cpus: float | None = field(default=None, metadata=option("CPU limit.", metavar="N"))
+    allowed_hosts: str | None = field(
+        default=None,
+        metadata=option(
+            "The names under which a server without API keys answers; * for any.",
+            flag="--allowed-hosts",
+            metavar="HOST[,HOST...]",
+            shown="loopback's and the container's, on loopback",
+        ),
+    )
     network: str | None = field(
         default=None, metadata=option('Docker network to join, or "host".', metavar="NAME")
     )
@@ -98,6 +107,13 @@ class DeployOptions:
             GRPC_PORT: self.grpc_port or GRPC_PORT,
             HTTP_PORT: self.http_port or HTTP_PORT,
         }
+
+    @property
+    def hosts(self) -> str | None:
+        """The names under which the server answers without keys; None for any."""
+        if self.allowed_hosts or self.listen not in LOOPBACK or self.network == "host":
+            return self.allowed_hosts
+        return ",".join((*LOOPBACK, self.name))
 
     @property
     def opens_triton(self) -> bool:

@@ -61,6 +61,7 @@ from canvasrt.containers.openai.schema import (
 from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
+from canvasrt.runtime.prefix import ANYBODY
 
 Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest
@@ -102,6 +103,8 @@ class OpenAIRoutes:
         self.tokens = Tokens(self._upstream, limits.max_context)
         yield
         await self._upstream.close()
+        if fetcher is not None:
+            fetcher.close()
 
     async def refusal(self) -> ApiError | None:
         """Return why no request can be accepted now, by this process or by Triton; None when one
@@ -131,7 +134,7 @@ class OpenAIRoutes:
             raise refusal
         request.scope[MORE] = request.scope[AT_END].enter_context(self.callers.one(caller))
         # Without keys, every request is a caller of its own.
-        request.scope[CALLER] = caller or secrets.token_hex(8)
+        request.scope[CALLER] = caller or ANYBODY + secrets.token_hex(8)
         assert self._completions is not None
         return self._completions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.formats import named_format
 from canvasrt.containers.openai.inputs import RequestLimits, inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics
-from canvasrt.containers.openai.middleware import CALLER, MORE
+from canvasrt.containers.openai.middleware import MORE, parameters_of
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.replies import ReplyShape
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
@@ -66,7 +66,6 @@ class Completions:
             await inline(body.messages, self._fetcher)
         inputs = inputs_of(body, self._limits)
         request.scope[MORE](len(inputs) - 1)
-        caller: str = request.scope.get(CALLER, "")
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]
         shape = ReplyShape(
@@ -74,11 +73,11 @@ class Completions:
         )
         if isinstance(body, ChatRequest):
             shape.reader = reader_of(body)
-        return Run(self, body, inputs, shape, request.url.path, caller)
+        return Run(self, body, inputs, shape, request.url.path, parameters_of(request))
 
-    def answers(self, inputs: list[dict[str, Any]], caller: str) -> Answers:
+    def answers(self, inputs: list[dict[str, Any]], parameters: Mapping[str, int | str]) -> Answers:
         """Return the answers to a caller's requests that Triton has yet to get."""
-        return Answers(self._upstream, inputs, caller)
+        return Answers(self._upstream, inputs, parameters)
 
 
 class Run:
@@ -91,9 +90,9 @@ class Run:
         inputs: list[dict[str, Any]],
         shape: ReplyShape,
         endpoint: str,
-        caller: str,
+        parameters: Mapping[str, int | str],
     ) -> None:
-        self._caller = caller
+        self._parameters = parameters
         self._owner = owner
         self._body = body
         self._inputs = inputs
@@ -105,7 +104,7 @@ class Run:
 
     def answers(self) -> Answers:
         """Return the answers, which iterating over them asks for."""
-        return self._owner.answers(self._inputs, self._caller)
+        return self._owner.answers(self._inputs, self._parameters)
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""

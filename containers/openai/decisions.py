@@ -17,12 +17,11 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.inputs import image_inputs
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
-from canvasrt.containers.openai.middleware import CALLER
+from canvasrt.containers.openai.middleware import parameters_of
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.responses import renamed
 from canvasrt.containers.openai.schema import Note, Strict
 from canvasrt.containers.openai.upstream import Upstream
-from canvasrt.containers.tensors import OWNER
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import default_prompt
 from canvasrt.runtime.answers.questions import text_of
@@ -175,8 +174,8 @@ class Decisions:
 
     async def _ask(self, inputs: Mapping[str, Any], request: Request) -> StreamEvent:
         """Return the one event that answers."""
-        owner = {OWNER: str(request.scope.get(CALLER, ""))}
-        (final,) = [event async for event in self._upstream.stream(inputs, owner)]
+        parameters = parameters_of(request)
+        (final,) = [event async for event in self._upstream.stream(inputs, parameters)]
         self._metrics.tokens["prompt"] += len(final.prompt_token_ids)
         self._metrics.steps += sum(final.steps)
         return final

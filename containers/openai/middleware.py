@@ -10,7 +10,7 @@ import uuid
 from contextlib import ExitStack
 from typing import Any
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,12 +20,14 @@ from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.state import ServerState
+from canvasrt.containers.tensors import ARRIVED, OWNER
 
 log = logging.getLogger("canvasrt.openai.access")
 ID = "canvasrt.request_id"  # in a request's scope
 DISCONNECTED = 499  # nginx's status for callers that disconnect
 CALLER = "canvasrt.caller"  # in a request's scope: a name for the caller's key
 MORE = "canvasrt.more"  # in a request's scope: counts further answers of its caller
+BEGIN = "canvasrt.begin"  # in a request's scope: when its body was complete, in monotonic seconds
 AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
 _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _HEALTH = ("/v1/health/live", "/v1/health/ready")
@@ -127,6 +129,8 @@ class _Exchange:
             self._left -= len(message.get("body", b""))
             if self._left < 0:
                 raise self._too_large()
+            if not message.get("more_body", False):
+                self._scope[BEGIN] = time.monotonic()
         return message
 
     async def send(self, message: Message) -> None:
@@ -152,6 +156,12 @@ class _Exchange:
             f"The body of the request is larger than {self._max_body} bytes.",
             code="request_too_large",
         )
+
+
+def parameters_of(request: Request) -> dict[str, int | str]:
+    """Return what the models must know of a request: who asks, and since when."""
+    begin = request.scope.get(BEGIN, time.monotonic())
+    return {OWNER: str(request.scope.get(CALLER, "")), ARRIVED: int(begin * 1e6)}
 
 
 def _given_id(scope: Scope) -> str:

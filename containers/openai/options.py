@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from canvasrt.containers.names import API_PORT
+from canvasrt.containers.names import ALLOWED_HOSTS, API_PORT
 from canvasrt.option import limit_option, option, port_option, read_names, read_port, read_switch
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -38,10 +38,11 @@ class FrontOptions:
     hosts: tuple[str, ...] = field(
         default=(),
         metadata=option(
-            "The names under which a server without API keys answers.",
+            "The names under which a server without API keys answers; * for any.",
             flag="--allowed-hosts",
             metavar="HOST[,HOST...]",
             shown="loopback's, on loopback",
+            variable=ALLOWED_HOSTS,
             read=read_names,
         ),
     )

@@ -20,7 +20,7 @@ class Origin:
 
     def __init__(self, options: FrontOptions) -> None:
         hosts = options.hosts or (LOOPBACK if options.host in LOOPBACK else ())
-        self._hosts = {each.lower() for each in hosts}
+        self._hosts = set() if "*" in hosts else {each.lower() for each in hosts}
         self._keyless = not options.keys
 
     def check(self, scope: Scope) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Tools
 from canvasrt.containers.openai.messages import read_messages
+from canvasrt.containers.openai.middleware import parameters_of
 from canvasrt.containers.openai.schema import ChatRequest, Strict, only
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.containers.openai.upstream import Upstream
@@ -113,9 +115,11 @@ class Tokens:
     async def _ask(
         self, request: Request, inputs: dict[str, Any]
     ) -> tuple[list[int], dict[str, Any]]:
-        final = await unless_disconnected(request.receive, self._final(inputs))
+        final = await unless_disconnected(
+            request.receive, self._final(inputs, parameters_of(request))
+        )
         return list(final.prompt_token_ids), json.loads(final.text)
 
-    async def _final(self, inputs: dict[str, Any]) -> Any:
-        (final,) = [event async for event in self._upstream.stream(inputs)]
+    async def _final(self, inputs: dict[str, Any], parameters: Mapping[str, int | str]) -> Any:
+        (final,) = [event async for event in self._upstream.stream(inputs, parameters)]
         return final

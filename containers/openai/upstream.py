@@ -23,7 +23,6 @@ from canvasrt.containers.tensors import (
     ERROR_EVENT,
     ERRORS,
     HINT,
-    OWNER,
     STREAM_MODEL,
 )
 
@@ -104,9 +103,14 @@ class Answers:
     As an asynchronous context manager, it cancels at the end what is still running.
     """
 
-    def __init__(self, upstream: Upstream, requests: list[dict[str, Any]], owner: str = "") -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        requests: list[dict[str, Any]],
+        parameters: Mapping[str, int | str] | None = None,
+    ) -> None:
         self._upstream = upstream
-        self._parameters: dict[str, int | str] = {OWNER: owner, ANSWERS: len(requests)}
+        self._parameters: dict[str, int | str] = {**(parameters or {}), ANSWERS: len(requests)}
         self._requests = requests
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []

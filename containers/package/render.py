@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.names import END_UNHEALTHY, PACKAGE, ROOT
+from canvasrt.containers.names import ALLOWED_HOSTS, END_UNHEALTHY, LOOPBACK, PACKAGE, ROOT
 from canvasrt.containers.package import settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 
@@ -45,6 +45,8 @@ def render(facts: Mapping[str, Any]) -> dict[str, str]:
         "health": settings.health,
         "temporary": TEMPORARY,
         "end_unhealthy": END_UNHEALTHY,
+        "allowed_hosts": ALLOWED_HOSTS,
+        "loopback": LOOPBACK,
         "grace": image.STOP_GRACE,
         "open": " ".join([*image.COMMAND, "--triton-host", "0.0.0.0"]),  # noqa: S104
     }

@@ -15,6 +15,8 @@ from canvasrt.bundle import Manifest
 from canvasrt.containers.names import (
     API_PORT,
     ARCHITECTURES,
+    CHECK_TIMEOUT,
+    FAILED_CHECKS,
     GRPC_PORT,
     HTTP_PORT,
     METRICS_PORT,
@@ -52,13 +54,13 @@ def created() -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """The health check, in seconds. The start period covers loading, and building engines at the
-    first start."""
+    """The health check, in seconds. A check may call twice. The start period covers loading, and
+    building engines at the first start."""
 
     interval: int = 10
-    timeout: int = 5
+    timeout: int = 2 * CHECK_TIMEOUT + 4
     start_period: int = 3600
-    retries: int = 3
+    retries: int = FAILED_CHECKS
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from canvasrt.containers.names import API_PORT, END_UNHEALTHY
+from canvasrt.containers.names import API_PORT, CHECK_TIMEOUT, END_UNHEALTHY, FAILED_CHECKS
 
 _READY, _LIVE = "/v1/health/ready", "/v1/health/live"
-# docker gives a check 5 seconds, and one check may call twice.
-_TIMEOUT = 2.0
 # How many checks in a row find a server dead before it is told to stop, and before it is killed.
-STOP_AFTER, KILL_AFTER = 3, 6
+STOP_AFTER, KILL_AFTER = FAILED_CHECKS, 2 * FAILED_CHECKS
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:
@@ -31,7 +29,7 @@ def main(environment: Mapping[str, str] = os.environ) -> int:
     status = _ask(environment, _READY)
     if environment.get(END_UNHEALTHY, "") not in ("", "0"):
         # A server that is loading or stopping is not ready, but alive.
-        alive = status == 200 or (status is not None and _ask(environment, _LIVE) == 200)
+        alive = status == 200 or _ask(environment, _LIVE) == 200
         _end_if_dead(alive, Path(tempfile.gettempdir()) / "canvasrt-probe")
     print(status)
     return 0 if status == 200 else 1
@@ -46,10 +44,10 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
     connection: http.client.HTTPConnection
     if mode in ("tls", "mtls") and not health:  # the health port has no TLS
         connection = http.client.HTTPSConnection(
-            host, port, timeout=_TIMEOUT, context=_context(environment, mode)
+            host, port, timeout=CHECK_TIMEOUT, context=_context(environment, mode)
         )
     else:
-        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
+        connection = http.client.HTTPConnection(host, port, timeout=CHECK_TIMEOUT)
     try:
         connection.request("GET", path)
         return connection.getresponse().status

@@ -214,7 +214,8 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, text in sorted(environment.items()):
-        if not name.startswith("NIM_") or not text.strip() or name == PASSTHROUGH:
+        ours = name.startswith("NIM_") or name in _BY_VARIABLE
+        if not ours or not text.strip() or name == PASSTHROUGH:
             continue
         if name == _NO_DOWNLOAD:
             _read(name, read_switch, text)

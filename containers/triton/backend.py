@@ -22,6 +22,7 @@ from canvasrt.containers.heartbeat import Heartbeat, leave_reason
 from canvasrt.containers.names import HEARTBEAT_VARIABLE, REASON_VARIABLE, STOPPING_VARIABLE
 from canvasrt.containers.tensors import (
     ANSWERS,
+    ARRIVED,
     ERROR_EVENT,
     ERRORS,
     GRAMMAR,
@@ -139,7 +140,8 @@ class StreamModel:
         texts = {
             name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
         }
-        submit = partial(self._submit, arrays, parameters, sink, call, time.monotonic())
+        begin = min(time.monotonic(), int(parameters.get(ARRIVED, 2**63)) / 1e6)
+        submit = partial(self._submit, arrays, parameters, sink, call, begin)
         if is_long(texts) or not _SLOW.isdisjoint(arrays):
             caller = str(parameters.get(OWNER, "")) or uuid.uuid4().hex
             self._preparing.submit(caller, submit, sink.fail)
@@ -157,11 +159,11 @@ class StreamModel:
         if sink.cancelled():
             raise CanvasError("the request was cancelled")
         self._worker.check_late(begin)
+        owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
         if TOKENIZE.name in arrays:
             vocab_size = self._model.config.vocab_size
-            sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size))
+            sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size, owner))
             return
-        owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
         served = read_request(
             arrays, self._model, self._encoder, self._options, owner, max(1, answers)
         )
@@ -274,37 +276,39 @@ class AnswerModel:
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             sender = request.get_response_sender()
+            parameters = json.loads(request.parameters() or "{}")
             try:
-                check_parameters(json.loads(request.parameters() or "{}"), self._name)
+                check_parameters(parameters, self._name)
             except CanvasError as error:
                 sender.send(error_response(*describe(error)), flags=FINAL)
                 continue
             # One thread per request, so that any number can wait for the stream model at once.
-            threading.Thread(target=self._answer, args=(sender, request)).start()
+            arrived = parameters.get(ARRIVED, int(time.monotonic() * 1e6))
+            threading.Thread(target=self._answer, args=(sender, request, arrived)).start()
 
     def finalize(self) -> None:
         self._stopping.set()
         self._watcher.join()
 
-    def _answer(self, sender: Any, request: Any) -> None:
+    def _answer(self, sender: Any, request: Any, arrived: int) -> None:
         call = uuid.uuid4().hex
         with self._lock:
             self._open[call] = sender
         try:
-            response = self._ask(call, request.inputs())
+            response = self._ask(call, request.inputs(), arrived)
         except Exception as error:
             response = error_response(*describe(error))
         with self._lock:
             del self._open[call]
         sender.send(response, flags=FINAL)
 
-    def _ask(self, call: str, inputs: list[Any]) -> Any:
+    def _ask(self, call: str, inputs: list[Any], arrived: int) -> Any:
         """Return the stream model's final event as this model's response."""
         request = pb_utils.InferenceRequest(
             model_name=STREAM_MODEL,
             requested_output_names=["event", *self._outputs],
             inputs=inputs,
-            parameters={CALL_PARAMETER: call},
+            parameters={CALL_PARAMETER: call, ARRIVED: arrived},
         )
         tensors: dict[str, Any] = {}
         for response in request.exec(decoupled=True):

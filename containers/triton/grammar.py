@@ -11,13 +11,16 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.calls import call_grammar, control_ids
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
 _lock = threading.Lock()  # for the vocabulary, which takes a second
 
 
-def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> GrammarState:
+def read_grammar(
+    text: str, model: Model, tokenizer: Tokenizer | None, owner: str = ""
+) -> GrammarState:
     """Return the first state of a grammar. CanvasError names what is wrong with it."""
     if tokenizer is None:
         raise CanvasError(
@@ -32,7 +35,7 @@ def read_grammar(text: str, model: Model, tokenizer: Tokenizer | None) -> Gramma
     with _lock:
         vocabulary = _vocabulary(tokenizer, config.vocab_size, config.eos_token_ids, control)
     # The order of a schema's keys counts: answers have it too.
-    return _compiled(json.dumps(spec), vocabulary)
+    return _compiled(json.dumps(spec), vocabulary, share_of(owner))
 
 
 @lru_cache(maxsize=2)
@@ -43,5 +46,5 @@ def _vocabulary(
 
 
 @lru_cache(maxsize=_KEPT)
-def _compiled(text: str, vocabulary: Vocabulary) -> GrammarState:
+def _compiled(text: str, vocabulary: Vocabulary, share: str) -> GrammarState:
     return compile_grammar(json.loads(text), vocabulary, "grammar")

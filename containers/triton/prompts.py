@@ -13,6 +13,7 @@ import numpy as np
 from canvasrt.containers.tensors import chosen_prompt, read_messages, read_template
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 # Bytes of text that are encoded at once; longer ones wait for each other.
@@ -54,7 +55,7 @@ class PromptEncoder:
             if self._tokenizer is not None and isinstance(values.get(name), str):
                 self._check_length(name, values[name])
 
-    def encode(self, values: Mapping[str, Any]) -> EncodedPrompt:
+    def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
         """Return a request's prompt. CanvasError names what is wrong."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
@@ -71,12 +72,16 @@ class PromptEncoder:
         for name, part in (*zip(("template", "prefix"), parts[3:], strict=True), (chosen, text)):
             self._check_length(name, part)
         digest = hashlib.sha256()
-        for part in parts:
+        for part in (share_of(owner), *parts):
             digest.update(f"{len(part)} ".encode() + part.encode())
         return self._prompts.get(digest.digest(), lambda: self._encode(values, chosen))
 
     def tokens(
-        self, values: Mapping[str, Any], add_special_tokens: bool, add_generation_prompt: bool
+        self,
+        values: Mapping[str, Any],
+        add_special_tokens: bool,
+        add_generation_prompt: bool,
+        owner: str = "",
     ) -> list[int]:
         """Return a prompt's tokens, for a request that wants no more. CanvasError names what is
         wrong."""
@@ -97,7 +102,7 @@ class PromptEncoder:
                 return tokenizer.encode(values["prompt"], add_special_tokens)
         self._check_length(chosen, values[chosen])
         if add_generation_prompt:
-            return [int(token) for token in self.encode(values).ids]
+            return [int(token) for token in self.encode(values, owner).ids]
         if chosen == "prompt":
             messages: list[Any] = [{"role": "user", "content": values["prompt"]}]
         else:

@@ -24,6 +24,7 @@ from canvasrt.runtime.conditions import Conditions, read_conditions
 from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
+from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.sampling import SamplingParams
 
 # The images of `n` answers are the same.
@@ -65,7 +66,9 @@ def read_request(
     conditions = _conditions(values)
     if "questions" in values:
         encoder.check(values)
-        ask, read = read_decisions(values, model, encoder.tokenizer, _pictures(values, model))
+        ask, read = read_decisions(
+            values, model, encoder.tokenizer, _pictures(values, model, owner=owner)
+        )
         read.check_limits(options.max_steps, options.max_passes)
         return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
     if "infill" not in values:  # whose passes depend on its gaps
@@ -75,8 +78,8 @@ def read_request(
         raise CanvasError(
             "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
         )
-    encoded, opening = encoder.encode(values)
-    pictures = _pictures(values, model, encoded)
+    encoded, opening = encoder.encode(values, owner)
+    pictures = _pictures(values, model, encoded, owner)
     prompt: Sequence[int] | np.ndarray = encoded
     if pictures:
         for name in ("grammar", "infill"):
@@ -87,7 +90,7 @@ def read_request(
         prompt, params, pictures=pictures, owner=owner, conditions=conditions
     )
     if "grammar" in values:
-        start = read_grammar(values["grammar"], model, encoder.tokenizer)
+        start = read_grammar(values["grammar"], model, encoder.tokenizer, owner)
         end = end_of_answer(model, encoder.tokenizer)
         request = ConstrainedRequest(encoded.tolist(), params, start, end, owner)
     if "infill" in values:
@@ -116,7 +119,7 @@ def _conditions(values: Mapping[str, Any]) -> Conditions | None:
 
 
 def _pictures(
-    values: Mapping[str, Any], model: Model, prompt: np.ndarray | None = None
+    values: Mapping[str, Any], model: Model, prompt: np.ndarray | None = None, owner: str = ""
 ) -> list[Picture]:
     """Return a request's images as patches. What can be seen to be wrong is refused before they are
     decoded."""
@@ -140,7 +143,7 @@ def _pictures(
     if prompt is not None:
         check_places(prompt.tolist(), len(files), model.config)
     assert model.config.vision is not None
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(share_of(owner).encode() + b"\n")
     for file, budget in zip(files, budgets, strict=True):
         digest.update(f"{budget} {len(file)} ".encode() + file)
     vision = model.config.vision

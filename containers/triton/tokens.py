@@ -17,7 +17,7 @@ _OPTIONS = ("add_special_tokens", "add_generation_prompt", "spell")
 
 
 def tokenized(
-    values: Mapping[str, Any], encoder: PromptEncoder, vocab_size: int
+    values: Mapping[str, Any], encoder: PromptEncoder, vocab_size: int, owner: str = ""
 ) -> dict[str, np.ndarray]:
     """Return the one reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
 
@@ -25,7 +25,7 @@ def tokenized(
     CanvasError names what is wrong.
     """
     options = _options(values["tokenize"])
-    ids = encoder.tokens(values, **{name: options[name] for name in _OPTIONS[:2]})
+    ids = encoder.tokens(values, owner=owner, **{name: options[name] for name in _OPTIONS[:2]})
     foreign = [token for token in ids if not 0 <= token < vocab_size]
     if foreign:
         raise CanvasError(

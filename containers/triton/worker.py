@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from canvasrt.containers.triton.blame import MOST, WINDOW, Blame
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.read import ReadRequest
 from canvasrt.runtime.generator import Event, Finished, Generator, Work
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 CANCEL_INTERVAL = 0.05
 CANCEL_CHECKS = 16  # waiting requests that are asked about each time
 MAX_WAITING = 1024
-MAX_FAILURES = 3  # failed passes in a row
+MAX_FAILURES = 3  # failed passes in a row, after each of which the probe fails, too
 IDLE_BEAT = 0.5  # seconds
 _STOPPING = ("the server is stopping", "send the request to another server")
 
@@ -54,7 +55,8 @@ class Worker:
     """Runs a generator in a thread of its own.
 
     `make` returns the generator. It is called again after a failed pass, whose requests all get an
-    EngineError. `observe` is called around each step, with the generator and the number of requests
+    EngineError. A probe, a short request of the worker's own, then says whether the engines work: if
+    they do, the failure is counted against the callers whose requests had just begun. `observe` is called around each step, with the generator and the number of requests
     in flight; `beat` whenever there is progress, and now and then while idle.
 
     When no pass can succeed any more, every request is failed and refused, and `lost` is called
@@ -82,6 +84,7 @@ class Worker:
         self._beat = beat
         self._lost = lost
         self._failures = 0  # in a row
+        self._blame = Blame()
         self._refusal: Overloaded | None = None
         self._generator = make()
         self._arrived: queue.SimpleQueue[tuple[Work, Sink, float] | None] = queue.SimpleQueue()
@@ -97,6 +100,8 @@ class Worker:
         gets the error of one that cannot run."""
         if self._refusal is not None:
             raise self._refusal
+        if self._blame.refuses(request.owner):
+            raise _refused()
         try:
             self._generator.check(request)
         except CanvasError as error:
@@ -199,6 +204,8 @@ class Worker:
 
     def _take(self, known: _Known, sink: Sink) -> None:
         try:
+            if self._blame.refuses(known.request.owner):
+                raise _refused()
             id = self._generator.add(known.request, is_checked=True)
         except Exception as error:
             self._give_tokens_back(_tokens_of(known.request))
@@ -261,6 +268,7 @@ class Worker:
             self._give_up(EngineError(message, error.hint, fatal=True))
             return
         running = self._generator.running
+        suspects = [self._known[id] for id in running if id in self._known]
         untouched = {
             id: known
             for id, known in self._known.items()
@@ -271,6 +279,13 @@ class Worker:
         try:
             self._generator.abandon()
             self._generator = self._make()
+            if self._probe():
+                self._failures = 0
+                fresh = [known for known in suspects if not known.begun] or suspects
+                self._blame.count(known.request.owner for known in fresh)
+            else:
+                self._generator.abandon()
+                self._generator = self._make()
         except Exception as again:
             log.exception("the generator cannot be replaced")
             for known, sink in waiting:
@@ -280,6 +295,17 @@ class Worker:
             return
         for known, sink in waiting:
             self._take(known, sink)
+
+    def _probe(self) -> bool:
+        """Return whether the engines can run a request that no caller made."""
+        try:
+            self._generator.probe()
+        except Exception as error:
+            if isinstance(error, EngineError) and error.fatal:
+                raise
+            log.exception("the probe failed, too")
+            return False
+        return True
 
     def _give_up(self, error: EngineError) -> None:
         self._refusal = Overloaded(
@@ -313,6 +339,12 @@ class _Known:
     request: Work
     begin: float
     begun: bool = False
+
+
+def _refused() -> Busy:
+    return Busy(
+        f"requests of this key failed {MOST} passes within {WINDOW:g} seconds", "try again later"
+    )
 
 
 def _tokens_of(request: Work) -> int:

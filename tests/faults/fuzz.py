@@ -1,6 +1,6 @@
 """Random calls over HTTP and gRPC: no 500, no hang, and right answers in between.
 
-python -m tests.faults.fuzz --calls 10000
+python -m tests.faults.fuzz --calls 10000 --grammars 20
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from canvasrt.containers.tensors import inputs_of
-from tests.faults import attack
+from tests.faults import attack, grammars
 from tests.helpers.serving_process import ANY_PORTS, serving
 
 # So that no random request runs for long.
@@ -79,10 +80,11 @@ _FIELDS = (
 
 
 class Fuzzer:
-    """Draws calls from one seed."""
+    """Draws calls from one seed. `share` of them have a grammar."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, share: float = 0.0) -> None:
         self.draw = random.Random(seed)
+        self.share = share
 
     def value(self, depth: int = 0) -> Any:
         """Return any JSON value."""
@@ -158,6 +160,8 @@ class Fuzzer:
             path, good = draw.choice(GOOD)
             made = self.changed({"model": "canvasrt", **good}, draw.choice([0.02, 0.1]))
             body = json.dumps(made).encode()
+        if draw.random() < self.share:
+            return _whole("POST", *self.followed())
         headers = {"Host": "127.0.0.1", "Content-Type": "application/json"}
         kind = draw.random()
         if kind < 0.1:  # damaged JSON
@@ -183,8 +187,16 @@ class Fuzzer:
             headers["Content-Length"] = str(len(body))
         if draw.random() < 0.03:
             headers["Content-Length"] = draw.choice(["-1", "abc", "0", str(2**70), "5, 6"])
-        lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
-        return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+        return _whole(method, path, body, headers)
+
+    def followed(self) -> tuple[str, bytes]:
+        """Return the path and the body of a request whose answer follows a grammar."""
+        draw = self.draw
+        body = {"model": "canvasrt", **_SHORT, "response_format": grammars.spec(draw)}
+        if draw.random() < 0.5:
+            return PATHS[1], json.dumps({**body, "prompt": "12+34="}).encode()
+        chat = {"messages": [{"role": "user", "content": "12+34="}], "stream": draw.random() < 0.3}
+        return PATHS[0], json.dumps({**body, **chat}).encode()
 
     def tensors(self) -> tuple[str, list[Any], dict[str, Any]]:
         """Return a model, its inputs, and the request's parameters, for gRPC."""
@@ -196,6 +208,8 @@ class Fuzzer:
             names = [each for each in names if each not in ("prompt", "messages", "prompt_ids")]
             names.append(draw.choice(["prompt", "messages", "prompt_ids"]))
         made = [self._tensor(name, known[name].datatype) for name in names]
+        if draw.random() < self.share:
+            return model, [self._text(name, value) for name, value in self._grammar()], {}
         if draw.random() < 0.1:
             made.append(self._tensor(self.text()[:40] or "x", "INT32"))
         parameters = {
@@ -203,6 +217,14 @@ class Fuzzer:
             self.text()[:20] or "x": self.draw.choice([1, "a", True]),
         }
         return model, made, parameters if draw.random() < 0.2 else {}
+
+    def _grammar(self) -> list[tuple[str, bytes]]:
+        return [("prompt", b"12+34="), ("grammar", grammars.tensor(self.draw))]
+
+    def _text(self, name: str, value: bytes) -> Any:
+        tensor = tritonclient.grpc.InferInput(name, [1], "BYTES")
+        tensor.set_data_from_numpy(np.array([value], np.object_))
+        return tensor
 
     def _tensor(self, name: str, datatype: str) -> Any:
         draw = self.draw
@@ -228,6 +250,15 @@ class Fuzzer:
         tensor = tritonclient.grpc.InferInput(name, shape, datatype)
         tensor.set_data_from_numpy(array.reshape(shape))
         return tensor
+
+
+def _whole(method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+    """Return a request as it is sent."""
+    if headers is None:
+        headers = {"Host": "127.0.0.1", "Content-Type": "application/json"}
+        headers |= {"Content-Length": str(len(body))}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
 
 
 def call_http(host: str, request: bytes) -> str:
@@ -282,9 +313,11 @@ def describe(error: InferenceServerException) -> str:
     return str(error.status() or "refused")
 
 
-def run(package: Path, folder: Path, calls: int, seed: int) -> tuple[Counter[str], list[str]]:
-    """Make random calls; return the outcomes, and what was wrong."""
-    fuzzer, outcomes, wrong = Fuzzer(seed), Counter[str](), []
+def run(
+    package: Path, folder: Path, calls: int, seed: int, share: float = 0.2
+) -> tuple[Counter[str], list[str]]:
+    """Make random calls, `share` of them with a grammar; return the outcomes, and what was wrong."""
+    fuzzer, outcomes, wrong = Fuzzer(seed, share), Counter[str](), []
     with serving(package, folder, *ANY_PORTS, *LIMITS) as running:
         host = attack.host_of(running)
         known = attack.known_answers(host)
@@ -321,9 +354,9 @@ def run(package: Path, folder: Path, calls: int, seed: int) -> tuple[Counter[str
 
 def main() -> int:
     """Run as a program; return the exit code."""
-    given = attack.arguments(__doc__ or "", calls=10_000, seed=1)
+    given = attack.arguments(__doc__ or "", calls=10_000, seed=1, grammars=20)
     with attack.workspace(given.package) as (package, folder):
-        outcomes, wrong = run(package, folder, given.calls, given.seed)
+        outcomes, wrong = run(package, folder, given.calls, given.seed, given.grammars / 100)
     return attack.report(outcomes, wrong)
 
 

@@ -22,8 +22,8 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.connections import RESERVED
+from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.turns import SLICE, TURN, Turns
-from canvasrt.containers.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.faults import attack
 from tests.faults.flood import CHUNKED, HEAD, TINY, flood, health_delays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -14,12 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.inputs import inputs_of
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.middleware import Middleware, parameters_of
 from canvasrt.containers.openai.schema import ChatRequest
+from canvasrt.containers.openai.state import ServerState
+from canvasrt.containers.tensors import ARRIVED
+from canvasrt.containers.triton import grammar
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder
@@ -147,6 +155,43 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
         assert time.monotonic() - begin < 20
 
 
+@needs_triton
+def test_a_key_learns_nothing_of_others_prompts(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
+    with limited(packaged, tmp_path) as running:
+
+        def cached(key: str) -> int:
+            status, body, _, _ = ask(running, "12+34= shuffle abdeg " * 20, key=key)
+            assert status == 200
+            return int(body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert cached("a") == 0
+        assert cached("a") >= 128
+        assert cached("b") == 0
+
+
+def test_texts_and_grammars_are_not_prepared_once_for_two_keys(
+    model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    encoder = PromptEncoder(Tokenizer.load(engines), model.max_context)
+    made: list[str] = []
+    encode, compiled = encoder._encode, grammar.compile_grammar
+    monkeypatch.setattr(encoder, "_encode", lambda *given: made.append("text") or encode(*given))
+    monkeypatch.setattr(
+        grammar, "compile_grammar", lambda *given: made.append("grammar") or compiled(*given)
+    )
+    arrays = {
+        "prompt": np.array([b"12+34="], object),
+        "grammar": np.array([b'{"type": "regex", "regex": "[0-9]{2}"}'], object),
+    }
+    for owner, more in (("a", 2), ("a", 0), ("b", 2), ("~1", 2), ("~2", 0), ("", 0)):
+        before = len(made)
+        read_request(arrays, model, encoder, ModelOptions(), owner)
+        assert len(made) == before + more, owner
+
+
 def test_answers_that_a_key_waits_for_are_counted():
     callers = Callers(3)
     with callers.one("a") as more:
@@ -227,6 +272,52 @@ def test_callers_take_turns_at_being_prepared():
     assert done == ["a1", "a2", "b1", "c1", "d1", "a3", "a4"]
     assert [str(each) for each in failed] == ["b2"]
     preparing.close()
+
+
+def test_a_request_s_time_begins_at_the_front_end():
+    """Once its body is there: how long that takes is up to its caller."""
+    found: dict[str, Any] = {}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        caller = Request(scope, receive)
+        await caller.body()
+        found["body"] = time.monotonic()
+        await asyncio.sleep(0.5)  # such as for images, or a turn
+        found.update(parameters_of(caller))
+        await Response()(scope, receive, send)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.2)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None: ...
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    asyncio.run(Middleware(app, ServerState(), FrontMetrics(), 100)(scope, receive, send))
+    assert found[ARRIVED] / 1e6 == pytest.approx(found["body"], abs=0.05)
+
+
+@needs_triton
+def test_time_that_is_over_on_arrival_is_over(packaged: Bundle, tmp_path: Path):
+    from tritonclient import grpc
+
+    with limited(packaged, tmp_path, "--request-timeout", "5") as running:
+        prompt = grpc.InferInput("prompt", [1], "BYTES")
+        prompt.set_data_from_numpy(np.array([b"12+34="], object))
+
+        def call(arrived: Any) -> str:
+            with grpc.InferenceServerClient(running.said["grpc"]) as client:
+                try:
+                    client.infer("canvasrt", [prompt], parameters={ARRIVED: arrived})
+                except grpc.InferenceServerException as error:
+                    return str(error)
+            return "answered"
+
+        now = time.monotonic() * 1e6
+        assert call(int(now)) == "answered"
+        assert "longer than 5 s" in call(int(now - 6e6))
+        assert call(int(now + 1e12)) == "answered"
+        assert "canvasrt_arrived is 'x'" in call("x")
 
 
 def test_a_request_has_a_deadline(model: Model):

@@ -20,6 +20,9 @@ import pytest
 
 import canvasrt.containers.serve.server as server_module
 from canvasrt.bundle import Bundle
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.installation import Installation, find_installation
@@ -159,6 +162,22 @@ def test_hosts_can_be_named(packaged: Bundle, tmp_path: Path):
         connection = http.client.HTTPConnection("127.0.0.1", port_of(running.said["openai"]))
         connection.request("GET", "/v1/health/ready")  # probes call by address
         assert connection.getresponse().status == 200
+
+
+def test_hosts_can_be_named_by_a_variable_and_be_any(
+    packaged: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CANVASRT_ALLOWED_HOSTS", "canvasrt,localhost")
+    with serving(packaged.path, tmp_path, *ANY_PORTS, "--host", "0.0.0.0") as running:
+        assert post(running, {**JSON, "Host": "canvasrt:8000"})[0] == 200
+        assert post(running, {**JSON, "Host": "evil.example"})[0] == 403
+    Origin(FrontOptions(hosts=("*",))).check(scope("evil.example"))
+    with pytest.raises(ApiError):
+        Origin(FrontOptions()).check(scope("evil.example"))
+
+
+def scope(host: str) -> dict[str, Any]:
+    return {"path": "/v1/models", "method": "GET", "headers": [(b"host", host.encode())]}
 
 
 class Proxy(threading.Thread):

@@ -18,6 +18,7 @@ import pytest
 from canvasrt.containers.deploy import daemon
 from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
 from canvasrt.errors import CanvasError
+from tests.helpers.ci import in_ci
 
 # Where a container runtime cannot raise limits, systemd does not run, and no bridge can be made.
 _CONTAINERS_CONF = """
@@ -36,7 +37,7 @@ HARDENED = (
 
 def missing(what: str) -> NoReturn:
     """Skip a test whose tools are not here; in CI they must be, so fail."""
-    if os.environ.get("CI", "").lower() in ("1", "true"):
+    if in_ci():
         pytest.fail(f"CI is set, and {what}")
     pytest.skip(what)
 

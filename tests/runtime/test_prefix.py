@@ -69,6 +69,20 @@ def test_tokens_are_the_same_with_and_without(model: Model, prompt: Prompt, shar
     assert [result.cached_tokens for result in within] == [0, *[ends[-1]] * 3]
 
 
+def test_callers_with_keys_share_nothing(model: Model, prompt: Prompt) -> None:
+    """Those without share: each of their requests has a name of its own."""
+    beginning = prompt(300)
+    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
+    owners = ["a", "b", "a", "~1", "b", "~2", ""]
+    asked = [replace(request(model, beginning), owner=owner) for owner in owners]
+    found = [generator.run([each])[0] for each in asked]
+    assert [each.cached_tokens for each in found] == [0, 0, 300, 0, 300, 300, 300]
+    assert len(set(map(str, told(found)))) == 1
+    at_once = Generator(model, prefixes=PrefixCache(model, 256 * MB)).run(asked)
+    assert [each.cached_tokens > 0 for each in at_once] == [False, False, True, False] + [True] * 3
+    assert told(at_once) == told(found)
+
+
 def test_keys_and_values_are_the_same_to_the_last_bit(tiny: Any, prompt: Prompt) -> None:
     prefixes = PrefixCache(tiny.model, 256 * MB)
     tokens = prompt(700)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -21,7 +22,7 @@ from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
-from tests.helpers import container_tools
+from tests.helpers import container_tools, serving
 
 DOCKER, PODMAN = ContainerEngine("docker"), ContainerEngine("podman")
 CPU = Package("canvasrt:latest", None, "image", {"canvasrt.target": "cpu"}, "amd64")
@@ -54,6 +55,20 @@ def test_the_container_is_hardened():
 def test_a_dead_server_is_ended_and_its_container_restarted():
     assert "--restart unless-stopped --init --env CANVASRT_END_UNHEALTHY=1" in words(CPU)
     assert "--restart unless-stopped --env CANVASRT_END_UNHEALTHY=1" in words(CPU, PODMAN)
+
+
+def test_without_keys_it_answers_under_names_that_users_expect():
+    def hosts(**options: object) -> str:
+        found = [each for each in words(CPU, **options).split() if "ALLOWED_HOSTS" in each]
+        return found[0].partition("=")[2] if found else ""
+
+    assert hosts(name="mine") == "127.0.0.1,::1,localhost,mine"
+    assert hosts(allowed_hosts="a.example,b") == "a.example,b"
+    assert hosts(listen="0.0.0.0") == ""  # under any name, as `serve` does
+    assert hosts(listen="0.0.0.0", allowed_hosts="a") == "a"
+    # What the user sets comes later, and wins.
+    said = words(CPU, variables=("CANVASRT_ALLOWED_HOSTS=mine",))
+    assert said.index("ALLOWED_HOSTS=127") < said.index("ALLOWED_HOSTS=mine")
 
 
 def test_gpus_are_given_to_gpu_targets_alone():
@@ -103,6 +118,15 @@ def test_ci_does_not_skip_what_it_must_run(ci: str, monkeypatch: pytest.MonkeyPa
     wanted = pytest.fail.Exception if ci else pytest.skip.Exception
     with pytest.raises(wanted, match="there is no docker"):
         container_tools.missing("there is no docker")
+
+
+@pytest.mark.parametrize(("ci", "skipped"), [("true", False), ("1", False), ("", True)])
+def test_ci_does_not_skip_what_needs_triton(
+    ci: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert serving.is_skipped() == skipped
 
 
 def test_a_cache_folder_must_be_there_and_writable(tmp_path: Path):

@@ -121,6 +121,30 @@ def test_an_image_is_fetched_with_its_hosts_name(site: Any) -> None:
     assert seen == ["public.test"], "a second look-up could return another address"
 
 
+def test_slow_servers_take_no_threads_of_others() -> None:
+    """asyncio's own threads read long bodies."""
+    slow = threading.Event()
+
+    class Slow(Fetcher):
+        def fetch(self, url: str) -> bytes:
+            slow.wait(20)
+            return b""
+
+    async def run() -> float:
+        fetcher = Slow()
+        waiting = [asyncio.create_task(fetcher.fetched("http://slow.test")) for _ in range(100)]
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        await asyncio.to_thread(time.monotonic)
+        took = time.monotonic() - begin
+        slow.set()
+        await asyncio.gather(*waiting)
+        fetcher.close()
+        return took
+
+    assert asyncio.run(run()) < 2
+
+
 def test_a_redirect_is_followed(site: Any) -> None:
     port = site.server_address[1]
     assert fetcher().fetch(f"http://public.test:{port}/to//image")

@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from canvasrt.containers.names import CHECK_TIMEOUT, FAILED_CHECKS
 from canvasrt.containers.package.chart import write_chart
+from canvasrt.containers.package.settings import Health
 from canvasrt.containers.package.sizes import ReplicaSizes
+from canvasrt.containers.serve import frontend
 from canvasrt.targets import TARGETS, find_target
+from tests.helpers.ci import in_ci
 
 HELM = shutil.which("helm") or shutil.which("helm", path=str(Path(sys.executable).parent))
-pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")
+pytestmark = pytest.mark.skipif(HELM is None and not in_ci(), reason="helm is not installed")
 
 # Custom resources, whose schemas are not Kubernetes' own.
 CUSTOM = {"ServiceMonitor", "InferenceService"}
@@ -202,6 +206,38 @@ def rules(chart: Path, *settings: str) -> list[dict]:
 
 def probes(container: dict) -> list[dict]:
     return [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
+
+
+def test_a_pod_answers_under_the_names_of_its_service(chart: Path) -> None:
+    def hosts(*settings: str) -> list[str]:
+        objects = render(chart, *settings)
+        kind = "InferenceService" if "InferenceService" in objects else "Deployment"
+        spec = objects[kind]["spec"]
+        found = spec["predictor"] if kind == "InferenceService" else spec["template"]["spec"]
+        variables = {each["name"]: each.get("value") for each in found["containers"][0]["env"]}
+        return (variables.get("CANVASRT_ALLOWED_HOSTS") or "").split(",")
+
+    service = render(chart)["Service"]["metadata"]["name"]
+    own = {"localhost", "127.0.0.1", "$(POD_IP)", service, f"{service}.default"}
+    own |= {f"{service}.default.svc", f"{service}.default.svc.cluster.local"}
+    assert set(hosts()) == own
+    assert set(hosts("allowedHosts={a.example,b}")) == own | {"a.example", "b"}
+    assert hosts("kserve.enabled=true") == [""]
+
+
+def test_probes_are_as_patient_as_the_image_s_own(chart: Path) -> None:
+    (container,) = pod(render(chart))["containers"]
+    assert [each["timeoutSeconds"] for each in probes_of(container)] == [CHECK_TIMEOUT] * 3
+    live = container["livenessProbe"]
+    assert live["failureThreshold"] == FAILED_CHECKS == Health().retries
+    assert live["periodSeconds"] == Health().interval
+    assert Health().timeout > 2 * CHECK_TIMEOUT  # it may call twice
+    # A front end may be silent for some seconds, and is then replaced, which takes some more.
+    assert (FAILED_CHECKS - 1) * Health().interval > 2 * frontend._SILENCE
+
+
+def probes_of(container: dict) -> list[dict]:
+    return [container[f"{each}Probe"] for each in ("startup", "readiness", "liveness")]
 
 
 def test_probes_follow_tls(chart: Path) -> None:

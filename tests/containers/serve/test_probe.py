@@ -78,6 +78,18 @@ def test_a_dead_server_is_ended_after_a_few_checks(
     assert len(killed) == kill - stop + 1
 
 
+def test_a_server_that_is_slow_to_say_whether_it_is_ready_is_alive(
+    environment: dict[str, str], killed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe.main(environment) == 0
+    ask = probe._ask
+    slow = lambda variables, path: None if "ready" in path else ask(variables, path)  # noqa: E731
+    monkeypatch.setattr(probe, "_ask", slow)
+    for _ in range(probe.KILL_AFTER):
+        assert probe.main(environment) == 1
+    assert not killed
+
+
 def test_one_that_answers_again_is_counted_from_nothing(
     environment: dict[str, str], killed: list[int]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
+from canvasrt.containers.triton.blame import MOST, WINDOW
 from canvasrt.containers.triton.worker import Busy, Late, Overloaded, Worker
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Finished, Generator, Request
@@ -178,23 +179,88 @@ def test_after_a_fatal_error_requests_are_refused(model: Model):
     worker.close()
 
 
-def test_failed_passes_count_in_a_row_only(model: Model):
-    class Odd(Generator):
+POISON = 9
+
+
+class Poisoned(Generator):
+    """A generator whose passes fail with a request that has a certain token."""
+
+    def _denoise(self) -> list[Event]:
+        if any(POISON in each._prompt for each in self._running):  # type: ignore[union-attr]
+            raise MemoryError("out of memory")
+        return super()._denoise()
+
+
+def poison(model: Model, owner: str, **options: Any) -> Request:
+    return replace(request(model, **options), prompt_token_ids=[2, POISON], owner=owner)
+
+
+@pytest.mark.parametrize("owner", ["a", ""])
+def test_one_caller_s_requests_do_not_end_the_service(model: Model, owner: str):
+    """However many fail. With a key, the caller is refused for a while."""
+    lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+    worker = Worker(lambda: Poisoned(model), lost=lost.put)
+    now = [0.0]
+    worker._blame._clock = lambda: now[0]
+    for _ in range(MOST if owner else 2 * MOST):
+        caller = Caller()
+        worker.submit(poison(model, owner), caller)
+        assert isinstance(caller.ends.get(timeout=10), EngineError)
+    if owner:
+        assert eventually(lambda: worker._blame.refuses(owner))
+        with pytest.raises(Busy, match="of this key failed"):
+            worker.submit(poison(model, owner), Caller())
+        now[0] = WINDOW + 1
+    for each in (owner, "b"):
+        caller = Caller()
+        worker.submit(replace(request(model), owner=each), caller)
+        assert caller.ends.get(timeout=10).finish_reason == "length"
+    assert lost.empty()
+    worker.close()
+
+
+def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
+    """Its requests ran well before. What waits of the other is refused."""
+    worker = Worker(lambda: Poisoned(model, max_batch=2))
+    endless = {"max_new_tokens": 200, "max_denoising_steps": 10_000, "stability_threshold": 10_000}
+    for number in range(MOST):
+        victim, bad = Caller(), Caller()
+        worker.submit(replace(request(model, **endless), owner="b"), victim)
+        assert eventually(lambda: any(each.begun for each in list(worker._known.values())))
+        waiting = [Caller() for _ in range(6)]
+        with worker._counting:
+            worker._arrived.put((poison(model, "a"), bad, 0.0))
+            if number == MOST - 1:
+                for each in waiting:
+                    worker._arrived.put((poison(model, "a"), each, 0.0))
+        for each in (victim, bad):
+            assert isinstance(each.ends.get(timeout=10), EngineError)
+    ends = [each.ends.get(timeout=10) for each in waiting]
+    assert [isinstance(each, Busy) for each in ends[2:]] == [True] * 4  # two had a place
+    assert not worker._blame.refuses("b")
+    worker.close()
+
+
+def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
+    """Unless one succeeds in between."""
+    left = [0]
+
+    class Broken(Generator):
         def _denoise(self) -> list[Event]:
-            Odd.passes += 1
-            if Odd.passes % 2:
+            if left[0] and self._running:
+                left[0] -= 1
                 raise MemoryError("out of memory")
             return super()._denoise()
 
-        passes = 0
-
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
-    worker = Worker(lambda: Odd(model), lost=lost.put)
-    for number in range(8):
+    worker = Worker(lambda: Broken(model), lost=lost.put)
+    for failing in (2, 2, 0, 2, 2, 0, 2, 2, 2):  # a request's pass, and the probe's
+        assert lost.empty()
         caller = Caller()
-        worker.submit(request(model, max_denoising_steps=1), caller)
-        assert isinstance(caller.ends.get(timeout=10), EngineError) == (number % 2 == 0)
-    assert lost.empty()
+        left[0] = failing
+        worker.submit(request(model), caller)
+        assert isinstance(caller.ends.get(timeout=10), EngineError) == bool(failing)
+    assert "3 passes in a row" in lost.get(timeout=10).message
     worker.close()
 
 
@@ -219,7 +285,7 @@ def test_a_failed_pass_gives_its_slots_back(model: Model):
         worker.close()
     finally:
         del model.release  # type: ignore[method-assign]
-    assert len(released) == 1
+    assert len(released) == 2  # and the probe's
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,12 @@ containers:
     env:
       - name: NIM_CACHE_PATH
         value: {{ .Values.cache.path }}
+      {{- with include "canvasrt.hosts" . }}
+      - name: POD_IP
+        valueFrom: {fieldRef: {fieldPath: status.podIP}}
+      - name: CANVASRT_ALLOWED_HOSTS
+        value: {{ . | quote }}
+      {{- end }}
       {{- if .Values.apiKeys.existingSecret }}
       - name: CANVASRT_API_KEYS_FILE
         value: /run/secrets/canvasrt/{{ .Values.apiKeys.key }}
@@ -102,19 +108,23 @@ containers:
     startupProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
+      timeoutSeconds: 8
       failureThreshold: {{ div (add .Values.startupSeconds 4) 5 }}
     readinessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/ready") | nindent 6 }}
       periodSeconds: 5
-      timeoutSeconds: 5
+      timeoutSeconds: 8
     lifecycle:
       preStop:
         # Stop only after every service has dropped this replica.
         exec: {command: [sleep, "5"]}
+    # The server itself replaces a front end that is silent for 10 seconds, and ends when a pass hangs. This is for a
+    # supervisor that cannot.
     livenessProbe:
       {{- include "canvasrt.probe" (dict "root" . "path" "/v1/health/live") | nindent 6 }}
       periodSeconds: 10
-      timeoutSeconds: 5
+      timeoutSeconds: 8
+      failureThreshold: 4
     securityContext:
       allowPrivilegeEscalation: false
       readOnlyRootFilesystem: true

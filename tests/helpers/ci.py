@@ -1,0 +1,10 @@
+"""Whether this is continuous integration, where what cannot run fails."""
+
+from __future__ import annotations
+
+import os
+
+
+def in_ci() -> bool:
+    """Whether the variable CI says so."""
+    return os.environ.get("CI", "").lower() in ("1", "true")
