@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import random
+import re
 import socket
 import sys
 import threading
@@ -308,7 +309,8 @@ def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str,
 def describe(error: InferenceServerException) -> str:
     """Return an error's code, and `internal` for a bug in the models."""
     text = str(error.message())
-    if any(mark in text for mark in ("Traceback", "Error:", "unhealthy")):
+    # llguidance's own messages say "Parser Error:"; an exception's name is one word.
+    if re.search(r"Traceback|\wError:|unhealthy", text):
         return f"internal: {text[:200]}"
     return str(error.status() or "refused")
 
