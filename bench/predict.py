@@ -31,7 +31,7 @@ from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pipeline import build
 from canvasrt.recipes.recipe import load_recipe
-from canvasrt.shapes import capacities, in_units, round_up, usual_capacity, widths
+from canvasrt.shapes import capacities, round_up, usual_capacity
 from canvasrt.targets import Target, find_target
 
 # How often each layer counts: every sixth of the released 30 layers is a full one.
@@ -156,10 +156,9 @@ def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int
     All of the padding goes to the same experts, which get some of the other tokens, too.
     """
     model = predictor.model
-    past = widths(in_units(LONGEST_CONTEXT))
     padding = model.canvas_length // 2
     load = padding + usual_capacity(model, model.canvas_length - padding)
-    capacity = round_up(load, capacities(model, round_up(context, past), past))
+    capacity = round_up(load, capacities(model))
     return batch * predictor.denoise(gpu, 1, context, capacity).seconds
 
 

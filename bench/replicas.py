@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from canvasrt.profiles import Profiles
 from canvasrt.runtime.engine import Arrays, Engine, EngineCall, Segment
-from canvasrt.runtime.profiles import Profiles
 
 _LAYER = re.compile(r"^((?:past|new)_(?:key|value)_)(\d+)$")
 

@@ -17,8 +17,6 @@ LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
 UNIT = 64
 # Widths of a full layer's past: at most so many, the first of so many tokens.
 WIDTHS, FIRST_WIDTH = 5, 2048
-# Widths in which a canvas of one request has a middle capacity. More would be too many shapes.
-MIDDLE_WIDTHS = 2
 # No server has more.
 MAX_SHAPES = 24
 
@@ -32,6 +30,11 @@ class PassShape:
     length: int
     capacity: int
     width: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What an engine sees of it: the phase is an input."""
+        return self.batch, self.length, self.capacity, self.width
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,15 @@ def usual_capacity(model: ModelConfig, tokens: int) -> int:
     return min(tokens, wanted)
 
 
-def capacities(model: ModelConfig, width: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+def capacities(model: ModelConfig) -> tuple[int, ...]:
     """Return the slots per expert that a pass of one request's canvas may have, the fewest first.
 
     The first hold near-uniform routing. Those in the middle hold a canvas half of whose tokens route alike, such as
-    padding; only pasts of the first `MIDDLE_WIDTHS` have them. The last hold all tokens.
+    padding. The last hold all tokens.
     """
     tokens = model.canvas_length
     middle = tokens // 2 + usual_capacity(model, tokens // 2)
-    found = [usual_capacity(model, tokens), tokens]
-    if width in widths[:MIDDLE_WIDTHS]:
-        found.append(middle)
-    return tuple(sorted(set(found)))
+    return tuple(sorted({usual_capacity(model, tokens), middle, tokens}))
 
 
 def roomy_capacity(model: ModelConfig, longest: int) -> int:

@@ -25,6 +25,7 @@ FLOORS = (
     "errors types progress defaults chat_tokens children hashes formats option",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages shapes",
+    "profiles",
     "cache graphs kernels",
     "runtime",
     "demo",
@@ -36,7 +37,7 @@ FLOORS = (
 )
 # The same inside the runtime and the containers.
 RUNTIME = (
-    "profiles passes capacity noise tables tokenizer pictures conditions",
+    "passes capacity noise tables tokenizer pictures conditions",
     "engine sampling host_head",
     "model request backends inputs candidates",
     "kv_cache gpu settled prefix host_sampler early_stop",

@@ -16,7 +16,8 @@ from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import GpuRates
-from canvasrt.shapes import DENOISE, ENCODE, in_units, round_up, usual_capacity, widths
+from canvasrt.profiles import Profiles
+from canvasrt.shapes import DENOISE, ENCODE, ROOMY, in_units, round_up, usual_capacity, widths
 
 # Denoising steps that a block is assumed to take.
 PREDICTED_STEPS = 16
@@ -124,19 +125,23 @@ class Predictor:
     def encode(
         self, gpu: GpuRates, batch: int, length: int, context: int, capacity: int | None = None
     ) -> PredictedPass:
-        """Return an encoding pass of `length` clean tokens per request: only the body segments."""
-        capacity = capacity or usual_capacity(self.model, batch * length)
+        """Return an encoding pass of `length` clean tokens per request: only the body segments.
+
+        The runtime encodes one request at a time, and up to `ROOMY` tokens with a slot for each.
+        """
+        roomy = batch == 1 and length <= ROOMY
+        capacity = capacity or (length if roomy else usual_capacity(self.model, batch * length))
         sizes = CallSizes(batch, length, context, capacity)
         return self._pass(ENCODE, gpu, sizes, self._bodies())
 
     def block_seconds(
         self, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
     ) -> float:
-        """Return the seconds for one block: `STEPS` denoising steps and the encoding of its result."""
-        encoded = self.encode(gpu, batch, self.model.canvas_length, context, capacity)
-        return (
-            PREDICTED_STEPS * self.denoise(gpu, batch, context, capacity).seconds + encoded.seconds
-        )
+        """Return the seconds for one block of every request: `PREDICTED_STEPS` denoising steps, and the results encoded
+        one by one."""
+        denoised = self.denoise(gpu, batch, context, capacity).seconds
+        encoded = self.encode(gpu, 1, self.model.canvas_length, context).seconds
+        return PREDICTED_STEPS * denoised + batch * encoded
 
     def _most(self) -> int:
         """Return the tokens that the engines take of a full layer's past."""
@@ -164,21 +169,13 @@ class Predictor:
     def _program(
         self, segment: str, kind: str, sizes: CallSizes
     ) -> tuple[Sequence[Kernel], dict[str, int]]:
-        """Return the kernels and the dimensions of such a call, with the profile chosen as the runtime does."""
+        """Return the kernels and the dimensions of such a call, with the profile that the runtime picks."""
         for shared in (True, False):
             dims = sizes.dims(self.model, self._most(), shared)
-            holding = [
-                profile
-                for profile in self.entries[segment]["profiles"]
-                if all(
-                    profile[name]["min"] <= size <= profile[name]["max"]
-                    for name, size in dims.items()
-                    if name in profile
-                )
-            ]
-            named = [each for each in holding if each["name"].startswith(kind)] or holding
-            if named:
-                return self.lists[segment].programs[named[0]["name"]], dims
+            profiles = self.entries[segment]["profiles"]
+            picked = Profiles(profiles).pick(dims)
+            if picked is not None:
+                return self.lists[segment].programs[profiles[picked]["name"]], dims
         raise UsageError(
             f"no profile of {segment} holds " + ", ".join(f"{n} {s}" for n, s in dims.items()),
             "`canvasrt inspect` shows the sizes that the engines take",

@@ -26,7 +26,8 @@ def report(
 ) -> Json:
     """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds."""
     denoise = predictor.denoise(gpu, batch, context, capacity)
-    encode = predictor.encode(gpu, batch, predictor.model.canvas_length, context, capacity)
+    encode = predictor.encode(gpu, 1, predictor.model.canvas_length, context)
+    block = predictor.block_seconds(gpu, batch, context, capacity)
     return {
         "note": _NOTE,
         "gpu": {**asdict(gpu), "rates": dict(gpu.rates)},
@@ -34,10 +35,8 @@ def report(
         "passes": {each.kind: _pass(each, predictor.model) for each in (denoise, encode)},
         "block": {
             "steps": PREDICTED_STEPS,
-            "ms": 1e3 * (PREDICTED_STEPS * denoise.seconds + encode.seconds),
-            "tokens_per_second": batch
-            * predictor.model.canvas_length
-            / (PREDICTED_STEPS * denoise.seconds + encode.seconds),
+            "ms": 1e3 * block,
+            "tokens_per_second": batch * predictor.model.canvas_length / block,
         },
         "growth": {
             "batch": _growth(predictor, gpu, ((each, context) for each in BATCHES)),

@@ -15,9 +15,9 @@ import onnxruntime as ort
 
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
+from canvasrt.profiles import Profiles
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.engine import EngineCall
-from canvasrt.runtime.profiles import Profiles
 from canvasrt.runtime.tables import host_dtype
 
 PROVIDER = "CUDAExecutionProvider"

@@ -17,9 +17,9 @@ import numpy as np
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
+from canvasrt.profiles import Profiles
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.engine import EngineCall
-from canvasrt.runtime.profiles import Profiles
 from canvasrt.runtime.tables import host_dtype
 
 _log = logging.getLogger(__name__)

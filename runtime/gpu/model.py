@@ -283,8 +283,9 @@ class DeviceModel(Model):
         """
         self.counters.overflows += 1
         if len(batch) == 1:
+            row: DeviceRow = batch[0].row
             for number in range(len(self.segments[:-1])):
-                batch[0].row.overload(number, self.canvas_length)
+                row.overload(number, self.shapes.shared(row.width).capacity + 1)
             return self._denoise_pass(batch)
         return [output for item in batch for output in self._denoise_pass([item])]
 
@@ -326,8 +327,8 @@ class DeviceModel(Model):
         return DenoiseOutput(canvas, argmax, entropy, accepted, kept, hidden)
 
     def _run_alone(self, this: Pass, row: DeviceRow, head: bool) -> None:
-        """Denoise one request's canvas. A segment in which an expert overflowed has room for as many tokens until the
-        block ends: that depends on the request alone."""
+        """Denoise one request's canvas. A segment in which an expert overflowed, and all after it, have room for as many
+        tokens until the block ends: that depends on the request alone."""
         begin = 0
         while True:
             capacities = [
@@ -340,7 +341,10 @@ class DeviceModel(Model):
             if capacities[over] == this.length:
                 raise too_full()
             self.counters.overflows += 1
-            row.overload(over, int(self.workspace.load(over).max()))
+            load = int(self.workspace.load(over).max())
+            # Padding routes alike in every segment; found one by one, each would repeat the rest of the pass.
+            for number in range(over, len(capacities)):
+                row.overload(number, max(load, row.load(number)))
             begin = over
 
     def _run(

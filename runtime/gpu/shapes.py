@@ -44,7 +44,7 @@ class PassShapes:
 
     def denoise(self, width: int, load: int = 0) -> PassShape:
         """Return the shape of one request's denoising pass, given the most tokens that an expert got so far."""
-        sizes = capacities(self._config, width, self.widths)
+        sizes = capacities(self._config)
         capacity = round_up(min(load, sizes[-1]), sizes)
         return PassShape("denoise", 1, self._config.canvas_length, capacity, width)
 
@@ -64,17 +64,14 @@ class PassShapes:
             shape = self.encode(canvas, width)
             if shape.length < self._config.canvas_length:
                 return replace(shape, phase="denoise")
-        return self.denoise(width, load if self._batch == 1 else self._config.canvas_length)
+        return self.denoise(width, load)
 
     def __iter__(self) -> Iterator[PassShape]:
         """Return every shape once, the narrowest first."""
         shapes: list[PassShape] = []
         for width in self.widths:
             shapes += [self.encode(tokens, width) for tokens in self.lengths]
-            own = capacities(self._config, width, self.widths)
             if self._batch > 1:
-                # Only a canvas that does not fit these leaves them.
                 shapes.append(self.shared(width))
-                own = own[-1:]
-            shapes += [self.denoise(width, load) for load in own]
+            shapes += [self.denoise(width, load) for load in capacities(self._config)]
         yield from dict.fromkeys(shapes)

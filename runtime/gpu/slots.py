@@ -26,14 +26,14 @@ class DeviceRow:
     width: int = 0  # tokens that its full layers have room for now
     # Counts the hidden states that the device computed for the request; None if it holds none.
     hidden: int | None = None
-    # The most tokens that an expert got in body segments where a block's canvas overloaded one, by the tokens cached
+    # The tokens that a body segment's experts have room for since a block's canvas overloaded one, by the tokens cached
     # before the block and the segment.
     loads: dict[tuple[int, int], int] = field(default_factory=dict)
     # Nothing is learned from earlier passes: their shapes are fixed.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
     def load(self, segment: int) -> int:
-        """Return the most tokens that the block's canvas gave to an expert of a segment, or 0 if none was overloaded."""
+        """Return the tokens that a segment's experts need room for in this block, or 0 if none was overloaded so far."""
         return self.loads.get((self.length, segment), 0)
 
     def overload(self, segment: int, load: int) -> None:

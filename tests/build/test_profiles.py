@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from canvasrt.build.profiles import profiles, to_json
+from canvasrt.kernels.predict import CallSizes
+from canvasrt.profiles import Profiles
+from canvasrt.runtime.gpu.shapes import PassShapes
 from tests.helpers.configs import RELEASED
 
 BODY = {"name": "body_0", "layers": [0, 1, 2, 3, 4, 5]}
@@ -92,3 +97,20 @@ def test_prompts_may_be_read_a_canvas_at_a_time() -> None:
     made = profiles(BODY, RELEASED, 8192, 1, prefill_chunk=256)["encode"]
     assert made["length"].max == made["capacity"].max == 256
     assert profiles(BODY, RELEASED, 8192, 1)["encode"]["length"].max == 512
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("context", [1024, 32_768, 262_144])
+def test_every_canvas_takes_the_program_that_is_built_for_canvases(form: str, context: int) -> None:
+    """Whatever its slots: a program for any number of tokens has more kernels."""
+    entry = {**BODY, "quantized": {"layers.0.experts.gate_up": form}}
+    made = to_json(profiles(entry, RELEASED, context, 1))
+    picked = {}
+    for shape in PassShapes(RELEASED, 512, context, 1):
+        sizes = CallSizes(shape.batch, shape.length, shape.width, shape.capacity)
+        tokens = form == "nvfp4" and shape.length == RELEASED.canvas_length
+        number = Profiles(made).pick(sizes.dims(RELEASED, context, shared=tokens))
+        assert number is not None
+        picked.setdefault(shape.length, set()).add(made[number]["name"])
+    assert picked.pop(256) == {"denoise"}
+    assert set.union(*picked.values()) == {"encode"}

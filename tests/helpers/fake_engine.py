@@ -16,10 +16,10 @@ import numpy as np
 import onnxruntime as ort
 
 from canvasrt.errors import CanvasError
+from canvasrt.profiles import Profiles
 from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaEngine
 from canvasrt.runtime.engine import EngineCall, Pitched
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
-from canvasrt.runtime.profiles import Profiles
 
 
 class FakeDevice:

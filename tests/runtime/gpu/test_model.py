@@ -162,6 +162,21 @@ def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
         model.release(row)
 
 
+def test_a_parked_request_comes_back_to_the_room_that_its_block_needs(
+    tiny: Pair, prompt: Prompt
+) -> None:
+    """Otherwise it would go on in other shapes, and with other last bits."""
+    model, _ = resident(tiny.graphs, rows_apart=True)
+    row, tokens = model.new_row(), np.array(prompt(20, 1))
+    model.encode([EncodeInput(row, tokens)])
+    row.overload(1, 20)
+    model.park(row, model.first_hidden(tokens[:CANVAS]))
+    assert not row.load(1)
+    model.encode([EncodeInput(row, tokens)])
+    assert (row.load(0), row.load(1)) == (0, 20)
+    model.release(row)
+
+
 def test_profiles_bound_the_batch_and_the_memory(tiny: Pair, prompt: Prompt) -> None:
     model, _ = resident(tiny.graphs, profiles=body_profiles(batch=(1, 1, 2)))
     assert model.max_batch == Generator(model, 8).max_batch == 2
@@ -173,7 +188,7 @@ def test_profiles_bound_the_batch_and_the_memory(tiny: Pair, prompt: Prompt) -> 
 
 
 def test_each_phase_takes_the_profile_that_suits_it(tiny: Pair, prompt: Prompt) -> None:
-    from canvasrt.runtime.profiles import Profiles
+    from canvasrt.profiles import Profiles
 
     (prefill,) = body_profiles(length=(1, 512, 512), batch=(1, 1, 1))["body"]
     (denoise,) = body_profiles(length=(CANVAS, CANVAS, CANVAS))["body"]

@@ -23,16 +23,19 @@ class Profiles:
         ]
 
     def pick(self, dims: Mapping[str, int]) -> int | None:
-        """Return the number of the profile whose usual sizes are closest; None if no profile holds
-        `dims`."""
+        """Return the number of the profile that holds `dims` and leaves the fewest of them open, then of the one whose
+        usual sizes are closest; None if no profile holds them.
+
+        The builder makes fewer kernels of a size that it knows.
+        """
         if not self._profiles:
             return 0
         fitting = [
-            (_distance(profile, dims), number)
+            (_open(profile, dims), _distance(profile, dims), number)
             for number, profile in enumerate(self._profiles)
             if _holds(profile, dims)
         ]
-        return min(fitting)[1] if fitting else None
+        return min(fitting)[-1] if fitting else None
 
     def largest(self, name: str, dims: Mapping[str, int]) -> int:
         """Return the largest size of `name` for the other `dims`; 0 if no profile holds those."""
@@ -51,6 +54,10 @@ class Profiles:
 def _holds(profile: Mapping[str, Range], dims: Mapping[str, int]) -> bool:
     # A segment without layers of a kind has no dimension for their past.
     return all(profile[name].holds(size) for name, size in dims.items() if name in profile)
+
+
+def _open(profile: Mapping[str, Range], dims: Mapping[str, int]) -> int:
+    return sum(profile[name].min < profile[name].max for name in dims if name in profile)
 
 
 def _distance(profile: Mapping[str, Range], dims: Mapping[str, int]) -> float:
