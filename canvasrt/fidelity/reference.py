@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput
 
@@ -75,6 +76,14 @@ class ReferenceModel:
     @property
     def canvas_length(self) -> int:
         return self.config.canvas_length
+
+    def check_canvas(self, length: int) -> None:
+        """Raise CanvasError for a canvas that is not the checkpoint's."""
+        if length != self.canvas_length:
+            raise CanvasError(
+                f"canvas_length is {length}, but the reference has canvases of {self.canvas_length}",
+                "leave out canvas_length",
+            )
 
     def new_row(self) -> ReferenceRow:
         """Return the empty state of a new request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -83,7 +84,11 @@ def read_calibration(bundle: Bundle) -> dict[str, Any]:
 
 
 def _load_modelopt() -> None:
-    """Import ModelOpt once without its warnings about transformers' version: it does not load models here."""
+    """Import ModelOpt once without its warnings about transformers' version: it does not load models here.
+
+    Nor does it compile kernels, so torch need not warn that there is CUDA but no GPU.
+    """
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization  # noqa: F401

@@ -60,7 +60,7 @@ def test_the_script_runs_and_says_what_it_left_out(
         assert len(side["expert_loads"]) == 4
     (parts,) = [run["parts"] for run in data["sides"]["onnxruntime"]["segments"]]
     assert list(parts) == ["body_0", "body_1", "head"]
-    assert set(data["experts"]["onnxruntime"]["256"]) == {"32", "64", "128", "dense"}
+    assert set(data["experts"]["onnxruntime"]["256"]) == {"32", "48", "64", "128", "160", "dense"}
     assert data["versions"]["onnxruntime"]
     assert "skipped" in data["sides"]["tensorrt"]
     text = (tmp_path / "out" / "gpu.md").read_text()

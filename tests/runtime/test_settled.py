@@ -130,5 +130,5 @@ def test_a_block_ends_once_the_end_of_the_sequence_has_settled(tiny) -> None:
 
 
 def test_it_ends_blocks_early_so_it_does_not_go_with_all_steps() -> None:
-    with pytest.raises(CanvasError, match="early_stop is false"):
+    with pytest.raises(CanvasError, match="early stopping is off"):
         SamplingParams(settle_steps=1, early_stop=False)
