@@ -99,7 +99,7 @@ def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> 
         rows, columns = min(height // width, budget), 1
     if not rows or not columns or rows * columns > budget:
         raise CanvasError(
-            f"an image of {width} × {height} pixels is too long and narrow",
+            f"an image of {width} × {height} pixels is too narrow for its length",
             "send an image that is closer to a square",
         )
     return rows * side, columns * side

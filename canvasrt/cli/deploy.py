@@ -28,7 +28,7 @@ Engine = Annotated[
 Timeout = Annotated[
     float,
     typer.Option(
-        "--timeout", metavar="SECONDS", min=0, help="How long it may take to become ready."
+        "--timeout", metavar="SECONDS", min=0, help="Time limit for the container to become ready."
     ),
 ]
 Show = Annotated[bool, typer.Option("--print", help="Print the commands instead of running them.")]

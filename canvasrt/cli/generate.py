@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +109,18 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
         )
     if infill is not None and (n > 1 or stream or drafts):
         raise UsageError("--infill fills one text", "leave out --n, --stream and --drafts")
+    if infill is not None:
+        from canvasrt.runtime.answers.infill import read_gaps
+
+        _named(lambda: read_gaps(infill))
+
+
+def _named(read: Callable[[], Any]) -> Any:
+    """Read an option. UsageError for what the runtime refuses, whose messages begin with the option's name."""
+    try:
+        return read()
+    except CanvasError as error:
+        raise UsageError(f"--{error.message}", error.hint) from None
 
 
 def read_canvas(text: str | None, infill: str | None = None) -> Any:
@@ -120,11 +133,10 @@ def read_canvas(text: str | None, infill: str | None = None) -> Any:
     from canvasrt.runtime.conditions import read_conditions
 
     try:
-        return read_conditions(json.loads(text))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"--canvas is not JSON: {error}", 'give {"pin": {"0": 17}}') from None
-    except CanvasError as error:
-        raise UsageError(f"--{error.message}", error.hint) from None
+    return _named(lambda: read_conditions(value))
 
 
 def _infill_prompt(text: str) -> str:

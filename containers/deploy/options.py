@@ -67,7 +67,7 @@ class DeployOptions:
     allowed_hosts: str | None = field(
         default=None,
         metadata=option(
-            "The names under which a server without API keys answers; * for any.",
+            "Host names that a server without API keys accepts; * for any.",
             flag="--allowed-hosts",
             metavar="HOST[,HOST...]",
             shown="loopback's and the container's, on loopback",

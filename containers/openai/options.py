@@ -31,17 +31,17 @@ class FrontOptions:
 
     host: str = field(
         default="127.0.0.1",
-        metadata=option("The address to listen on; 0.0.0.0 for all.", metavar="ADDRESS"),
+        metadata=option("Address to listen on; 0.0.0.0 for all interfaces.", metavar="ADDRESS"),
     )
     # Host headers that a server without keys answers to; none stands for loopback's names on
     # loopback, and for any elsewhere.
     hosts: tuple[str, ...] = field(
         default=(),
         metadata=option(
-            "The names under which a server without API keys answers; * for any.",
+            "Host names that a server without API keys accepts; * for any.",
             flag="--allowed-hosts",
             metavar="HOST[,HOST...]",
-            shown="loopback's, on loopback",
+            shown="localhost and 127.0.0.1 when it listens on loopback",
             variable=ALLOWED_HOSTS,
             read=read_names,
         ),
@@ -118,7 +118,7 @@ class FrontOptions:
     )
     max_key_requests: int | None = field(
         default=None,
-        metadata=limit_option("Maximum number of answers that one API key may wait for at once."),
+        metadata=limit_option("Maximum number of concurrent answers per API key."),
     )
     max_connections: int = field(
         default=1024,

@@ -62,7 +62,7 @@ class Settings:
     triton_behind_proxy: bool = field(
         default=False,
         metadata=option(
-            "A proxy checks who reaches Triton's ports; needed for --triton-host with keys or TLS."
+            "A proxy authenticates access to Triton's ports; required for --triton-host with API keys or TLS."
         ),
     )
     profile: str | None = field(
@@ -118,7 +118,7 @@ class Settings:
         default=False, metadata=option("Copy the log to stderr.", flag="--verbose, -v")
     )
     ready_timeout: float = field(
-        default=READY_TIMEOUT, metadata=_seconds("How long loading the engines may take.", 0)
+        default=READY_TIMEOUT, metadata=_seconds("Time limit for loading the engines.", 0)
     )
     exit_timeout: int = field(
         default=EXIT_TIMEOUT,

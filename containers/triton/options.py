@@ -57,12 +57,14 @@ class ModelOptions:
     )
     max_queue_tokens: int = field(
         default=1 << 22,
-        metadata=limit_option("Maximum tokens of all running and waiting requests.", shown=None),
+        metadata=limit_option(
+            "Maximum number of tokens of running and queued requests together.", shown=None
+        ),
     )
     request_timeout: int | None = field(
         default=None,
         metadata=limit_option(
-            "How long one request may take, its wait included.", metavar="SECONDS"
+            "Time limit per request, including time in the queue.", metavar="SECONDS"
         ),
     )
 

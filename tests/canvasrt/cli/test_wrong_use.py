@@ -37,7 +37,6 @@ WRONG = {
     "inspect a --batch 2": "--batch needs --kernels",
     "inspect a --gpu l4": "--gpu needs --kernels",
     "inspect a --page p": "--page needs --kernels",
-    # making
     "export": "CHECKPOINT",
     "export demo -o out -p int4": "cannot export graphs in 'int4'",
     "export demo -o out --calibration missing.jsonl": "this checkpoint needs no calibration",
@@ -143,6 +142,7 @@ WRONG = {
     "ask": "BUNDLE_OR_URL",
     "generate b --infill a{1}b --stream": "--infill fills one text",
     "generate b --infill a{1}b --canvas {}": "--infill has a canvas of its own",
+    "generate b --infill gapless": "--infill has no gap",
     "generate b x --canvas nope": "--canvas is not JSON",
     "generate b x --canvas '{\"nope\": 1}'": "--canvas",
     "ask b q.yaml ' '": "INPUT is empty",
