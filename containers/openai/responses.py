@@ -54,17 +54,19 @@ def _items(value: Any) -> Any:
 _Items = BeforeValidator(
     _items,
     json_schema_input_type=str
-    | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)],
+    | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)],
 )
 
 
 class ResponsesRequest(Sampling):
     """The body of a response."""
 
-    input: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES), _Items]
+    input: Annotated[
+        list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), _Items
+    ]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

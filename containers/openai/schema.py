@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
 from canvasrt.containers.tensors import MAX_BIASED, MAX_STOP_LENGTH
+from canvasrt.containers.untrusted import load_json
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
@@ -32,6 +33,9 @@ OPENAI_MAX_STOPS = 4  # as in OpenAI's API
 MAX_WARNINGS = 16  # about one request
 LEFT_OUT = ("extra_forbidden", "unsupported_parameter")
 _ROUNDS = 4  # some errors only show once others are gone
+# Every mistake in an object's members is collected, with the interpreter's lock held: of bodies longer than this many
+# bytes, no object may have more members. Lists end at the first mistake.
+_LONG, MAX_MEMBERS, _DEPTH = 65_536, 8192, 4
 # OpenAI has parameters of its own for these two.
 OWN = tuple(each for each in PARAMETERS if each.name not in ("max_new_tokens", "seed"))
 # Why a parameter is refused, when its name does not say it.
@@ -85,9 +89,10 @@ def _prompts(value: Any) -> Any:
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_Stops = _Stop | Annotated[list[_Stop], Field(max_length=OPENAI_MAX_STOPS)]
+_Stops = _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=OPENAI_MAX_STOPS)]
 Strings = Annotated[
     list[_Stop],
+    Field(fail_fast=True),
     BeforeValidator(_one_or_more, json_schema_input_type=_Stops),
 ]
 _Prompts = str | list[str] | list[int] | list[list[int]]
@@ -184,7 +189,9 @@ class Sampling(_Own):
 class ChatRequest(Sampling):
     """The body of a chat completion."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+    ]
     max_completion_tokens: Whole | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -241,6 +248,7 @@ def read_body(kind: type[BodyT], body: bytes, lenient: bool = False) -> BodyT:
 
 def parse_body(kind: type[Kind], body: bytes) -> Kind:
     """Return a body of any kind. ApiError names the parameter that is wrong."""
+    _check_members(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -250,6 +258,7 @@ def parse_body(kind: type[Kind], body: bytes) -> Kind:
 def parse_leniently(kind: type[BodyT], body: bytes) -> BodyT:
     """Return a body without the parameters that are not supported, which it notes. ApiError names
     one that is wrong."""
+    _check_members(body)
     ignored: list[str] = []
     for _ in range(_ROUNDS):
         try:
@@ -267,6 +276,31 @@ def parse_leniently(kind: type[BodyT], body: bytes) -> BodyT:
         request._ignored = ignored
         return request
     raise bad_request("The body of the request has too many unsupported parameters.")
+
+
+def _check_members(body: bytes) -> None:
+    """Raise ApiError for a long body in which an object has too many members."""
+    if len(body) <= _LONG:
+        return
+    try:
+        values: list[Any] = [load_json(body)]
+    except ValueError:
+        return  # the parser says it
+    for _ in range(_DEPTH):
+        objects = [each for each in values if isinstance(each, dict)]
+        most = max(map(len, objects), default=0)
+        if most > MAX_MEMBERS:
+            raise bad_request(
+                f"An object in the body of the request has {most} members; at most {MAX_MEMBERS} are allowed.",
+                None,
+                "invalid_value",
+            )
+        values = [
+            part
+            for each in values
+            if isinstance(each, (dict, list))
+            for part in (each.values() if isinstance(each, dict) else each)
+        ]
 
 
 def note(ignored: list[str], message: str) -> None:

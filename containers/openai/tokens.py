@@ -15,7 +15,7 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Tools
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.middleware import parameters_of
-from canvasrt.containers.openai.schema import ChatRequest, Strict, only
+from canvasrt.containers.openai.schema import MAX_MESSAGES, ChatRequest, Strict, only
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.containers.openai.upstream import Upstream
 from canvasrt.runtime.sampling import MAX_INT32
@@ -26,7 +26,12 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: (
+        Annotated[
+            list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
+        ]
+        | None
+    ) = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
@@ -78,7 +83,7 @@ class DetokenizeRequest(Strict):
     """The body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_INT32)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 
 
 class Tokens:

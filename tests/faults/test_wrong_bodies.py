@@ -1,0 +1,54 @@
+"""Long bodies with very many mistakes: each is refused at its first, and holds the interpreter no longer than a good one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.responses import ResponsesRequest
+from canvasrt.containers.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Strict,
+    parse_body,
+    parse_leniently,
+)
+from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest
+
+SIZE = 2_000_000  # bytes; a good body of as many takes a quarter of a second
+CHAT = b'{"model":"m","messages":[{"role":"user","content":"a"}],'
+OBJECTS = b"{}," * (SIZE // 3) + b"{}"
+NUMBERS = b"1," * (SIZE // 2) + b"1"
+MEMBERS = b",".join(b'"k%d":1' % i for i in range(SIZE // 11))
+BODIES: dict[str, tuple[type[Strict], bytes]] = {
+    "ids that are objects": (DetokenizeRequest, b'{"tokens":[' + OBJECTS + b"]}"),
+    "messages that are numbers": (TokenizeRequest, b'{"messages":[' + NUMBERS + b"]}"),
+    "a chat of numbers": (ChatRequest, b'{"model":"m","messages":[' + NUMBERS + b"]}"),
+    "items that are numbers": (ResponsesRequest, b'{"model":"m","input":[' + NUMBERS + b"]}"),
+    "prompts that are objects": (CompletionRequest, b'{"model":"m","prompt":[' + OBJECTS + b"]}"),
+    "tools that are empty": (ChatRequest, CHAT + b'"tools":[' + OBJECTS + b"]}"),
+    "stops that are numbers": (ChatRequest, CHAT + b'"stop":[' + NUMBERS + b"]}"),
+    "unknown parameters": (ChatRequest, CHAT + MEMBERS + b"}"),
+    "metadata of numbers": (ChatRequest, CHAT + b'"metadata":{' + MEMBERS + b"}}"),
+    "unknown options": (ChatRequest, CHAT + b'"stream_options":{' + MEMBERS + b"}}"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_many_mistakes_cost_little_more_than_one(name: str) -> None:
+    kind, body = BODIES[name]
+    begin = time.process_time()
+    with pytest.raises(ApiError) as refused:
+        parse_body(kind, body)
+    # Collecting all of them took 2 to 12 seconds.
+    assert time.process_time() - begin < 1.5
+    assert refused.value.status == 400
+
+
+def test_nor_where_unsupported_parameters_are_left_out() -> None:
+    begin = time.process_time()
+    with pytest.raises(ApiError, match="members"):
+        parse_leniently(ChatRequest, CHAT + MEMBERS + b"}")
+    assert time.process_time() - begin < 1.5
