@@ -17,6 +17,7 @@ from canvasrt.runtime.sampling import PARAMETERS
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"
 MAX_IMAGES = 1024
+MAX_CANVAS = 1 << 20  # characters of JSON
 MAX_BIASED = 1024  # tokens
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000  # strings, and characters of one
 # With this request parameter, the stream model reports an error as an event of that name, whose

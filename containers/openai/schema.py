@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
-from canvasrt.containers.tensors import MAX_BIASED, MAX_STOP_LENGTH
+from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH
 from canvasrt.containers.untrusted import load_json
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
@@ -240,6 +240,12 @@ def read_body(kind: type[BodyT], body: bytes, lenient: bool = False) -> BodyT:
     request = parse_leniently(kind, body) if lenient else parse_body(kind, body)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream set to true.", "stream_options")
+    if len(body) > MAX_CANVAS and (size := len(json.dumps(request.canvas))) > MAX_CANVAS:
+        raise bad_request(
+            f"canvas has {size} characters of JSON; at most {MAX_CANVAS} are allowed.",
+            "canvas",
+            "invalid_value",
+        )
     _check_budgets(request)
     if (request.seed or 0) + (request.n or 1) > 2**64:
         raise bad_request("seed + n must stay below 2**64.", "seed", "invalid_value")

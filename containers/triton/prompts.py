@@ -18,7 +18,7 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 # Bytes of text that are encoded at once; longer ones wait for each other.
 SHORT = 1 << 16
-_TEXTS = ("prompt", "messages", "template", "prefix", "questions", "grammar", "infill")
+_TEXTS = ("prompt", "messages", "template", "prefix", "questions", "grammar", "infill", "canvas")
 _MOST_COUNTED = 1 << 20  # characters whose tokens are only counted
 _KEPT = 32  # prompts
 _KEPT_TOKENS = 1 << 22

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import OPTIONS, check_stops, read_bias, read_inputs, read_object
+from canvasrt.containers.tensors import (
+    MAX_CANVAS,
+    OPTIONS,
+    check_stops,
+    read_bias,
+    read_inputs,
+    read_object,
+)
 from canvasrt.containers.triton.decisions import read_decisions
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.options import ModelOptions
@@ -63,7 +70,7 @@ def read_request(
     if "logit_bias" in values:
         given["logit_bias"] = read_bias(values["logit_bias"])
     params = SamplingParams.from_defaults(model.sampler, model.config, **given)
-    conditions = _conditions(values)
+    conditions = read_conditions_of(values)
     if "questions" in values:
         encoder.check(values)
         ask, read = read_decisions(
@@ -108,13 +115,15 @@ def read_request(
     )
 
 
-def _conditions(values: Mapping[str, Any]) -> Conditions | None:
+def read_conditions_of(values: Mapping[str, Any]) -> Conditions | None:
     """Return the conditions on a request's positions, if it has any."""
     if "canvas" not in values:
         return None
     for name in ("questions", "grammar", "infill"):
         if name in values:
             raise CanvasError(f"canvas is not supported with {name}", f"leave out {name}")
+    if (size := len(values["canvas"])) > MAX_CANVAS:
+        raise CanvasError(f"canvas has {size} characters of JSON", f"send at most {MAX_CANVAS}")
     return read_conditions(read_object("canvas", values["canvas"], 'send {"pin": {"0": 17}}'))
 
 

@@ -14,8 +14,13 @@ from canvasrt.containers.openai.schema import (
     Strict,
     parse_body,
     parse_leniently,
+    read_body,
 )
 from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest
+from canvasrt.containers.tensors import MAX_CANVAS
+from canvasrt.containers.triton.prompts import is_long
+from canvasrt.containers.triton.request import read_conditions_of
+from canvasrt.errors import CanvasError
 
 SIZE = 2_000_000  # bytes; a good body of as many takes a quarter of a second
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"a"}],'
@@ -52,3 +57,13 @@ def test_nor_where_unsupported_parameters_are_left_out() -> None:
     with pytest.raises(ApiError, match="members"):
         parse_leniently(ChatRequest, CHAT + MEMBERS + b"}")
     assert time.process_time() - begin < 1.5
+
+
+def test_a_canvas_is_bounded_before_it_is_read() -> None:
+    canvas = '{"seed":[' + "1," * MAX_CANVAS + "1]}"
+    with pytest.raises(ApiError, match="canvas has") as refused:
+        read_body(ChatRequest, CHAT + b'"canvas":' + canvas.encode() + b"}")
+    assert refused.value.param == "canvas"
+    with pytest.raises(CanvasError, match="canvas has"):
+        read_conditions_of({"canvas": canvas})
+    assert is_long({"canvas": canvas[: MAX_CANVAS // 2]})
