@@ -138,8 +138,8 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     middle = set() if rows_apart else {CANVAS // 2 + 2}
     assert capacities == {2, *middle, CANVAS}
     counts = {name: len(engine.calls) for name, engine in backend.engines.items()}
-    if rows_apart:  # the second segment reruns because of the first
-        assert counts["body_0"] < counts["body_1"]
+    if rows_apart:  # the first segment's overflow gave the second room, too
+        assert counts["body_0"] == counts["body_1"]
 
 
 def test_a_crowded_request_leaves_the_shared_pass_until_its_block_ends(
