@@ -107,9 +107,10 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
             f"--n {n} does not allow {'--stream' if stream else '--drafts'}",
             "leave out --n to stream one answer",
         )
-    if infill is not None and (n > 1 or stream or drafts):
-        raise UsageError("--infill fills one text", "leave out --n, --stream and --drafts")
     if infill is not None:
+        if n > 1 or stream or drafts:
+            raise UsageError("--infill fills one text", "leave out --n, --stream and --drafts")
+
         from canvasrt.runtime.answers.infill import read_gaps
 
         _named(lambda: read_gaps(infill))

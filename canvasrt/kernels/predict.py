@@ -156,7 +156,7 @@ class Predictor:
     ) -> PredictedPass:
         made = PredictedPass(kind, sizes)
         for name in segments:
-            kernels, dims = self._program(name, kind, sizes)
+            kernels, dims = self._program(name, sizes)
             found = places(kernels, name, self.entries[name].get("layers", ()))
             for kernel, place, cost in zip(kernels, found, costs(kernels, dims), strict=True):
                 if launches(kernel):
@@ -166,13 +166,11 @@ class Predictor:
         made.floor_seconds = self._floor(made, gpu)
         return made
 
-    def _program(
-        self, segment: str, kind: str, sizes: CallSizes
-    ) -> tuple[Sequence[Kernel], dict[str, int]]:
+    def _program(self, segment: str, sizes: CallSizes) -> tuple[Sequence[Kernel], dict[str, int]]:
         """Return the kernels and the dimensions of such a call, with the profile that the runtime picks."""
+        profiles = self.entries[segment]["profiles"]
         for shared in (True, False):
             dims = sizes.dims(self.model, self._most(), shared)
-            profiles = self.entries[segment]["profiles"]
             picked = Profiles(profiles).pick(dims)
             if picked is not None:
                 return self.lists[segment].programs[profiles[picked]["name"]], dims

@@ -58,7 +58,7 @@ class PassShapes:
         """Return the shape of the pass that denoises one request's canvas, with padding behind it.
 
         A canvas shorter than the checkpoint's takes a shape that encoding has too, so nothing more is
-        compiled. Where that is no smaller, it takes the ordinary canvas's.
+        compiled. If no such shape is smaller, it takes that of a whole canvas.
         """
         if canvas < self._config.canvas_length:
             shape = self.encode(canvas, width)
