@@ -6,6 +6,7 @@ Two sliding layers and a full one. The second sliding layer stands for all other
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -17,24 +18,43 @@ from canvasrt.bundle import Bundle
 from canvasrt.kernels import cost, group, store
 from canvasrt.kernels.dims import UNKNOWN, volume
 from canvasrt.kernels.parse import Kernel
+from canvasrt.recipes.recipe import load_recipe
 from tests.canvasrt.kernels.conftest import WIDTHS, Released
 
 TARGETS = [
+    ("bf16", "rtx-3090"),
+    ("int4", "rtx-3090"),
     ("bf16", "rtx-4090"),
     ("fp8", "rtx-4090"),
+    ("int4", "rtx-4090"),
     ("bf16", "rtx-pro-6000"),
     ("fp8", "rtx-pro-6000"),
+    ("int4", "rtx-5080"),
+    ("nvfp4-mixed", "rtx-5090"),
     ("nvfp4", "rtx-5090"),
     ("nvfp4", "dgx-spark"),
 ]
-FORMATS = {"bf16": "bf16", "fp8": "fp8", "nvfp4": "fp4"}
+# What a weight of each number format is stored as, and what its product runs in.
+PRODUCTS = {
+    None: ("BFloat16", "bf16"),
+    "fp8": ("FP8", "fp8"),
+    "nvfp4": ("FP4E2M1", "fp4"),
+    "int4": ("Int4", "bf16"),
+    "int8": ("Int8", "bf16"),
+}
 SLIDING, FULL = 1, 2
 D, MLP, INNER, E = 2816, 2112, 704, WIDTHS["num_experts"]
-QUANTIZED = {
-    SLIDING: [(D, 8192), (4096, D), (D, 2 * MLP), (MLP, D), (E, D, 2 * INNER), (E, INNER, D)],
-    FULL: [(D, 9216), (8192, D), (D, 2 * MLP), (MLP, D), (E, D, 2 * INNER), (E, INNER, D)],
+SHARED = {
+    "mlp.gate_up": (D, 2 * MLP),
+    "mlp.down": (MLP, D),
+    "experts.gate_up": (E, D, 2 * INNER),
+    "experts.down": (E, INNER, D),
+    "router.proj": (D, E),
 }
-ROUTER = (D, E)
+MATRICES = {
+    SLIDING: {"attention.qkv": (D, 8192), "attention.o": (4096, D)} | SHARED,
+    FULL: {"attention.qkv": (D, 9216), "attention.o": (8192, D)} | SHARED,
+}
 SIZES = {
     "batch": 1,
     "length": 256,
@@ -96,38 +116,78 @@ def test_what_is_read_is_what_was_written_or_an_even_part_of_it(built: Bundle) -
                 written[each.name] = volume(each.dims, sizes)
 
 
+def recipe_name(bundle: Bundle) -> str:
+    """Return the recipe's name, or bf16."""
+    return (bundle.manifest.options.get("recipe") or {"name": "bf16"})["name"]
+
+
+def choices(bundle: Bundle) -> dict[str, str]:
+    """Return the recipe's format of each quantized weight."""
+    recipe = recipe_name(bundle)
+    if recipe == "bf16":
+        return {}
+    chosen = load_recipe(recipe).formats(bundle.manifest.model)
+    return {name: choice.format for name, choice in chosen.items()}
+
+
+def products(kernels: Sequence[Kernel]) -> dict[tuple[int, ...], list[tuple[str, str]]]:
+    """Return, by the shape of its weight, what each product's weight is stored as and it runs in."""
+    found: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+    for kernel in kernels:
+        matrix = cost.weight(kernel)
+        if cost.is_product(kernel) and matrix is not None:
+            shape = tuple(int(d) for d in matrix.dims if d != 1)
+            found.setdefault(shape, []).append((matrix.dtype, cost.product_format(kernel)))
+    return found
+
+
 def test_every_weight_is_multiplied_once_in_its_recipe_s_format(built: Bundle) -> None:
-    wanted = FORMATS[built.manifest.options["precision"]]
+    formats = choices(built)
     for profile, kernels in programs(built).items():
-        for layer, matrices in QUANTIZED.items():
-            found: dict[tuple[int, ...], list[str]] = {}
-            for kernel, _ in of_layer(kernels, layer):
-                matrix = cost.weight(kernel)
-                if cost.is_product(kernel) and matrix is not None:
-                    shape = tuple(int(d) for d in matrix.dims if d != 1)
-                    found.setdefault(shape, []).append(cost.product_format(kernel))
-            assert found.pop(ROUTER) == ["bf16"]
-            assert found == {shape: [wanted] for shape in matrices}, (profile, layer)
+        for layer, matrices in MATRICES.items():
+            wanted = {
+                shape: [PRODUCTS[formats.get(f"layers.{layer}.{name}")]]
+                for name, shape in matrices.items()
+            }
+            inside = [kernel for kernel, _ in of_layer(kernels, layer)]
+            assert products(inside) == wanted, (profile, layer)
 
 
-def test_the_head_multiplies_by_the_table_twice(built: Bundle) -> None:
-    """FP8 and NVFP4 recipes do it in FP8."""
-    wanted = "bf16" if built.manifest.options["precision"] == "bf16" else "fp8"
+def test_the_head_multiplies_by_the_table_twice_in_its_recipe_s_format(built: Bundle) -> None:
+    wanted = PRODUCTS[choices(built).get("table")]
+    vocabulary = WIDTHS["vocab_size"]
     for profile, kernels in programs(built, "head").items():
-        read = [(kernel, cost.weight(kernel)) for kernel in kernels if cost.is_product(kernel)]
-        table = {D, WIDTHS["vocab_size"]}
-        found = [k for k, matrix in read if matrix is not None and set(matrix.dims) - {1} == table]
-        assert [cost.product_format(each) for each in found] == [wanted, wanted], profile
+        found = products(kernels)
+        assert found[D, vocabulary] + found[vocabulary, D] == [wanted, wanted], profile
 
 
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
-    """No output has as many elements as a quantized matrix."""
-    sizes = {prod(shape) for shapes in QUANTIZED.values() for shape in shapes}
+    """No output has as many elements as a matrix of a layer, but for the router's small one."""
+    shapes = {shape for matrices in MATRICES.values() for shape in matrices.values()}
+    sizes = {prod(shape) for shape in shapes - {SHARED["router.proj"]}}
     for profile, kernels in programs(built).items():
         for kernel in kernels:
             for each in kernel.outputs:
                 static = all(isinstance(dim, int) for dim in each.dims)
                 assert not (static and volume(each.dims, {}) in sizes), (profile, kernel.name, each)
+
+
+def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
+    """The router's weights come in fp32. Scores of heads of 512 are widened first; their maximum and sum are fp32."""
+    for profile, kernels in programs(built).items():
+        inside = [k for k, _ in of_layer(kernels, FULL) if "Exp" in cost.step_names(k)]
+        routers = [k for k in inside if "Gath" in cost.step_names(k)]
+        attention = [k for k in inside if k not in routers]
+        assert len(routers) == 1, profile
+        top = [each.dtype for each in routers[0].inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
+        assert set(top) == {"Float", "Int64"}, (profile, top)
+        assert len(attention) >= 6, profile
+        for kernel in attention:
+            steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
+            assert "Cast" in steps[: steps.index("Exp")], (profile, kernel.name)
+            sums = [each for each in kernel.tensors if each.dims[-1] == 1 and set(each.dims) != {1}]
+            assert sums, (profile, kernel.name)
+            assert {each.dtype for each in sums} == {"Float"}, (profile, kernel.name)
 
 
 def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
@@ -155,10 +215,13 @@ def measured(bundle: Bundle) -> dict[str, Any]:
 
 def test_kernels_and_bytes_stay_within_their_limits(built: Bundle) -> None:
     """`limits.json` has today's figures. Lower ones are written there too, so that they cannot grow back unnoticed."""
-    precision, target = built.manifest.options["precision"], built.manifest.target
+    recipe, target = recipe_name(built), built.manifest.target
     assert target is not None
-    limits = json.loads(LIMITS.read_text())[f"{precision}, {target['compute_capability']}"]
+    limits = json.loads(LIMITS.read_text())[f"{recipe}, {target['compute_capability']}"]
     found = measured(built)
+    assert {where: set(held) for where, held in limits.items()} == {
+        where: set(held) for where, held in found.items()
+    }
     for where, held in limits.items():
         for what, limit in held.items():
             value = found[where][what]
