@@ -126,7 +126,7 @@ class DeviceModel(Model):
         }
 
     def warm_up(self) -> None:
-        """Run every shape that a pass can have, so that no request waits for one to be compiled.
+        """Run every shape that a pass or an image can have, so that no request waits for one to be compiled.
 
         Call it before the first request.
         """
@@ -140,6 +140,8 @@ class DeviceModel(Model):
             self.workspace.given.upload()
             for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
                 self._run(this, [shape.capacity] * len(self.segments[:-1]))
+        if self._sight is not None:
+            self._sight.warm_up()
         self._backend.keep_compiled()
 
     def new_row(self) -> DeviceRow:

@@ -12,7 +12,7 @@ from canvasrt.runtime.engine import Device, Engine, EngineCall
 from canvasrt.runtime.gpu.calls import Pass
 from canvasrt.runtime.gpu.workspace import Workspace
 from canvasrt.runtime.passes import EncodeInput
-from canvasrt.runtime.pictures import Picture
+from canvasrt.runtime.pictures import BUDGETS, Picture
 
 
 class Sight:
@@ -35,21 +35,36 @@ class Sight:
         self.bytes = sum(sizes.values())
 
     def see(self, picture: Picture) -> np.ndarray:
-        """Return an image's soft tokens, float32 `[tokens, hidden_size]`."""
-        fed = {
-            name: np.ascontiguousarray(array.astype(self._engine.inputs[name]))
-            for name, array in (
-                ("pixel_values", picture.pixels),
-                ("pixel_positions", picture.positions),
-            )
-        }
-        for name, array in fed.items():
-            self._device.upload(self._addresses[name], array)
-        self._engine.launch(self._call(len(picture.pixels)))
+        """Return an image's soft tokens, float32 `[tokens, hidden_size]`.
+
+        It is padded to the smallest budget that holds it: a new number of patches would be compiled first.
+        """
+        budget = min(each for each in BUDGETS if each >= picture.tokens)
+        self._launch(budget, picture.pixels, picture.positions)
         features = np.empty((picture.tokens, self._hidden), self._engine.outputs["features"])
         self._device.download(features.view(np.uint8), self._addresses["features"])
         self._device.synchronize()
         return features.astype(np.float32)
+
+    def warm_up(self) -> None:
+        """Run every size that an image can have."""
+        for budget in BUDGETS:
+            self._launch(budget, np.empty((0, self._pixel)), np.empty((0, 2), np.int64))
+        self._device.synchronize()
+
+    def _launch(self, budget: int, pixels: np.ndarray, positions: np.ndarray) -> None:
+        patches = self._square * budget
+        # The tower ignores patches at (-1, -1).
+        for name, array, filler in (
+            ("pixel_values", pixels, 0),
+            ("pixel_positions", positions, -1),
+        ):
+            padding = ((0, patches - len(array)), (0, 0))
+            padded = np.pad(
+                array.astype(self._engine.inputs[name]), padding, constant_values=filler
+            )
+            self._device.upload(self._addresses[name], padded)
+        self._engine.launch(self._call(patches))
 
     def _call(self, patches: int) -> EngineCall:
         tokens = patches // self._square

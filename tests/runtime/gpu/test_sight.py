@@ -11,7 +11,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.pictures import insert, read_picture
+from canvasrt.runtime.pictures import BUDGETS, insert, read_picture
 from canvasrt.runtime.sampling import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
@@ -54,8 +54,8 @@ def test_tokens_are_those_of_the_cpu(
     before = len(backend.engines["vision"].calls)
     same(Generator(model, together).run(wanted), Generator(tiny.model, 1).run(wanted))
     calls = backend.engines["vision"].calls[before:]
-    assert len(calls) == 4
-    assert len({call.dims["9*soft_tokens"] for call in calls}) > 1
+    assert len({len(each.pixels) for made in wanted for each in made.pictures}) > 1
+    assert [call.dims["9*soft_tokens"] for call in calls] == [9 * 70] * 4
 
 
 def test_text_after_an_image_has_no_groups(
@@ -75,6 +75,21 @@ def test_soft_tokens_are_those_of_the_cpu(
     ours = fake[0].see(picture)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, tiny.model.see(picture), rtol=1e-4, atol=1e-4)
+
+
+def test_no_image_meets_a_new_shape(tiny: Pair) -> None:
+    backend = FakeBackend()
+    model = open_model(tiny.graphs, check=False, backend=backend)
+    model.warm_up()
+    calls = backend.engines["vision"].calls
+    warm = {call.dims["9*soft_tokens"] for call in calls}
+    calls.clear()
+    for budget in BUDGETS:
+        for width, height in ((90, 70), (300, 40), (64, 64), (41, 160)):
+            picture = read_picture(png(noise(width, height)), tiny.model.config.vision, budget)
+            model.see(picture)
+    assert len(calls) == 12
+    assert {call.dims["9*soft_tokens"] for call in calls} <= warm
 
 
 def test_a_tower_with_a_narrow_profile_refuses_in_words(tiny: Pair) -> None:
