@@ -24,11 +24,13 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 def passes(runner: Runner, shape: Shape) -> list[Json]:
-    """Measure a denoising pass at every batch and context."""
+    """Measure a denoising pass at every batch and context, also with canvases that are half padding."""
 
     def one(batch: int, context: int) -> Json:
         took = runner.pass_ms(batch, context, shape.repeats)
-        return {"ms": statistics.median(took), "min": min(took), "max": max(took)}
+        padded = runner.pass_ms(batch, context, shape.repeats, padded=True)
+        found = {"ms": statistics.median(took), "min": min(took), "max": max(took)}
+        return found | ({"padded_ms": statistics.median(padded)} if padded else {})
 
     return [
         {"batch": batch, "context": context} | attempt(partial(one, batch, context))
@@ -68,11 +70,15 @@ def generation(runner: Runner, shape: Shape) -> list[Json]:
     ]
 
 
+def _loads(runner: Runner, context: int, padded: bool) -> list[int]:
+    return runner.loads() if runner.pass_ms(1, context, 1, padded) else []
+
+
 def side(runner: Runner, shape: Shape) -> Json:
     """Measure everything about one side."""
     found: Json = {"passes": passes(runner, shape), "segments": segments(runner, shape)}
     found["generation"] = generation(runner, shape)
-    runner_loads = attempt(lambda: (runner.pass_ms(1, shape.contexts[0], 1), runner.loads())[1])
-    found["expert_loads"] = runner_loads
+    for name, padded in (("expert_loads", False), ("expert_loads_padded", True)):
+        found[name] = attempt(partial(_loads, runner, shape.contexts[0], padded))
     found["memory_bytes"] = runner.memory()
     return found

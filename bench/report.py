@@ -21,7 +21,8 @@ def write(data: Json, out: Path) -> tuple[Path, Path]:
 
 def markdown(data: Json) -> str:
     """Return a run's tables."""
-    parts = [_heading(data), _passes(data), _floor(data), _generation(data), _segments(data)]
+    parts = [_heading(data), _passes(data), _floor(data), _padded(data)]
+    parts += [_generation(data), _segments(data)]
     parts += [_experts(data), _loads(data), _skipped(data)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -63,6 +64,18 @@ def _passes(data: Json) -> str:
         floor = data["floor"].get(str(batch), {}).get("floor")
         rows.append([f"{context:,}", str(batch), *cells, _number(floor)])
     return _table(["context", "batch", *sides, "floor"], rows, "Milliseconds per denoising pass")
+
+
+def _padded(data: Json) -> str:
+    rows = [
+        [name, f"{run['context']:,}", str(run["batch"]), _number(run["padded_ms"]), ratio]
+        for name, side in _sides(data).items()
+        for run in side["passes"]
+        if "padded_ms" in run
+        for ratio in [f"{run['padded_ms'] / run['ms']:.2f} ×"]
+    ]
+    heads = ["side", "context", "batch", "ms", "to noise alone"]
+    return _table(heads, rows, "A pass whose canvases are half padding, which routes alike")
 
 
 def _floor(data: Json) -> str:
@@ -125,10 +138,11 @@ def _experts(data: Json) -> str:
 def _loads(data: Json) -> str:
     lines = [data["routing"]]
     for name, side in _sides(data).items():
-        loads = side["expert_loads"]
+        loads, padded = side["expert_loads"], side["expert_loads_padded"]
         if isinstance(loads, list) and loads:
+            skewed = f", with padding {min(padded)} to {max(padded)}" if padded else ""
             lines.append(
-                f"{name}: the fullest expert of a layer got {min(loads)} to {max(loads)} tokens "
+                f"{name}: the fullest expert of a layer got {min(loads)} to {max(loads)} tokens{skewed} "
                 f"(mean of all experts {data['mean_load']:g}); memory {_bytes(side['memory_bytes'])}."
             )
     return "\n".join(lines)

@@ -44,8 +44,12 @@ class Runner(Protocol):
 
     name: str
 
-    def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
-        """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each."""
+    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
+        """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each.
+
+        padded: half of each canvas is one token, as behind a short answer. It routes alike. Empty if this
+        side chooses its own canvases.
+        """
         ...
 
     def segments_ms(self, batch: int, context: int, repeats: int) -> dict[str, float]:
@@ -72,27 +76,32 @@ class OurRunner(ABC):
         self.name = name
         self.model = model
 
-    def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
+    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
         rows = [self.model.new_row() for _ in range(batch)]
         for row in rows:
             self._fill(row, context)
-        took = self._passes(rows, repeats)
+        took = self._passes(rows, repeats, padded)
         for row in rows:
             self.model.release(row)
         return took
 
-    def _passes(self, rows: Sequence[Any], repeats: int) -> list[float]:
-        config = self.model.config
-        hidden: list[Any] = []
-        for seed in range(len(rows)):
-            canvas = step_noise(seed, 0, 0, config.canvas_length, config.vocab_size)[1]
-            hidden.append(self.model.first_hidden(canvas))
+    def _passes(self, rows: Sequence[Any], repeats: int, padded: bool) -> list[float]:
+        def noise(seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+            config = self.model.config
+            uniforms, tokens = step_noise(seed, 0, step, config.canvas_length, config.vocab_size)
+            if padded:
+                tokens[config.canvas_length // 2 :] = config.pad_token_id
+            return uniforms, tokens
+
+        # With this bound, a step accepts nothing of the padding, and draws it again.
+        bound = 0.0 if padded else 0.1
+        hidden = [self.model.first_hidden(noise(seed, 0)[1]) for seed in range(len(rows))]
         took = []
         for step in range(1, WARM_UP + repeats + 1):
-            inputs = []
-            for seed, row in enumerate(rows):
-                noise = step_noise(seed, 0, step, config.canvas_length, config.vocab_size)
-                inputs.append(DenoiseInput(row, hidden[seed], np.float32(0.6), 0.1, *noise))
+            inputs = [
+                DenoiseInput(row, hidden[seed], np.float32(0.6), bound, *noise(seed, step))
+                for seed, row in enumerate(rows)
+            ]
             begin = time.perf_counter()
             outputs = self.model.denoise(inputs)
             took.append(1e3 * (time.perf_counter() - begin))
@@ -198,10 +207,10 @@ class DeviceRunner(OurRunner):
             ),
         )
 
-    def pass_ms(self, batch: int, context: int, repeats: int) -> list[float]:
+    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
         assert isinstance(self.model, DeviceModel)
         self.model.share_passes(batch > 1)
-        return super().pass_ms(batch, context, repeats)
+        return super().pass_ms(batch, context, repeats, padded)
 
     def _fill(self, row: Any, context: int) -> None:
         # Zeros, as memory starts: reading them costs as much as reading keys and values.

@@ -58,6 +58,11 @@ def test_the_script_runs_and_says_what_it_left_out(
             assert run["tokens_per_second"] > 0
             assert run["first_tokens_ms"] > 0
         assert len(side["expert_loads"]) == 4
+    assert not side["expert_loads_padded"]  # transformers draws its own canvases
+    ours = data["sides"]["onnxruntime"]
+    assert all(run["padded_ms"] > 0 for run in ours["passes"])
+    # Much of the padding goes to the same experts.
+    assert sum(ours["expert_loads_padded"]) > 1.5 * sum(ours["expert_loads"])
     (parts,) = [run["parts"] for run in data["sides"]["onnxruntime"]["segments"]]
     assert list(parts) == ["body_0", "body_1", "head"]
     assert set(data["experts"]["onnxruntime"]["256"]) == {"32", "48", "64", "128", "160", "dense"}
@@ -65,6 +70,8 @@ def test_the_script_runs_and_says_what_it_left_out(
     assert "skipped" in data["sides"]["tensorrt"]
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "| 64 | 2 |" in text
+    assert "half padding" in text
+    assert ", with padding " in text
     assert "- tensorrt: CanvasError: TensorRT needs a GPU, and this machine has none" in text
 
 
