@@ -94,8 +94,8 @@ def canvas_sizes(length: int) -> tuple[int, ...]:
 def widths(most: int) -> tuple[int, ...]:
     """Return the widths of a past of up to `most` tokens: powers of two, then `most`.
 
-    At most `WIDTHS`. If every power would be too many, the lower ones are a factor of four apart, since short
-    pasts cost little.
+    At most `WIDTHS`. If every power would be too many, the lower ones are a factor of four (or more) apart, since
+    short pasts cost little.
     """
     powers = [FIRST_WIDTH]
     while 2 * powers[-1] < most:
@@ -104,7 +104,7 @@ def widths(most: int) -> tuple[int, ...]:
     index = 1
     while len(powers) >= WIDTHS:
         del powers[index]
-        index += 1
+        index = index + 1 if index + 1 < len(powers) else 1
     return (*powers, most)
 
 
