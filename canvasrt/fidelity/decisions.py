@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def measure_decisions(
     """
     show = progress or no_progress
     items = _of_demo(bundle) if file == DEMO_QUESTIONS else read_labelled(Path(file))
-    scored = _answers(bundle, items, reading, show)
+    scored = _answers(bundle, file, items, reading, show)
     report = {
         "file": file,
         "samples": reading.samples,
@@ -128,32 +129,39 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
 
 
 def _answers(
-    bundle: Bundle, items: Sequence[Json], reading: ReadSettings, show: Progress
+    bundle: Bundle, file: str, items: Sequence[Json], reading: ReadSettings, show: Progress
 ) -> list[Scored]:
-    """Ask every question; item i is read with seed `seed + i`."""
+    """Ask every question; item i is read with seed `seed + i`. All are checked before the first is asked."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
-    generator = Generator(model)
-    pending: dict[int, tuple[Ask, list[np.ndarray], str]] = {}
-    for number, item in enumerate(items):
+
+    def request(number: int) -> tuple[Ask, list[np.ndarray], ReadRequest]:
         try:
-            ask, right, request = _request(item, model, tokenizer, reading, number)
-            pending[generator.add(request)] = ask, right, str(item.get("group") or "")
+            made = _request(items[number], model, tokenizer, reading, number)
+            generator.check(made[2])
         except CanvasError as error:
-            raise CanvasError(f"[{number}]: {error.message}", error.hint) from None
+            raise CanvasError(f"{file}: [{number}]: {error.message}", error.hint) from None
+        return made
+
+    generator = Generator(model)
+    for number in range(len(items)):
+        request(number)
+    left = iter(range(len(items)))
+    pending: dict[int, tuple[int, Ask, list[np.ndarray]]] = {}
     found: dict[int, list[Scored]] = {}
-    while not generator.idle:
+    while len(found) < len(items):
         show("asking labelled questions", len(found), len(items))
+        # Images are large once they are decoded, so few requests wait.
+        for number in islice(left, 2 * generator.max_batch - len(pending)):
+            ask, right, made = request(number)
+            pending[generator.add(made, is_checked=True)] = number, ask, right
         for event in generator.step():
             if isinstance(event, Finished):
                 assert isinstance(event.result, ReadResult)
-                ask, right, group = pending[event.id]
-                found[event.id] = [
-                    Scored(question.type, group, draws, each)
-                    for question, draws, each in zip(
-                        ask.questions, event.result.draws, right, strict=True
-                    )
-                ]
-    return [each for id in pending for each in found[id]]
+                number, ask, right = pending.pop(event.id)
+                group = str(items[number].get("group") or "")
+                answers = zip(ask.questions, event.result.draws, right, strict=True)
+                found[number] = [Scored(each.type, group, *of) for each, *of in answers]
+    return [each for number in range(len(items)) for each in found[number]]
 
 
 def _request(
@@ -198,12 +206,13 @@ def right_of(question: Question, label: Mapping[str, Any], path: str) -> np.ndar
     options: list[Any] = [each.value for each in question.options]
     if "probabilities" in label:
         shares = label["probabilities"]
-        if not isinstance(shares, list) or len(shares) != len(options):
+        numbers = isinstance(shares, list) and all(type(each) in (int, float) for each in shares)
+        if not numbers or len(shares) != len(options):
             raise CanvasError(
                 f"{path}.probabilities must have one number per option", f"give {len(options)}"
             )
         right = np.array(shares, np.float64)
-        if (right < 0).any() or abs(right.sum() - 1) > 1e-6:
+        if not (right >= 0).all() or not abs(right.sum() - 1) <= 1e-6:
             raise CanvasError(f"{path}.probabilities do not add up to 1", "give a distribution")
         return right
     answer = label.get("answer")

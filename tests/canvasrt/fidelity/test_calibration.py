@@ -130,7 +130,10 @@ def test_labels(question: dict, label: dict, right: list[float]) -> None:
         (PREDICATE, {}, r"questions\[0\].answer is None"),
         (CHOICE, {"answer": "c"}, "answer is 'c'"),
         (CHOICE, {"probabilities": [1]}, "one number per option"),
+        (CHOICE, {"probabilities": ["1", 0]}, "one number per option"),
         (CHOICE, {"probabilities": [0.5, 0.6]}, "do not add up to 1"),
+        (CHOICE, {"probabilities": [1.5, -0.5]}, "do not add up to 1"),
+        (CHOICE, {"probabilities": [float("nan"), 1]}, "do not add up to 1"),
     ],
 )
 def test_wrong_labels_are_named(question: dict, label: dict, message: str) -> None:
