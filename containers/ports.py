@@ -14,6 +14,7 @@ from canvasrt.containers.names import GRPC_PORT, HTTP_PORT, METRICS_PORT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
 
+BACKLOG = 1024  # connections that wait in the kernel
 # An address for all of a machine's → the one to call instead.
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,9 +23,12 @@ import uvicorn
 from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
-from canvasrt.containers.openai.connections import bound_handshakes, connections, raise_file_limit
+from canvasrt.containers.openai.connections import connections
+from canvasrt.containers.openai.descriptors import affordable, raise_file_limit, report_seldom
 from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.state import ServerState
+from canvasrt.containers.openai.tls import below, server_context
+from canvasrt.containers.ports import BACKLOG
 
 # How long to wait after the last answer, for requests already on their way.
 _LINGER = 0.3
@@ -34,11 +36,20 @@ _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
 _BEAT_EVERY = 0.5
+# Connections that are accepted in one turn of the event loop. They only count some turns later, so that many more would
+# take all descriptors.
+_ACCEPT = 64
 HEALTH_CONNECTIONS = 128  # on the port for health alone
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the supervisor."""
+    """Leaves signals to the supervisor, and waiting connections to the kernel."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio has set this to what it accepts in one turn.
+        for each in sockets or ():
+            each.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,19 +64,21 @@ def main() -> None:
     commands = io.FileIO(0, closefd=False)
     settings = FrontSettings.from_line(commands.readline())
     configure(settings.options.log_level, settings.options.json_logs)
-    raise_file_limit()
-    bound_handshakes()
-    asyncio.run(_serve(settings, ServerState(), commands))
+    most = affordable(settings.options.max_connections, raise_file_limit())
+    asyncio.run(_serve(settings, most, ServerState(), commands))
 
 
-async def _serve(settings: FrontSettings, state: ServerState, commands: io.FileIO) -> None:
-    servers = [(_server(settings, state), settings.socket)]
+async def _serve(
+    settings: FrontSettings, most: int, state: ServerState, commands: io.FileIO
+) -> None:
+    servers = [(_server(settings, most, state), settings.socket)]
     if settings.health_socket is not None:
         servers.append((_health_server(settings, state), settings.health_socket))
     heartbeat = Heartbeat(settings.heartbeat) if settings.heartbeat is not None else None
     hear = functools.partial(_hear, state, heartbeat)
     hear(commands.readline())  # no caller may meet a phase that is over
     loop = asyncio.get_running_loop()
+    report_seldom(loop)
     threading.Thread(target=_listen, args=(loop, hear, commands), daemon=True).start()
     loop.add_signal_handler(signal.SIGTERM, _apply, state, {"phase": "stopping"})
     running = [
@@ -125,26 +138,24 @@ def _apply(state: ServerState, report: dict[str, Any]) -> None:
         state.detail = report.get("detail", "")
 
 
-def _server(settings: FrontSettings, state: ServerState) -> _Uvicorn:
-    connection, places = connections(settings.options.max_connections)
-    options: dict[str, Any] = {"http": connection}
+def _server(settings: FrontSettings, most: int, state: ServerState) -> _Uvicorn:
+    connection, places = connections(most)
+    protocol: Any = connection
     if settings.options.tls is not None:
-        options["ssl_certfile"] = settings.options.tls["certificate"]
-        options["ssl_keyfile"] = settings.options.tls["key"]
-        if settings.options.tls.get("ca"):
-            options["ssl_ca_certs"] = settings.options.tls["ca"]
-            options["ssl_cert_reqs"] = ssl.CERT_REQUIRED
-    return _Uvicorn(_config(make_app(settings, state, places), **options))
+        protocol = below(connection, server_context(settings.options.tls))
+    return _Uvicorn(_config(make_app(settings, state, places), protocol))
 
 
 def _health_server(settings: FrontSettings, state: ServerState) -> _Uvicorn:
     connection, _ = connections(HEALTH_CONNECTIONS)
-    return _Uvicorn(_config(make_health_app(settings, state), http=connection))
+    return _Uvicorn(_config(make_health_app(settings, state), connection))
 
 
-def _config(app: Any, **options: Any) -> uvicorn.Config:
+def _config(app: Any, protocol: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=protocol,
+        backlog=_ACCEPT,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -152,7 +163,6 @@ def _config(app: Any, **options: Any) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         timeout_graceful_shutdown=_CLOSE_TIMEOUT,
-        **options,
     )
 
 

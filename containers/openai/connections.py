@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +12,14 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
+from canvasrt.containers.logs import Seldom
 from canvasrt.containers.openai.turns import Turns
 
 log = logging.getLogger(__name__)
 
-HEADER_TIMEOUT = 10.0  # seconds, from the connection or the end of the answer before
+HEADER_TIMEOUT = 10.0  # seconds, from the end of the answer before; as many for a TLS handshake
 BODY_TIMEOUT = 60.0
 WRITE_TIMEOUT = 60.0  # while the caller reads nothing
 # How long, and for how many bytes, what follows an answer is read and thrown away: closing a connection on which
@@ -46,6 +47,7 @@ class Places:
     reserved: set[tuple[str, int] | None] = field(default_factory=set)
     # Connections that wait for their callers. First comes the one whose caller did nothing for longest.
     idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    closed: Seldom = field(default_factory=lambda: Seldom(log, logging.INFO))
 
     def enter(self, connection: Connection) -> None:
         """Give a new connection a place: if all are taken, that of the one that has waited for its
@@ -128,12 +130,10 @@ class Connection(H11Protocol):
     places: Places
     turns: Turns
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self.conn = _Parser(self)
-        self.flow = _Flow(self, transport)
-        self._transport = transport
-        self.transport = _Transport(self, transport)  # type: ignore[assignment]
+        self._transport: Any = None  # once it has a place
         self.ending = self._left = False
         self._stage = ""
         self._timer: asyncio.TimerHandle | None = None
@@ -141,16 +141,35 @@ class Connection(H11Protocol):
         self._has_body = self._wanted = False  # of this request; by the application
         self._pieces = self._payload = self._progress = 0  # of this body
         self._thrown_away = 0
+
+    def enter(self, transport: asyncio.BaseTransport) -> None:
+        """Take a place as soon as the connection is accepted, before its handshake if there is one."""
+        self._transport = transport
+        self.client = get_remote_addr(transport)  # type: ignore[arg-type,unused-ignore]
+        self.connections.add(self)  # which end when the server does
         self.places.enter(self)
+        self._follow()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._transport is None:
+            self.enter(transport)
+        super().connection_made(transport)
+        self.flow = _Flow(self, transport)
+        self._transport = transport
+        self.transport = _Transport(self, transport)  # type: ignore[assignment]
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_body()
-        self._leave()
-        for timer in (self._timer, self._write_timer):
-            if timer is not None:
-                timer.cancel()
+        self.leave()
         super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """End an idle connection, since the server ends."""
+        if self._in_handshake:
+            self.drop("the server ends")
+        else:
+            super().shutdown()
 
     def data_received(self, data: bytes) -> None:
         if not self.ending:
@@ -246,30 +265,44 @@ class Connection(H11Protocol):
 
     def drop(self, why: str) -> None:
         """Close the connection at once."""
-        log.info("closing a connection of %s: %s", self.client, why)
-        self._leave()
+        self.places.closed.note(why, f"closing a connection of {self.client}: {why}")
+        self.leave()
         self._transport.abort()
 
-    def _leave(self) -> None:
-        if not self._left:
-            self._left = True
-            self.places.leave(self)
-            self.turns.leave(self)
+    def leave(self) -> None:
+        """Give the connection's place back."""
+        if self._left:
+            return
+        self._left = True
+        self.places.leave(self)
+        self.turns.leave(self)
+        self.connections.discard(self)
+        for timer in (self._timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+
+    @property
+    def _in_handshake(self) -> bool:
+        return self.flow is None
 
     def _follow(self) -> None:
         """Read on, or wait, and give the stage of the connection its time."""
         if self._left or self._transport.is_closing():
             return
-        held = self.is_sending and (not self._wanted or self.turns.waits(self))
-        if (held or self.flow.read_paused) and not self.ending:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+        if not self._in_handshake:
+            self._set_reading()
         stage = self._current_stage()
         if stage != self._stage:
             self._stage = stage
             self._set_timer()
             self._set_idle()
+
+    def _set_reading(self) -> None:
+        held = self.is_sending and (not self._wanted or self.turns.waits(self))
+        if (held or self.flow.read_paused) and not self.ending:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -277,6 +310,7 @@ class Connection(H11Protocol):
             self._timer = None
         reserved = self.client in self.places.reserved
         seconds = {
+            "handshake": _RESERVED_TIMEOUT if reserved else HEADER_TIMEOUT,
             "header": _RESERVED_TIMEOUT if reserved else HEADER_TIMEOUT,
             "body": BODY_TIMEOUT,
             "end": _LINGER_TIMEOUT,
@@ -293,6 +327,8 @@ class Connection(H11Protocol):
             self.places.idle.move_to_end(self, last=self._stage != "end")
 
     def _current_stage(self) -> str:
+        if self._in_handshake:
+            return "handshake"
         if self.ending:
             return "end"
         if self.cycle is None or self.conn.their_state is h11.IDLE:
@@ -305,15 +341,3 @@ def connections(limit: int) -> tuple[type[Connection], Places]:
     places = Places(limit)
     shared = {"places": places, "turns": Turns()}
     return type("LimitedConnection", (Connection,), shared), places
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may: each connection is one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def bound_handshakes(seconds: float = HEADER_TIMEOUT) -> None:
-    """Bound the time of TLS handshakes, for which uvicorn has no setting."""
-    constants: Any = asyncio.constants  # type: ignore[attr-defined,unused-ignore]
-    constants.SSL_HANDSHAKE_TIMEOUT = seconds

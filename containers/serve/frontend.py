@@ -16,7 +16,7 @@ from typing import IO
 
 from canvasrt.containers.heartbeat import acknowledged, silence
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings, ServerPhase
-from canvasrt.containers.ports import listen, url_host
+from canvasrt.containers.ports import BACKLOG, listen, url_host
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.server import Server
 from canvasrt.errors import CanvasError
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 RESTARTS = 5
 _CALM = 60.0  # seconds after which earlier deaths are forgotten
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
-_BACKLOG = 1024
 _POLL = 0.05
 _SILENCE = 10.0  # seconds without a turn of the event loop until the process is replaced
 _END = 5.0  # for a process without work left
@@ -48,11 +47,11 @@ class FrontEnd:
         """
         self.options = options
         self.log = log
-        self._socket = listen(options.host, options.port, "--port", _BACKLOG)
+        self._socket = listen(options.host, options.port, "--port", BACKLOG)
         self._health: socket.socket | None = None
         try:
             if options.health_port is not None:
-                self._health = listen(options.host, options.health_port, "--health-port", _BACKLOG)
+                self._health = listen(options.host, options.health_port, "--health-port", BACKLOG)
         except CanvasError:
             self._socket.close()
             raise

@@ -1,4 +1,14 @@
+from tests.helpers.alone import alone
 from tests.helpers.one_caller import model, running
 from tests.helpers.serving import _one_thread, engines, graphs, packaged, tokenizer
 
-__all__ = ["_one_thread", "engines", "graphs", "model", "packaged", "running", "tokenizer"]
+__all__ = [
+    "_one_thread",
+    "alone",
+    "engines",
+    "graphs",
+    "model",
+    "packaged",
+    "running",
+    "tokenizer",
+]

@@ -4,7 +4,6 @@ them. Most need no Triton behind it."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import os
@@ -12,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +20,16 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.connections import RESERVED
-from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.openai.turns import SLICE, TURN, Turns
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.faults import attack
 from tests.faults.flood import CHUNKED, HEAD, TINY, flood, health_delays
+from tests.helpers.alone import Alone, connect, is_open
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, serving
 
 MOST = 16 * 2**20
 JSON = {"Content-Type": "application/json"}
-Alone = Callable[..., FrontEnd]
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Alone]:
-    """Start a front end with some options, and nothing behind it."""
-    with contextlib.ExitStack() as stack:
-
-        def start(**options: Any) -> FrontEnd:
-            made = FrontOptions(**{"port": 0, **options})
-            log = tmp_path / "front.log"
-            url = "http://127.0.0.1:1/metrics"
-            return stack.enter_context(FrontEnd(made, "127.0.0.1:1", url, log))
-
-        yield start
-
-
-def connect(front: FrontEnd) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", front.port), timeout=20)
 
 
 def keyed(request: bytes, key: str) -> bytes:
@@ -222,16 +201,6 @@ def half_sent(front: FrontEnd, body: bytes = b"") -> socket.socket:
     connection = connect(front)
     connection.sendall(HEAD + b"Content-Length: 100000\r\n\r\n" + body)
     return connection
-
-
-def is_open(connection: socket.socket) -> bool:
-    connection.settimeout(0.01)
-    try:
-        return bool(connection.recv(1))
-    except TimeoutError:
-        return True
-    except OSError:
-        return False
 
 
 def test_half_sent_bodies_make_room(alone: Alone):

@@ -1,0 +1,156 @@
+"""Callers that send or read slowly, or never: each is closed in its time. The limits are shortened."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from canvasrt.containers.openai import connections
+from canvasrt.containers.openai.tls import server_context
+from tests.helpers.alone import is_open, listening
+from tests.helpers.certificates import make_certificates
+from tests.helpers.serving import eventually
+
+HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
+SOON = 0.5  # seconds
+# In which order a caller's connection meets the limits.
+LIMITS = ("HEADER_TIMEOUT", "BODY_TIMEOUT", "WRITE_TIMEOUT")
+Shorten = Callable[[str], None]
+
+
+@pytest.fixture
+def shorten(monkeypatch: pytest.MonkeyPatch) -> Shorten:
+    """Shorten one limit; the others are longer than any test."""
+
+    def change(name: str) -> None:
+        for each in LIMITS:
+            monkeypatch.setattr(connections, each, SOON if each == name else 600.0)
+
+    return change
+
+
+async def reading(scope: Any, receive: Any, send: Any) -> None:
+    """Reads a whole body, and says how long it was."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        size, more = size + len(message["body"]), message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"%d" % size})
+
+
+async def long(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with more than any buffer takes."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for left in reversed(range(8000)):
+        await send({"type": "http.response.body", "body": b"x" * 65_536, "more_body": left > 0})
+
+
+@contextlib.contextmanager
+def calling(port: int, sent: bytes = b"") -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(sent)
+        yield connection
+
+
+def seconds_open(connection: socket.socket, places: connections.Places, drip: bytes = b"") -> float:
+    """How long a connection has its place, while its caller sends a byte now and then."""
+    begin = time.monotonic()
+    while places.open and time.monotonic() - begin < 5:
+        with contextlib.suppress(OSError):
+            connection.send(drip)
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("limit", "sent"),
+    [
+        ("HEADER_TIMEOUT", HEAD[:20]),
+        ("BODY_TIMEOUT", HEAD % 10_000),
+    ],
+    ids=["header", "body"],
+)
+def test_headers_and_bodies_that_trickle_in_are_cut_off(shorten: Shorten, limit: str, sent: bytes):
+    shorten(limit)
+    with listening(reading) as (port, places), calling(port, sent) as connection:
+        assert eventually(lambda: places.open == 1, 2)
+        assert 0.5 * SOON < seconds_open(connection, places, b"x") < 5 * SOON
+        assert not is_open(connection)
+
+
+def test_a_caller_that_reads_nothing_is_closed(shorten: Shorten):
+    shorten("WRITE_TIMEOUT")
+    with listening(long) as (port, places), calling(port, HEAD % 0) as connection:
+        assert eventually(lambda: places.open == 1, 2)
+        assert seconds_open(connection, places) < 5 * SOON
+
+
+def test_a_caller_that_reads_now_and_then_is_not(shorten: Shorten):
+    shorten("WRITE_TIMEOUT")
+    with listening(long) as (port, places), calling(port, HEAD % 0) as connection:
+        begin = time.monotonic()
+        while time.monotonic() - begin < 4 * SOON:
+            for _ in range(50):
+                assert connection.recv(1 << 20)
+            time.sleep(SOON / 4)
+        assert places.open == 1
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> ssl.SSLContext:
+    folder = make_certificates(tmp_path_factory.mktemp("certificates"))
+    return server_context(
+        {"certificate": str(folder / "server.pem"), "key": str(folder / "server.key")}
+    )
+
+
+@pytest.mark.parametrize("drip", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "begun"])
+def test_handshakes_that_do_not_end_are_cut_off(
+    shorten: Shorten, context: ssl.SSLContext, drip: bytes
+):
+    shorten("HEADER_TIMEOUT")
+    with listening(reading, context=context) as (port, places), calling(port, drip) as connection:
+        assert eventually(lambda: places.open == 1, 2)
+        assert 0.5 * SOON < seconds_open(connection, places) < 5 * SOON
+
+
+def test_handshakes_that_fail_give_their_places_back(shorten: Shorten, context: ssl.SSLContext):
+    shorten("")
+    with listening(reading, context=context) as (port, places):
+        for sent in (b"", HEAD % 0):  # a caller that leaves, and one that knows no TLS
+            with calling(port) as connection:
+                assert eventually(lambda: places.open == 1, 2)
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                assert eventually(lambda: places.open == 0, 2)
+        assert not places.idle
+
+
+def test_bodies_hold_so_much_memory_together(shorten: Shorten, monkeypatch: pytest.MonkeyPatch):
+    """Beyond it, large ones are cut off, and short ones are not."""
+    shorten("")
+    monkeypatch.setattr(connections, "_MOST_HELD", 5 * 2**20)
+    part = b"x" * 3 * 2**20
+    with listening(reading) as (port, places), contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(calling(port, HEAD % (4 * 2**20))) for _ in range(2))
+        first.sendall(part)
+        assert eventually(lambda: places.held == len(part), 5)
+        with contextlib.suppress(OSError):
+            second.sendall(part)
+        assert eventually(lambda: places.open == 1, 5)
+        assert places.held <= 5 * 2**20
+        short = stack.enter_context(calling(port, HEAD % 4 + b"xxxx"))
+        assert short.recv(100).startswith(b"HTTP/1.1 200")
+        assert is_open(first)
+        first.sendall(b"x" * 2**20)
+        assert first.recv(100).startswith(b"HTTP/1.1 200")
+    assert places.held == 0

@@ -1,0 +1,70 @@
+"""Front ends with nothing behind them, as processes or in a thread, and sockets that talk to them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from canvasrt.containers.openai.connections import Places, connections
+from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.openai.tls import below
+from canvasrt.containers.serve.frontend import FrontEnd
+
+Alone = Callable[..., FrontEnd]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    """Start a front end with some options, and nothing behind it. Its log is front.log."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> FrontEnd:
+            made = FrontOptions(**{"port": 0, **options})
+            log = tmp_path / "front.log"
+            url = "http://127.0.0.1:1/metrics"
+            return stack.enter_context(FrontEnd(made, "127.0.0.1:1", url, log))
+
+        yield start
+
+
+def connect(front: FrontEnd) -> socket.socket:
+    """A connection that has sent nothing."""
+    return socket.create_connection(("127.0.0.1", front.port), timeout=20)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other end of a connection, on which nothing is to be read, is open."""
+    connection.settimeout(0.01)
+    try:
+        return bool(connection.recv(1))
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def listening(
+    app: Any, limit: int = 8, context: ssl.SSLContext | None = None
+) -> Iterator[tuple[int, Places]]:
+    """The port of an application on a thread of this process, and the places of its connections."""
+    protocol, places = connections(limit)
+    made = protocol if context is None else below(protocol, context)
+    config = uvicorn.Config(app, http=made, lifespan="off", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield listener.getsockname()[1], places
+        finally:
+            server.should_exit = True
+            thread.join()
