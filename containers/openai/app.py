@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib.metadata
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -20,6 +18,7 @@ from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddle
 from starlette.types import ASGIApp
 
 import canvasrt
+from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.auth import Callers, Keys
 from canvasrt.containers.openai.completions import Completions
 from canvasrt.containers.openai.connections import Places
@@ -33,7 +32,7 @@ from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.docs import add_docs
 from canvasrt.containers.openai.errors import ApiError, unavailable
 from canvasrt.containers.openai.inputs import RequestLimits
-from canvasrt.containers.openai.metrics import FrontMetrics, triton_metrics
+from canvasrt.containers.openai.metrics import FrontMetrics, TritonMetrics
 from canvasrt.containers.openai.middleware import (
     AT_END,
     CALLER,
@@ -67,8 +66,6 @@ Own = TypeVar(
     "Own", DecisionRequest, SystemOneRequest, InfillRequest, TokenizeRequest, DetokenizeRequest
 )
 API_VERSION = "1.0"
-_SHORT = 1 << 16  # bytes of a body that is read at once
-_MEDIUM = 1 << 20  # of one that is soon read
 _LONG, _LEVEL = 4096, 4  # bytes of a body that is worth compressing, and how much
 _LICENSE = ("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _NO_SCHEMA: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None}
@@ -82,6 +79,8 @@ class OpenAIRoutes:
         self.options = settings.options
         self.state = state
         self.metrics = FrontMetrics()
+        self.triton_metrics = TritonMetrics(settings.metrics)
+        self.aside = Aside()
         self.keys = Keys(settings.options.keys)
         self.callers = Callers(settings.options.max_key_requests)
         self.created = int(time.time())
@@ -94,14 +93,16 @@ class OpenAIRoutes:
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Hold the connection to Triton, which belongs to the event loop."""
         self._upstream = Upstream(self.settings.grpc)
-        self._medium, self._long = asyncio.Semaphore(2), asyncio.Semaphore(1)
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         fetcher = Fetcher() if self.options.allow_remote_images else None
         limits = RequestLimits(self.options.max_n, self.options.about.get("max_context"))
-        self._completions = Completions(self._upstream, self.metrics, fingerprint, limits, fetcher)
-        self.decisions = Decisions(self._upstream, self.metrics, fetcher)
-        self.tokens = Tokens(self._upstream, limits.max_context)
+        self._completions = Completions(
+            self._upstream, self.metrics, fingerprint, limits, self.aside, fetcher
+        )
+        self.decisions = Decisions(self._upstream, self.metrics, self.aside, fetcher)
+        self.tokens = Tokens(self._upstream, self.aside, limits.max_context)
         yield
+        self.aside.close()
         await self._upstream.close()
         if fetcher is not None:
             fetcher.close()
@@ -139,17 +140,9 @@ class OpenAIRoutes:
         return self._completions
 
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """Return a request's checked body. Long ones are parsed one at a time, in a thread."""
-        read = partial(read_body, kind, lenient=self.lenient)
-        return await self.parsed(read, await request.body())
-
-    async def parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any:
-        """Return what `parse` makes of a body; the event loop serves others while it reads a long one."""
-        if len(raw) <= _SHORT:
-            return parse(raw)
-        # Those that take a second wait for each other only.
-        async with self._long if len(raw) > _MEDIUM else self._medium:
-            return await asyncio.to_thread(parse, raw)
+        """Return a request's checked body."""
+        raw = await request.body()
+        return await self.aside.run(len(raw), read_body, kind, raw, self.lenient)
 
     async def generate(self, request: Request, kind: type[Sampling]) -> Response:
         """Answer one request for text."""
@@ -169,7 +162,8 @@ class OpenAIRoutes:
     ) -> Response:
         """Answer one request of an endpoint that does not generate text."""
         self.admit(request)
-        body: Own = await self.parsed(partial(parse_body, kind), await request.body())
+        raw = await request.body()
+        body: Own = await self.aside.run(len(raw), parse_body, kind, raw)
         if body.model is not None:
             self.check_model(body.model)
         return await reply(request, body)
@@ -330,7 +324,7 @@ def _add_management(app: FastAPI, front: OpenAIRoutes) -> None:
     @app.get("/v1/metrics")
     async def metrics() -> Response:
         own = front.metrics.text(front.state.in_flight)
-        triton = await triton_metrics(front.settings.metrics)
+        triton = await front.triton_metrics.text()
         return PlainTextResponse(triton + own, media_type="text/plain; version=0.0.4")
 
 

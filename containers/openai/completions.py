@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.formats import named_format
@@ -42,9 +43,11 @@ class Completions:
         metrics: FrontMetrics,
         fingerprint: str,
         limits: RequestLimits,
+        aside: Aside,
         fetcher: Fetcher | None = None,
     ) -> None:
         """Without a `fetcher`, remote images are refused."""
+        self.aside = aside
         self._limits = limits
         self._fetcher = fetcher
         self._upstream = upstream
@@ -62,9 +65,10 @@ class Completions:
 
     async def start(self, request: Request, body: Body) -> Run:
         """Return one request, ready to be sent. ApiError for what is wrong with it."""
+        size = len(await request.body())
         if isinstance(body, ChatRequest) and self._fetcher is not None:
-            await inline(body.messages, self._fetcher)
-        inputs = inputs_of(body, self._limits)
+            size += await inline(body.messages, self._fetcher)
+        inputs = await self.aside.run(size, inputs_of, body, self._limits)
         request.scope[MORE](len(inputs) - 1)
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]

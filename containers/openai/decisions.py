@@ -12,12 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.inputs import image_inputs
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import parameters_of
+from canvasrt.containers.openai.parts import MAX_MESSAGES, check_parts
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.responses import renamed
 from canvasrt.containers.openai.schema import Note, Strict
@@ -86,17 +88,21 @@ class Decisions:
     """Answers requests with questions, or with gaps, through one upstream."""
 
     def __init__(
-        self, upstream: Upstream, metrics: FrontMetrics, fetcher: Fetcher | None = None
+        self,
+        upstream: Upstream,
+        metrics: FrontMetrics,
+        aside: Aside,
+        fetcher: Fetcher | None = None,
     ) -> None:
         """Without a `fetcher`, remote images are refused."""
         self._upstream = upstream
+        self._aside = aside
         self._metrics = metrics
         self._fetcher = fetcher
 
     async def decide(self, request: Request, body: DecisionRequest) -> Response:
         """Answer in OpenAI's shape."""
-        chat = await self._chat(body.input)
-        inputs = body.inputs(chat, body.questions)
+        inputs = await self._inputs(body, len(await request.body()))
         final = await unless_disconnected(request.receive, self._ask(inputs, request))
         count = len(final.prompt_token_ids)
         usage = {
@@ -120,12 +126,8 @@ class Decisions:
 
     async def systemone(self, request: Request, body: SystemOneRequest) -> Response:
         """Answer in System One's shape."""
-        questions = {name: _own_question(each, name) for name, each in body.questions.items()}
-        state = body.state if isinstance(body.state, str) else json.dumps(body.state)
-        if not state.strip():
-            raise bad_request("state is empty.", "state", "invalid_value")
-        chat = Chat([{"role": "user", "content": state}], [])
-        inputs = body.inputs(chat, list(questions.values()))
+        size = len(await request.body())
+        questions, inputs = await self._aside.run(size, _own_inputs, body)
         try:
             final = await unless_disconnected(request.receive, self._ask(inputs, request))
         except ApiError as error:
@@ -140,12 +142,7 @@ class Decisions:
 
     async def infill(self, request: Request, body: InfillRequest) -> Response:
         """Fill the gaps of a text."""
-        inputs = {
-            "prompt": body.prompt or default_prompt(body.text),
-            "infill": body.text,
-            "seed": body.seed or 0,
-            "max_denoising_steps": body.max_denoising_steps,
-        }
+        inputs = await self._aside.run(len(await request.body()), _infill_inputs, body)
         try:
             final = await unless_disconnected(request.receive, self._ask(inputs, request))
         except ApiError as error:
@@ -162,13 +159,14 @@ class Decisions:
         own = {"seed": final.seed}
         return JSONResponse({"model": body.model, **found, "usage": usage, "canvasrt": own})
 
-    async def _chat(self, given: Any) -> Chat:
-        """Return the chat in `input`, with its images fetched and decoded."""
-        messages = _messages(given)
+    async def _inputs(self, body: DecisionRequest, size: int) -> dict[str, Any]:
+        """Return the inputs of the served model, for a body of `size` bytes; images are fetched and
+        decoded."""
+        messages = await self._aside.run(size, _messages, body.input)
         try:
             if self._fetcher is not None:
-                await inline(messages, self._fetcher)
-            return read_messages(messages)
+                size += await inline(messages, self._fetcher)
+            return await self._aside.run(size, _inputs, body, messages)
         except ApiError as error:
             raise renamed(error) from None
 
@@ -181,13 +179,39 @@ class Decisions:
         return final
 
 
+def _inputs(body: DecisionRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return body.inputs(read_messages(messages), body.questions)
+
+
+def _own_inputs(body: SystemOneRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the questions in OpenAI's shape, by name, and the inputs of the served model."""
+    questions = {name: _own_question(each, name) for name, each in body.questions.items()}
+    state = body.state if isinstance(body.state, str) else json.dumps(body.state)
+    if not state.strip():
+        raise bad_request("state is empty.", "state", "invalid_value")
+    chat = Chat([{"role": "user", "content": state}], [])
+    return questions, body.inputs(chat, list(questions.values()))
+
+
+def _infill_inputs(body: InfillRequest) -> dict[str, Any]:
+    return {
+        "prompt": body.prompt or default_prompt(body.text),
+        "infill": body.text,
+        "seed": body.seed or 0,
+        "max_denoising_steps": body.max_denoising_steps,
+    }
+
+
 def _messages(given: Any) -> list[dict[str, Any]]:
     """Return the chat in `input`: a string, or messages and calls of tools with their outputs."""
+    check_parts(given if isinstance(given, list) else (), "input")
     try:
         if isinstance(given, str):
             return [{"role": "user", "content": text_of(given, "input")}]
         if not isinstance(given, list) or not given:
             raise CanvasError("input is not a string or a list of messages", "send one")
+        if len(given) > MAX_MESSAGES:
+            raise CanvasError(f"input has {len(given)} messages", f"send at most {MAX_MESSAGES}")
         return [_message(each, f"input[{i}]") for i, each in enumerate(given)]
     except CanvasError as error:
         path = error.message.partition(" ")[0]

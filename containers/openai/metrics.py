@@ -8,7 +8,7 @@ import urllib.request
 from collections import defaultdict
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_TIMEOUT = 3.0
+_TIMEOUT = 3.0  # seconds
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -72,15 +72,31 @@ def _histograms(name: str, about: str, found: dict[str, Histogram]) -> list[str]
     return lines
 
 
-async def triton_metrics(url: str) -> str:
-    """Return the text of Triton's metrics endpoint; empty without an answer."""
+class TritonMetrics:
+    """Triton's metrics, which are read once at a time: those who ask meanwhile get the same."""
 
-    def fetch() -> str:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._reading: asyncio.Task[str] | None = None
+
+    async def text(self) -> str:
+        """Return the text of the metrics endpoint; empty without an answer."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+        return await asyncio.shield(self._reading)  # which goes on when one of its callers leaves
+
+    async def _read(self) -> str:
         try:
-            with _DIRECT.open(url, timeout=_TIMEOUT) as reply:
-                text: str = reply.read().decode()
-        except OSError:
-            return ""
-        return text
+            # Nothing else uses the event loop's own threads.
+            return await asyncio.to_thread(_fetch, self._url)
+        finally:
+            self._reading = None
 
-    return await asyncio.to_thread(fetch)
+
+def _fetch(url: str) -> str:
+    try:
+        with _DIRECT.open(url, timeout=_TIMEOUT) as reply:
+            text: str = reply.read().decode()
+    except OSError:
+        return ""
+    return text

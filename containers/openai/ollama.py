@@ -16,10 +16,12 @@ from starlette.responses import JSONResponse, Response
 import canvasrt
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.answer import AnswerReader, Piece
+from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.completions import Completions, Run, streamed
 from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.parts import check_parts
 from canvasrt.containers.openai.schema import (
     LEFT_OUT,
     ChatRequest,
@@ -50,7 +52,7 @@ class ChatRoutes(Protocol):
 
     def admit(self, request: Request) -> Completions: ...
 
-    async def parsed(self, parse: Callable[[bytes], Any], raw: bytes) -> Any: ...
+    aside: Aside
 
 
 class _Lines(EventStream):
@@ -94,16 +96,25 @@ async def _reply(
     read: Read,
 ) -> Response:
     completions = front.admit(request)
-    body = await front.parsed(_body, await request.body())
+    raw = await request.body()
+    body, generation = await front.aside.run(len(raw), _parsed, front, read, raw)
+    run = await completions.start(request, generation)
+    answer = _Answer(body, run, request.url.path, generation.ignored)
+    if body.get("stream", True):
+        return await streamed(request, answer.lines(), _Lines)
+    return JSONResponse(await unless_disconnected(request.receive, answer.whole()))
+
+
+def _parsed(
+    front: ChatRoutes, read: Read, raw: bytes
+) -> tuple[dict[str, Any], ChatRequest | CompletionRequest]:
+    """Return a body, and the request in it."""
+    body = _body(raw)
     name = str(body.get("model", "")).removesuffix(":latest")
     if name not in front.models:
         raise ApiError(404, f"model {body.get('model')!r} not found", param="model")
     ignored: list[str] | None = [] if front.lenient else None
-    generation = _generation(read, {**body, "model": name}, ignored)
-    answer = _Answer(body, await completions.start(request, generation), request.url.path, ignored)
-    if body.get("stream", True):
-        return await streamed(request, answer.lines(), _Lines)
-    return JSONResponse(await unless_disconnected(request.receive, answer.whole()))
+    return body, _generation(read, {**body, "model": name}, ignored)
 
 
 def _generation(
@@ -217,6 +228,7 @@ def _chat(body: dict[str, Any], ignored: list[str] | None) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise bad_request("messages must be a list of messages", "messages")
+    check_parts(messages, "messages")
     fields = _shared(body) | {"messages": _messages(messages)}
     if body.get("tools"):
         fields["tools"] = body["tools"]
@@ -229,6 +241,7 @@ def _generate(body: dict[str, Any], ignored: list[str] | None) -> ChatRequest | 
     if body.get("raw"):
         return CompletionRequest.model_validate(_shared(body) | {"prompt": prompt})
     system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    check_parts([{"images": body.get("images")}], "images")
     user = {"role": "user", "content": prompt, "images": body.get("images")}
     return ChatRequest.model_validate(_shared(body) | {"messages": _messages([*system, user])})
 

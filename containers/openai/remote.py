@@ -65,9 +65,12 @@ class Fetcher:
         # Of their own: what waits for a slow server must hold up nothing else.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="canvasrt-fetch")
 
-    async def fetched(self, url: str) -> bytes:
-        """Return an image's file, like `fetch`, without blocking."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.fetch, url)
+    async def fetched(self, url: str) -> str:
+        """Return the data URL of an image, like `fetch`, without blocking."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._inlined, url)
+
+    def _inlined(self, url: str) -> str:
+        return "data:;base64," + base64.b64encode(self.fetch(url)).decode()
 
     def close(self) -> None:
         """Fetch nothing more."""
@@ -185,8 +188,9 @@ def _addresses(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-async def inline(messages: list[dict[str, Any]], fetcher: Fetcher) -> None:
-    """Replace the remote images of a chat with data URLs. ApiError names one that is not fetched."""
+async def inline(messages: list[dict[str, Any]], fetcher: Fetcher) -> int:
+    """Replace the remote images of a chat with data URLs, and return how many characters these have.
+    ApiError names one that is not fetched."""
     found = [
         (f"messages[{i}].content[{j}].image_url.url", part["image_url"])
         for i, message in enumerate(messages)
@@ -200,15 +204,17 @@ async def inline(messages: list[dict[str, Any]], fetcher: Fetcher) -> None:
             "messages",
             "invalid_value",
         )
-    await asyncio.gather(*(_inline(image, where, fetcher) for where, image in found))
+    sizes = await asyncio.gather(*(_inline(image, where, fetcher) for where, image in found))
+    return sum(sizes)
 
 
-async def _inline(image: dict[str, Any], where: str, fetcher: Fetcher) -> None:
+async def _inline(image: dict[str, Any], where: str, fetcher: Fetcher) -> int:
     try:
-        data = await fetcher.fetched(image["url"])
+        url = await fetcher.fetched(image["url"])
     except Refused as error:
         raise _refusal(where, error) from error
-    image["url"] = "data:;base64," + base64.b64encode(data).decode()
+    image["url"] = url
+    return len(url)
 
 
 def _remote(image: Any) -> bool:

@@ -21,7 +21,9 @@ from canvasrt.errors import CanvasError
 async def respond(completions: Completions, request: Request, body: ResponsesRequest) -> Response:
     """Return the reply to one request. ApiError, or Disconnected once the caller has left."""
     try:
-        run = await completions.start(request, as_chat(body))
+        size = len(await request.body())
+        chat = await completions.aside.run(size, as_chat, body)
+        run = await completions.start(request, chat)
     except ApiError as error:
         raise renamed(error) from error
     builder = ResponseBuilder(body, run.seed)

@@ -9,9 +9,9 @@ from pydantic import BaseModel as _Model
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.functions import Effort
+from canvasrt.containers.openai.functions import MAX_TOOLS, Effort
+from canvasrt.containers.openai.parts import MAX_MESSAGES, Messages
 from canvasrt.containers.openai.schema import (
-    MAX_MESSAGES,
     ChatRequest,
     Note,
     Sampling,
@@ -54,19 +54,19 @@ def _items(value: Any) -> Any:
 _Items = BeforeValidator(
     _items,
     json_schema_input_type=str
-    | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)],
+    | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)],
 )
 
 
 class ResponsesRequest(Sampling):
     """The body of a response."""
 
-    input: Annotated[
-        list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), _Items
-    ]
+    input: Annotated[Messages, _Items]
     instructions: str | None = None
     max_output_tokens: Whole | None = None
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        None
+    )
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

@@ -22,13 +22,13 @@ from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
+from canvasrt.containers.openai.parts import Messages
 from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH
 from canvasrt.containers.untrusted import load_json
 from canvasrt.runtime.pictures import BUDGETS
 from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
-MAX_MESSAGES = 8192
 OPENAI_MAX_STOPS = 4  # as in OpenAI's API
 MAX_WARNINGS = 16  # about one request
 LEFT_OUT = ("extra_forbidden", "unsupported_parameter")
@@ -189,9 +189,7 @@ class Sampling(_Own):
 class ChatRequest(Sampling):
     """The body of a chat completion."""
 
-    messages: Annotated[
-        list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
-    ]
+    messages: Messages
     max_completion_tokens: Whole | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

@@ -10,12 +10,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Tools
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.middleware import parameters_of
-from canvasrt.containers.openai.schema import MAX_MESSAGES, ChatRequest, Strict, only
+from canvasrt.containers.openai.parts import Messages
+from canvasrt.containers.openai.schema import ChatRequest, Strict, only
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.containers.openai.upstream import Upstream
 from canvasrt.runtime.sampling import MAX_INT32
@@ -26,12 +28,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[
-            list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
-        ]
-        | None
-    ) = None
+    messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
@@ -89,13 +86,15 @@ class DetokenizeRequest(Strict):
 class Tokens:
     """Answers requests through one upstream. `max_context` is in tokens."""
 
-    def __init__(self, upstream: Upstream, max_context: int | None) -> None:
+    def __init__(self, upstream: Upstream, aside: Aside, max_context: int | None) -> None:
         self._upstream = upstream
+        self._aside = aside
         self._max_context = max_context
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
         """Return a prompt's tokens."""
-        ids, found = await self._ask(request, body.inputs())
+        inputs = await self._aside.run(len(await request.body()), body.inputs)
+        ids, found = await self._ask(request, inputs)
         return JSONResponse(
             {
                 "count": len(ids),
@@ -109,6 +108,12 @@ class Tokens:
         """Return the text of tokens."""
         if not body.tokens:
             return JSONResponse({"prompt": ""})
+        if self._max_context is not None and len(body.tokens) > self._max_context:
+            raise bad_request(
+                f"tokens has {len(body.tokens)} tokens; at most {self._max_context} are allowed.",
+                "tokens",
+                "invalid_value",
+            )
         inputs = {"prompt_ids": body.tokens, "tokenize": "{}"}
         try:
             _, found = await self._ask(request, inputs)

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,23 @@ def test_no_more_connections_are_open_than_allowed(alone: Alone):
     finally:
         for each in held:
             each.close()
+
+
+def test_slow_metrics_hold_up_nothing_else(alone: Alone):
+    """Whoever asks for them: they need no key, and Triton may take long."""
+    body = {"model": "canvasrt", "prompt": "x" * 100_000}
+    with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(30) as pool:
+        port = slow.getsockname()[1]  # where nobody answers
+        front = alone(metrics=f"http://127.0.0.1:{port}/metrics")
+        host = f"127.0.0.1:{front.port}"
+        begin = time.monotonic()
+        asked = [pool.submit(attack.get, host, "/v1/metrics", 30) for _ in range(30)]
+        time.sleep(0.5)
+        reply = httpx.post(f"{front.url}/completions", json=body, timeout=20)
+        assert reply.status_code == 503  # there is no Triton
+        assert time.monotonic() - begin < 2.8
+        assert all(b"canvasrt_openai_requests_total" in each.result()[1] for each in asked)
+        assert time.monotonic() - begin < 7
+        slow.setblocking(False)
+        with slow.accept()[0], pytest.raises(BlockingIOError):  # it was asked once
+            slow.accept()

@@ -23,13 +23,14 @@ Alone = Callable[..., FrontEnd]
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    """Start a front end with some options, and nothing behind it. Its log is front.log."""
+    """Start a front end with some options, and nothing behind it but a `metrics` URL, perhaps. Its log
+    is front.log."""
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> FrontEnd:
+            url = options.pop("metrics", "http://127.0.0.1:1/metrics")
             made = FrontOptions(**{"port": 0, **options})
             log = tmp_path / "front.log"
-            url = "http://127.0.0.1:1/metrics"
             return stack.enter_context(FrontEnd(made, "127.0.0.1:1", url, log))
 
         yield start
