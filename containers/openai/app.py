@@ -92,7 +92,7 @@ class OpenAIRoutes:
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Hold the connection to Triton, which belongs to the event loop."""
-        self._upstream = Upstream(self.settings.grpc)
+        self._upstream = Upstream(self.settings.grpc, self.settings.request_timeout)
         fingerprint = "fp_" + str(self.options.about.get("digest", ""))[:12]
         fetcher = Fetcher() if self.options.allow_remote_images else None
         limits = RequestLimits(self.options.max_n, self.options.about.get("max_context"))
@@ -218,7 +218,7 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
         )
     origin = Origin(settings.options)
     limit = settings.options.max_body
-    return Middleware(app, state, front.metrics, limit, places, origin)
+    return Middleware(app, state, front.metrics, limit, places, origin, settings.request_timeout)
 
 
 def make_health_app(settings: FrontSettings, state: ServerState) -> ASGIApp:

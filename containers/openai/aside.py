@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-ResultT = TypeVar("ResultT")
+MadeT = TypeVar("MadeT")
 _SHORT = 1 << 16  # bytes of a body that is processed at once
 _MEDIUM = 1 << 20  # of one that is soon processed
 
@@ -20,7 +20,7 @@ class Aside:
         # Those that take a second wait for each other only.
         self._long = ThreadPoolExecutor(1, thread_name_prefix="canvasrt-long")
 
-    async def run(self, size: int, work: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    async def run(self, size: int, work: Callable[..., MadeT], *arguments: Any) -> MadeT:
         """Return what `work` makes of its arguments, which come from a body of `size` bytes."""
         if size <= _SHORT:
             return work(*arguments)

@@ -58,6 +58,12 @@ def too_many(message: str, retry_after: int = RETRY_AFTER) -> ApiError:
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 
+def too_late(seconds: float) -> ApiError:
+    """Return a 504: the request took longer than the operator allows."""
+    message = f"The request took longer than {seconds:g} s: ask for fewer tokens or steps."
+    return ApiError(504, message, code="request_timeout")
+
+
 def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiError:
     """Return a 503: the same request may succeed later."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})

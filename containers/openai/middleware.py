@@ -3,6 +3,7 @@ errors."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.disconnect import Disconnected
-from canvasrt.containers.openai.errors import ApiError, unavailable
+from canvasrt.containers.openai.errors import ApiError, too_late, unavailable
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.origin import Origin
 from canvasrt.containers.openai.state import ServerState
@@ -31,12 +32,14 @@ BEGIN = "canvasrt.begin"  # in a request's scope: when its body was complete, in
 AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
 _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
 _HEALTH = ("/v1/health/live", "/v1/health/ready")
+# Seconds after a request's time: whoever calls the model says first that it is over.
+_GRACE = 1.5
 _QUIET = (*_HEALTH, "/v1/metrics")
 
 
 class Middleware:
-    """Wraps the application. `max_body` is in bytes. Callers in the reserved of `places` only get
-    health routes."""
+    """Wraps the application. `max_body` is in bytes, and `timeout` in seconds from the end of a body
+    to the beginning of its answer. Callers in the reserved of `places` only get health routes."""
 
     def __init__(
         self,
@@ -46,7 +49,9 @@ class Middleware:
         max_body: int,
         places: Places | None = None,
         origin: Origin | None = None,
+        timeout: float | None = None,
     ) -> None:
+        self._timeout = timeout
         self._origin = origin
         self._app = app
         self._places = places or Places(0)
@@ -61,7 +66,7 @@ class Middleware:
         exchange = _Exchange(scope, receive, send, self._max_body)
         if scope.get("client") in self._places.reserved and scope["path"] not in _HEALTH:
             exchange.refusal = too_many_connections()
-        exchange.origin = self._origin
+        exchange.origin, exchange.timeout = self._origin, self._timeout
         counts = scope["method"] == "POST"
         self._state.in_flight += counts
         begin = time.perf_counter()
@@ -106,6 +111,8 @@ class _Exchange:
         self._started = False
         self.refusal: ApiError | None = None
         self.origin: Origin | None = None
+        self.timeout: float | None = None
+        self._timer: asyncio.Timeout | None = None
 
     async def run(self, app: ASGIApp) -> None:
         try:
@@ -114,7 +121,7 @@ class _Exchange:
             if self.origin is not None:
                 self.origin.check(self._scope)
             self._check_length()
-            await app(self._scope, self.receive, self.send)
+            await self._answer(app)
         except (Disconnected, ClientDisconnect):
             self.status = DISCONNECTED
         except ApiError as error:
@@ -123,6 +130,23 @@ class _Exchange:
             logging.getLogger(__name__).exception("request %s failed", self.id)
             await self._fail(internal_error(self.id))
 
+    async def _answer(self, app: ASGIApp) -> None:
+        """Run the application until its time is over; once the answer has begun, its own errors say
+        so."""
+        try:
+            async with asyncio.timeout(None) as self._timer:
+                await app(self._scope, self.receive, self.send)
+        except TimeoutError:
+            if self._timer is None or not self._timer.expired():
+                raise
+            raise too_late(self.timeout or 0) from None
+        finally:
+            self._timer = None
+
+    def _limit(self, end: float | None) -> None:
+        if self._timer is not None and not self._timer.expired():
+            self._timer.reschedule(end)
+
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
@@ -130,12 +154,15 @@ class _Exchange:
             if self._left < 0:
                 raise self._too_large()
             if not message.get("more_body", False):
-                self._scope[BEGIN] = time.monotonic()
+                self._scope[BEGIN] = begin = time.monotonic()
+                if self.timeout is not None:
+                    self._limit(begin + self.timeout + _GRACE)
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._started = True
+            self._limit(None)
             self.status = message["status"]
             message["headers"] = [*message["headers"], (b"x-request-id", self.id.encode())]
         await self._send(message)

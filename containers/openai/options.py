@@ -145,6 +145,7 @@ class FrontSettings:
     options: FrontOptions
     health_socket: int | None = None
     heartbeat: int | None = None
+    request_timeout: int | None = None  # seconds
 
     def to_line(self) -> bytes:
         """Return the settings as one line of JSON."""

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
@@ -15,11 +16,12 @@ import tritonclient.grpc.aio
 from tritonclient.utils import InferenceServerException
 
 from canvasrt.containers.client.triton import StreamEvent, direct_channel
-from canvasrt.containers.openai.errors import ApiError, bad_request, too_many, unavailable
+from canvasrt.containers.openai.errors import ApiError, bad_request, too_late, too_many, unavailable
 from canvasrt.containers.openai.streams import Stream, Streams, decode, encode
 from canvasrt.containers.tensors import (
     ANSWER_MODEL,
     ANSWERS,
+    ARRIVED,
     ERROR_EVENT,
     ERRORS,
     HINT,
@@ -29,13 +31,17 @@ from canvasrt.containers.tensors import (
 log = logging.getLogger(__name__)
 
 _PROBE = 3.0
+# Seconds after a request's time in which the model can say itself that it is over.
+_GRACE = 1.0
 _Done = object()
 
 
 class Upstream:
     """One Triton server, created and used on one event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout: float | None = None) -> None:
+        """`timeout` is what a request may take, in seconds from its arrival."""
+        self._timeout = timeout
         self._client = tritonclient.grpc.aio.InferenceServerClient(
             address, channel_args=direct_channel()
         )
@@ -60,13 +66,17 @@ class Upstream:
         self, inputs: Mapping[str, Any], parameters: Mapping[str, int | str] | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
         """Yield the events of one request; closing the iterator cancels it. ApiError when it fails."""
-        request = encode(inputs, {ERRORS: 1, **(parameters or {})})
+        parameters = parameters or {}
+        request = encode(inputs, {ERRORS: 1, **parameters})
+        deadline = self._deadline(parameters)
         stream = self._streams.take()
         last = ""
         try:
-            await stream.write(request)
+            async with asyncio.timeout_at(deadline):
+                await stream.write(request)
             while last not in ("final", ERROR_EVENT):
-                response = await stream.read()
+                async with asyncio.timeout_at(deadline):
+                    response = await stream.read()
                 if response is grpc.aio.EOF:
                     raise await _end_of(stream)
                 if response.error_message:
@@ -77,6 +87,8 @@ class Upstream:
                     yield StreamEvent(**values)
         except grpc.aio.AioRpcError as error:
             raise explained(error.code().name, error.details() or "") from error
+        except TimeoutError:  # whatever the model is doing
+            raise too_late(self._timeout or 0) from None
         except asyncio.InvalidStateError:  # the stream ended before the request was written
             raise await _end_of(stream) from None
         finally:
@@ -87,6 +99,14 @@ class Upstream:
         if last == ERROR_EVENT:
             failure = json.loads(values["text"])
             raise explained(failure["code"], failure["message"])
+
+    def _deadline(self, parameters: Mapping[str, int | str]) -> float | None:
+        """Return when a request's time is over, in monotonic seconds."""
+        if self._timeout is None:
+            return None
+        arrived = parameters.get(ARRIVED)
+        begin = arrived / 1e6 if isinstance(arrived, int) else time.monotonic()
+        return begin + self._timeout + _GRACE
 
 
 async def _end_of(stream: Stream) -> ApiError:

@@ -39,11 +39,18 @@ class FrontEnd:
     end.
     """
 
-    def __init__(self, options: FrontOptions, grpc: str, metrics: str, log: Path | None) -> None:
+    def __init__(
+        self,
+        options: FrontOptions,
+        grpc: str,
+        metrics: str,
+        log: Path | None,
+        request_timeout: int | None = None,
+    ) -> None:
         """Open the sockets. CanvasError for a port in use.
 
         grpc: Triton's host:port. metrics: the URL of its metrics. log: a file to append to; None
-        for stderr.
+        for stderr. request_timeout: seconds of one request.
         """
         self.options = options
         self.log = log
@@ -66,6 +73,7 @@ class FrontEnd:
             metrics=metrics,
             options=options,
             heartbeat=self._heartbeat,
+            request_timeout=request_timeout,
         )
         self._phase: tuple[ServerPhase, str] = ("starting", "")
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +84,7 @@ class FrontEnd:
     def over(cls, server: Server, options: FrontOptions) -> FrontEnd:
         """Return a front end over a server of this process."""
         grpc = f"{server.address}:{server.ports.grpc}"
-        return cls(options, grpc, server.metrics_url, server.log)
+        return cls(options, grpc, server.metrics_url, server.log, server.request_timeout)
 
     @property
     def url(self) -> str:

@@ -64,7 +64,7 @@ def _front(settings: Settings, output: ServerOutput) -> Iterator[FrontEnd]:
     """Run the front end, which answers health checks while Triton is not running yet."""
     triton = _triton(settings, Path(), output)
     grpc = f"{triton.address}:{settings.ports.grpc}"
-    front = FrontEnd(settings.front, grpc, triton.metrics_url, output.log)
+    front = FrontEnd(settings.front, grpc, triton.metrics_url, output.log, triton.request_timeout)
     try:
         front.start()
         log.info("alive: %s/health/live", front.health_url)

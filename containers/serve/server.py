@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import re
 import shutil
 import signal
@@ -88,6 +89,7 @@ class Server:
         self.log = log
         self.exit_timeout = exit_timeout
         self._model_options = model or ModelOptions()
+        self.request_timeout = self._model_options.completed(os.environ).request_timeout  # seconds
         self._output_descriptor = output
         self._recent = recent
         self._options = tuple(options)

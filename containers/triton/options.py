@@ -76,6 +76,10 @@ class ModelOptions:
             if value is not None
         }
 
+    def completed(self, environment: Mapping[str, str]) -> ModelOptions:
+        """Return what the models will read: what is None here is as the environment says."""
+        return self.from_environment({**environment, **self.to_environment()})
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ModelOptions:
         """Return what the variables say. CanvasError for a value of the wrong type."""

@@ -23,15 +23,17 @@ Alone = Callable[..., FrontEnd]
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    """Start a front end with some options, and nothing behind it but a `metrics` URL, perhaps. Its log
-    is front.log."""
+    """Start a front end with some options, and nothing behind it, unless they have the address of a
+    `triton`, or the URL of its `metrics`. Its log is front.log."""
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> FrontEnd:
             url = options.pop("metrics", "http://127.0.0.1:1/metrics")
+            triton = options.pop("triton", "127.0.0.1:1")
+            timeout = options.pop("request_timeout", None)
             made = FrontOptions(**{"port": 0, **options})
             log = tmp_path / "front.log"
-            return stack.enter_context(FrontEnd(made, "127.0.0.1:1", url, log))
+            return stack.enter_context(FrontEnd(made, triton, url, log, timeout))
 
         yield start
 

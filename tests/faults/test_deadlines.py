@@ -1,0 +1,172 @@
+"""`--request-timeout` where the model does not keep it: the front end answers, and ends the request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.middleware import Middleware
+from canvasrt.containers.openai.state import ServerState
+from canvasrt.containers.serve.server import Server
+from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
+from canvasrt.containers.triton.options import ModelOptions
+from tests.helpers.alone import Alone
+from tests.helpers.serving import eventually
+
+CHAT: dict[str, Any] = {"model": "canvasrt", "messages": [{"role": "user", "content": "a"}]}
+BODIES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "canvasrt", "prompt": "a", "n": 2},
+    "/v1/responses": {"model": "canvasrt", "input": "a"},
+    "/api/chat": {**CHAT, "stream": False},
+    "/v1/decisions": {"model": "canvasrt", "input": "a", "questions": [{}]},
+    "/tokenize": {"model": "canvasrt", "prompt": "a"},
+}
+
+
+class Hanging(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """A Triton that takes requests and never ends them. It may begin an answer."""
+
+    begins = False
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.ended = threading.Event()
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
+        next(requests)
+        self.running += 1
+        done = threading.Event()
+        context.add_callback(done.set)
+        if self.begins:
+            yield service_pb2.ModelStreamInferResponse(infer_response=first_event())
+        while not done.wait(0.05) and not self.ended.is_set():
+            pass
+        self.running -= 1
+
+
+def first_event() -> Any:
+    """The first piece of an answer."""
+    response = service_pb2.ModelInferResponse(model_name=STREAM_MODEL)
+    values = {"event": b"block", "text": b"abc"}
+    for tensor in outputs_of(STREAM_MODEL):
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=[1])
+        if tensor.datatype == "BYTES":
+            text = values.get(tensor.name, b"")
+            raw = len(text).to_bytes(4, "little") + text
+        else:
+            raw = np.zeros(1, {"INT32": "<i4", "UINT64": "<u8"}[tensor.datatype]).tobytes()
+        response.raw_output_contents.append(raw)
+    return response
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[Hanging, str]]:
+    """A Triton that hangs, and its address."""
+    model = Hanging()
+    server = grpc.server(ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(model, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield model, f"127.0.0.1:{port}"
+    model.ended.set()
+    server.stop(0).wait()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_model_that_does_not_answer_is_left(alone: Alone, hanging: Any, path: str):
+    model, triton = hanging
+    front = alone(triton=triton, request_timeout=1)
+    begin = time.monotonic()
+    url = f"http://127.0.0.1:{front.port}{path}"
+    reply = httpx.post(url, json=BODIES[path], timeout=20)
+    assert (reply.status_code, "longer than 1 s" in reply.text) == (504, True)
+    assert time.monotonic() - begin < 5
+    assert eventually(lambda: model.running == 0, 5)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
+@pytest.mark.parametrize("begins", [False, True])
+def test_so_is_one_that_does_not_stream_on(alone: Alone, hanging: Any, path: str, begins: bool):
+    model, triton = hanging
+    model.begins = begins
+    front = alone(triton=triton, request_timeout=1)
+    url = f"http://127.0.0.1:{front.port}{path}"
+    body = {**BODIES[path], "stream": True}
+    with httpx.stream("POST", url, json=body, timeout=20) as reply:
+        text = reply.read().decode()
+    assert reply.status_code == (200 if begins else 504)
+    assert ("abc" in text) == begins
+    assert "longer than 1 s" in text
+    assert eventually(lambda: model.running == 0, 5)
+
+
+def test_time_is_over_before_a_model_is_asked():
+    """As when a long body waits for others."""
+    ended: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    begin = time.monotonic()
+    wrapped = Middleware(app, ServerState(), FrontMetrics(), 100, timeout=0.2)
+    asyncio.run(wrapped(scope, receive, send))
+    assert time.monotonic() - begin < 5
+    assert ended == ["cancelled"]
+    assert sent[0]["status"] == 504
+    assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
+
+
+def test_an_answer_that_has_begun_may_be_long():
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(2.5)
+        await send({"type": "http.response.body", "body": b"a"})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    wrapped = Middleware(app, ServerState(), FrontMetrics(), 100, timeout=0.2)
+    asyncio.run(wrapped(scope, receive, send))
+    assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
+
+
+def test_the_front_end_has_the_models_limit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    assert Server(tmp_path).request_timeout is None
+    assert Server(tmp_path, model=ModelOptions(request_timeout=7)).request_timeout == 7
+    monkeypatch.setenv("CANVASRT_REQUEST_TIMEOUT", "9")
+    assert Server(tmp_path).request_timeout == 9
+    assert Server(tmp_path, model=ModelOptions(request_timeout=7)).request_timeout == 7
