@@ -133,7 +133,7 @@ def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
         "digest": made.manifest.digest,
         "bytes": made.manifest.total_bytes,
         "base": options.base,
-        "base_pinned": releases.is_pinned(options.base),
+        "base_pinned": bool(options.base_digest),
         "model_repository": str(path / MODEL_REPOSITORY),
     }
 

@@ -109,6 +109,7 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
     return replace(
         options,
         base=base.names[0] if base.names else f"{base.path.name}@{base.digest}",
+        base_digest=base.digest.removeprefix("sha256:"),
         tag=check_tag(options.tag),
         python=_interpreter(base)[1],
         tensorrt=releases.tensorrt_of(base.environment, base.names),

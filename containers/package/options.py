@@ -46,6 +46,7 @@ class PackageOptions:
     tensorrt: str | None = None
     # Get every wheel, to know its hash.
     fetch: bool = False
+    base_digest: str = ""  # its SHA-256, where it is known
     # What the base image contains, if it was read.
     contents: Sequence[Installed] = ()
 
@@ -54,7 +55,16 @@ class PackageOptions:
             raise UsageError(f"--engines is {self.engines!r}", "give copy or mount")
 
     def on(self, base: str, python: str | None = None) -> PackageOptions:
-        """Return the options for another base image, by its name; without `python`, look its version up."""
+        """Return the options for another base image, by its name; without `python`, look its version up.
+
+        UsageError for a malformed digest.
+        """
         known = releases.python_of_name(base)
         tensorrt = releases.tensorrt_of_name(base)
-        return replace(self, base=base, python=python or known or self.python, tensorrt=tensorrt)
+        return replace(
+            self,
+            base=base,
+            base_digest=releases.digest_of_name(base),
+            python=python or known or self.python,
+            tensorrt=tensorrt,
+        )

@@ -203,7 +203,15 @@ def _write_image_part(
     ]
     known |= {name: _entry(folder, name) for name in models}
     manifests = [bundle.manifest for bundle in bundles.values()]
-    write_sbom(folder / SBOM, manifests, pins, known, options.base, options.contents)
+    write_sbom(
+        folder / SBOM,
+        manifests,
+        pins,
+        known,
+        options.base,
+        options.contents,
+        options.base_digest,
+    )
     known[SBOM] = _entry(folder, SBOM)
     (folder / IMAGE_FOLDER).mkdir()
     # Only in the image do the files lie next to this manifest; links stand in for them here.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 
 REPOSITORY = "nvcr.io/nvidia/tritonserver"
 # The newest release when NVIDIA's release notes were read, and the day of that:
@@ -16,7 +16,7 @@ NEWEST, READ = "26.09-py3", "2026-11-21"
 # Empty, because the registry could not be reached on that day. `--base REPOSITORY:TAG@DIGEST` pins one.
 DIGESTS: Mapping[str, str] = {}
 DEFAULT_BASE = f"{REPOSITORY}:{NEWEST}" + (f"@{DIGESTS[NEWEST]}" if NEWEST in DIGESTS else "")
-_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
+_DIGEST = re.compile(r"@sha256:([0-9a-f]{64})\Z")
 
 # Tag of nvcr.io/nvidia/tritonserver → the TensorRT inside, for tags with a known version.
 # -trtllm-python-py3: docs/introduction/compatibility.md of github.com/triton-inference-server/server.
@@ -52,9 +52,16 @@ _PYTHON_3_12_SINCE = (24, 12)
 _TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d[^\s@]*)(?:@sha256:[0-9a-f]{64})?$")
 
 
-def is_pinned(name: str) -> bool:
-    """Return whether a name includes a digest, so that it always means the same image."""
-    return _DIGEST.search(name) is not None
+def digest_of_name(name: str) -> str:
+    """Return the SHA-256 in an image's name, with which it always means the same image; empty
+    without one. UsageError for a malformed one."""
+    match = _DIGEST.search(name)
+    if match is None and "@" in name:
+        raise UsageError(
+            f"--base is {name!r}, whose digest is malformed",
+            "give NAME@sha256: and 64 hexadecimal digits in lower case",
+        )
+    return match[1] if match else ""
 
 
 def tensorrt_of_name(name: str) -> str | None:

@@ -49,10 +49,12 @@ def write_sbom(
     files: Mapping[str, Any],
     base: str,
     contents: Sequence[Installed] = (),
+    base_digest: str = "",
 ) -> None:
     """Write the list of distributions, models and files (`sha256` by name) in an image.
 
-    `contents` are the packages of the base image, if that was read.
+    `contents` are the packages of the base image, if that was read, and `base_digest` its SHA-256, if
+    that is known.
     """
     require("cyclonedx", "serve")
     from cyclonedx.model.bom import Bom, BomMetaData
@@ -66,7 +68,7 @@ def write_sbom(
         components=[
             *libraries,
             *map(_model, bundles),
-            _base(base, contents),
+            _base(base, contents, base_digest),
             *map(_file, files.items()),
         ],
         metadata=BomMetaData(
@@ -74,7 +76,15 @@ def write_sbom(
         ),
         serial_number=uuid.uuid5(
             _NAMESPACE,
-            repr((sorted(files.items()), [pin.line for pin in pins], base, [*map(str, contents)])),
+            repr(
+                (
+                    sorted(files.items()),
+                    [pin.line for pin in pins],
+                    base,
+                    base_digest,
+                    [*map(str, contents)],
+                )
+            ),
         ),
     )
     bom.register_dependency(whole, libraries)
@@ -144,7 +154,8 @@ def _model(manifest: Manifest) -> Any:
     )
 
 
-def _base(name: str, contents: Sequence[Installed]) -> Any:
+def _base(name: str, contents: Sequence[Installed], digest: str) -> Any:
+    from cyclonedx.model import HashAlgorithm, HashType
     from cyclonedx.model.component import Component, ComponentType
 
     image, _, version = name.rpartition("@" if "@" in name else ":")
@@ -163,6 +174,7 @@ def _base(name: str, contents: Sequence[Installed]) -> Any:
         version=version,
         type=ComponentType.CONTAINER,
         bom_ref="base-image",
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else [],
         components=inside.values(),
     )
 

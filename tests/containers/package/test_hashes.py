@@ -15,6 +15,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder
 from canvasrt.containers.package import lock, releases, wheels
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import (
     Pin,
     read_requirements,
@@ -22,7 +23,7 @@ from canvasrt.containers.package.requirements import (
     write_requirements,
 )
 from canvasrt.containers.package.sbom import Installed, write_sbom
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command
 
 PLATFORMS = [(python, machine) for python in ("3.11", "3.12") for machine in ("amd64", "arm64")]
@@ -168,11 +169,22 @@ def test_a_base_can_be_named_by_its_digest(
     assert releases.tensorrt_of_name(name + DIGEST) == releases.tensorrt_of_name(name)
     assert releases.python_of_name(name + DIGEST) == "3.12"
     assert releases.tensorrt_of_name(name + "@sha256:12") is None
-    assert releases.is_pinned(name + DIGEST)
+    assert releases.digest_of_name(name + DIGEST) == DIGEST.partition(":")[2]
+    assert releases.digest_of_name(name) == ""
     done = command("package", engines.path, "-o", tmp_path / "out", "--base", name + DIGEST)
     assert done.returncode == 0, done.stderr
     assert "note:" not in done.stdout
     assert f"ARG BASE_IMAGE={name}{DIGEST}\n" in (tmp_path / "out" / "Dockerfile").read_text()
+    bom = json.loads((tmp_path / "out" / "sbom.cdx.json").read_text())
+    (base,) = [each for each in bom["components"] if each["type"] == "container"]
+    assert (base["name"], base["version"]) == (name, DIGEST[1:])
+    assert base["hashes"] == [{"alg": "SHA-256", "content": "a" * 64}]
+
+
+@pytest.mark.parametrize("digest", ["@sha256:12", "@sha256:" + "A" * 64, "@" + "a" * 64, "@latest"])
+def test_a_malformed_digest_is_refused(digest: str) -> None:
+    with pytest.raises(UsageError, match="digest is malformed"):
+        PackageOptions().on("triton:1" + digest)
 
 
 def test_a_base_that_may_change_is_noted(engines: Bundle, tmp_path: Path, command: Command) -> None:
