@@ -203,7 +203,7 @@ def prepare(folder: Path, shape: str, layers: int) -> tuple[Path, Path, ModelCon
     from bench.gguf_file import write_gguf
     from canvasrt.build.plan import BuildOptions
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
     from canvasrt.pipeline import build_all, plan_all
     from canvasrt.targets import find_target
 
@@ -214,7 +214,7 @@ def prepare(folder: Path, shape: str, layers: int) -> tuple[Path, Path, ModelCon
         synthetic.SHAPES[stem] = synthetic.SHAPES[shape] | {"vocab_size": VOCABULARY}
         synthetic.write(checkpoint, stem, layers, format="int4")
     if not engines.exists():
-        export(checkpoint, graphs, layers)
+        export_graphs(checkpoint, graphs, layers)
         build_all(plan_all(graphs, [find_target("cpu")], engines, BuildOptions()))
     bundle = load_bundle(engines, check=False)
     config = bundle.manifest.model

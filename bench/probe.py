@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def probe(folder: Path, modules: list[str], capabilities: list[str]) -> Json:
     """Return every try: the messages of each step, by module and capability."""
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
-    export("demo", folder / "graphs", precision="bf16")
+    export_graphs("demo", folder / "graphs", precision="bf16")
     outcomes: dict[str, dict[str, str]] = {}
     for module in modules:
         for capability in capabilities:
@@ -247,10 +247,10 @@ def _engines(folder: Path) -> str:
 
 def _in_fp32(folder: Path) -> Path:
     """Return the demo's graphs in fp32, exported once."""
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     out = folder / "fp32"
-    return out if out.exists() else export("demo", out).path
+    return out if out.exists() else export_graphs("demo", out).path
 
 
 def _generated(path: Path, folder: Path, device: str | None) -> str:

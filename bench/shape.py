@@ -91,14 +91,14 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
     """Write what is missing in `folder`. Needs `canvasrt[export]`."""
     require("torch", "export")
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     synthetic.SHAPES.setdefault("small", synthetic.SHAPES["released"] | _SMALL)
     checkpoint, graphs = folder / f"{shape.name}-checkpoint", folder / f"{shape.name}-graphs"
     if not checkpoint.exists():
         synthetic.write(checkpoint, shape.name, layers=shape.layers, format=shape.precision)
     if not graphs.exists():
-        export(checkpoint, graphs, shape.layers, shape.precision)
+        export_graphs(checkpoint, graphs, shape.layers, shape.precision)
     bundle = load_bundle(graphs, kind="graphs", check=False)
     return Prepared(shape, checkpoint, bundle, repeated(bundle.manifest.model, shape.copies))
 

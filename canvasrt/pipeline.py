@@ -128,11 +128,10 @@ def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
     precision = exported_precision(plan)
 
     def export(out: Path) -> None:
-        from canvasrt.export.graphs import export_folder
+        from canvasrt.export.graphs import export_graphs
 
-        export_folder(
+        export_graphs(
             plan.source.path,
-            plan.source.made_from["files"],
             out,
             layers_per_segment=plan.layers_per_segment,
             precision=precision,
@@ -140,6 +139,7 @@ def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
             adapters=plan.adapters,
             # Otherwise its prompts are for the quantization that follows.
             calibration=plan.calibration if precision not in PLAIN else None,
+            hashes=plan.source.made_from["files"],
         )
 
     return export

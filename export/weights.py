@@ -204,10 +204,3 @@ def parts_of(
 def packed_name(part: str) -> str:
     """Return the name under which compressed-tensors packs a weight in a checkpoint."""
     return part.removesuffix("weight") + PACKED
-
-
-def load(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> None:
-    """Load all of the checkpoint's values into `module`, in memory."""
-    for weight in weights(module, sources, checkpoint):
-        parameter = module.get_parameter(weight.name)
-        parameter.data = torch.cat(list(weight.read(parameter.dtype))).view(weight.shape)

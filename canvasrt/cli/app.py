@@ -18,7 +18,7 @@ from canvasrt.errors import CanvasError
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
 # Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with
 # underscores for hyphens.
-_COMMANDS = {
+COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
     "quantize": _MAKE,
@@ -73,16 +73,11 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for name, panel in _COMMANDS.items():
+    for name, panel in COMMANDS.items():
         function = name.replace("-", "_")
         module = importlib.import_module(f"canvasrt.cli.{function}")
         app.command(name, rich_help_panel=panel)(getattr(module, function))
     return app
-
-
-def command_names() -> list[str]:
-    """Return the names of all commands."""
-    return [command.name or "" for command in make_app().registered_commands]
 
 
 def parsed_command(name: str) -> Any:

@@ -32,17 +32,17 @@ def export(
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.defaults import LAYERS_PER_SEGMENT
-    from canvasrt.export.graphs import export_folder
+    from canvasrt.export.graphs import export_graphs
 
     with progress() as report:
-        bundle = export_folder(
+        bundle = export_graphs(
             folder,
-            checkpoints.fingerprint(folder),
             out,
             layers_per_segment=layers_per_segment or LAYERS_PER_SEGMENT,
             precision=precision,
             adapters=adapters,
             calibration=calibration,
+            hashes=checkpoints.fingerprint(folder),
             progress=lambda done, total: report("exporting graphs", done, total),
         )
     manifest = bundle.manifest

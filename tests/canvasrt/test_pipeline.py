@@ -18,9 +18,9 @@ from canvasrt.pipeline import build
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
-    return export("demo", tmp_path_factory.mktemp("graphs") / "graphs")
+    return export_graphs("demo", tmp_path_factory.mktemp("graphs") / "graphs")
 
 
 def everything_in(folder: Path) -> list[str]:

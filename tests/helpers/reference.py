@@ -32,7 +32,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from canvasrt.checkpoints.locate import find_checkpoint
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from canvasrt.pipeline import build
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.model import Model
@@ -301,7 +301,7 @@ class Pair:
 def make_pair(checkpoint: Path, folder: Path) -> Pair:
     """Export and build `checkpoint` into `folder`; load both sides, on one thread each."""
     # Segments of four layers: the first has no full layer then, and hidden states cross a border.
-    graphs = export(str(checkpoint), folder / "graphs", layers_per_segment=4)
+    graphs = export_graphs(str(checkpoint), folder / "graphs", layers_per_segment=4)
     engines = build(graphs.path, "cpu", folder / "engines")
     torch.set_num_threads(1)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)

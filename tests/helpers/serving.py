@@ -58,7 +58,7 @@ def export_random(folder: Path) -> Bundle:
     import canvasrt.demo
     from canvasrt.demo.model import build_model
     from canvasrt.demo.tokenizer import build_tokenizer
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     torch.manual_seed(3)
     model = build_model()
@@ -71,7 +71,7 @@ def export_random(folder: Path) -> Bundle:
     # The committed demo's, which writes no images.
     committed = Path(canvasrt.demo.__file__).with_name("checkpoint") / "chat_template.jinja"
     (folder / "checkpoint" / "chat_template.jinja").write_text(committed.read_text("utf-8"))
-    export(str(folder / "checkpoint"), folder / "graphs")
+    export_graphs(str(folder / "checkpoint"), folder / "graphs")
     return load_bundle(folder / "graphs", check=False)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.cli.app import command_names, parsed_command, run
+from canvasrt.cli.app import COMMANDS, parsed_command, run
 from canvasrt.errors import UsageError
 from canvasrt.runtime.sampling import PARAMETERS
 from tests.helpers.wrong_use import ELSEWHERE, FILES, VARIABLES, WRONG
@@ -73,7 +73,7 @@ def write(file: Path, text: str) -> None:
 
 
 def test_the_table_has_every_command() -> None:
-    assert {line.split()[0] for line in WRONG} >= set(command_names())
+    assert {line.split()[0] for line in WRONG} >= set(COMMANDS)
 
 
 def raised() -> dict[tuple[str, int], str]:
@@ -134,7 +134,7 @@ def test_every_usage_error_has_a_test(folder: Path, monkeypatch: pytest.MonkeyPa
 def numbers() -> list[tuple[str, str, list[str]]]:
     """Return every option with a number, by command, and values that it cannot take."""
     found = []
-    for command in command_names():
+    for command in COMMANDS:
         for each in parsed_command(command).params:
             if each.type_descriptor.annotation not in (int, float):
                 continue

@@ -13,7 +13,7 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize.forms import quantize_file
-from canvasrt.export.quantize.packed import Packed, dequantize
+from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.graphs import lowbits, table
 from canvasrt.graphs.external import mapped
@@ -21,6 +21,7 @@ from canvasrt.graphs.lower import lower_graph
 from canvasrt.graphs.table import TABLE_VALUES, embedding_entry, split_table
 from canvasrt.runtime.tables import map_table
 from tests.helpers import quantized as shared
+from tests.helpers.quantized import dequantize
 
 plain_graphs = shared.plain_graphs
 

@@ -39,7 +39,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
 
 def _graphs(folder: Path, recipe: str) -> Bundle:
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
     from canvasrt.export.quantize.calibrate import Calibration
     from canvasrt.export.quantize.quantize import quantize
     from canvasrt.recipes.recipe import load_recipe
@@ -49,7 +49,7 @@ def _graphs(folder: Path, recipe: str) -> Bundle:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(synthetic.SHAPES, "widths", synthetic.SHAPES["released"] | WIDTHS)
             synthetic.write(folder / "checkpoint", "widths", layers=3)
-        export(folder / "checkpoint", plain, precision="bf16")
+        export_graphs(folder / "checkpoint", plain, precision="bf16")
     graphs = load_bundle(plain, check=False)
     if not out.exists():
         chosen = load_recipe(recipe)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Packed, dequantize
+from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 from tests.helpers import rounding as oracle
+from tests.helpers.quantized import dequantize
 
 # The grids, number by number, in the order of their codes.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
