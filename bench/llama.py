@@ -212,7 +212,7 @@ def prepare(folder: Path, shape: str, layers: int) -> tuple[Path, Path, ModelCon
     engines, gguf = folder / f"{stem}-cpu", folder / f"{stem}.gguf"
     if not checkpoint.exists():
         synthetic.SHAPES[stem] = synthetic.SHAPES[shape] | {"vocab_size": VOCABULARY}
-        synthetic.write(checkpoint, stem, layers, format="int4")
+        synthetic.write_random_checkpoint(checkpoint, stem, layers, format="int4")
     if not engines.exists():
         export_graphs(checkpoint, graphs, layers)
         build_all(plan_all(graphs, [find_target("cpu")], engines, BuildOptions()))

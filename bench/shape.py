@@ -96,7 +96,9 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
     synthetic.SHAPES.setdefault("small", synthetic.SHAPES["released"] | _SMALL)
     checkpoint, graphs = folder / f"{shape.name}-checkpoint", folder / f"{shape.name}-graphs"
     if not checkpoint.exists():
-        synthetic.write(checkpoint, shape.name, layers=shape.layers, format=shape.precision)
+        synthetic.write_random_checkpoint(
+            checkpoint, shape.name, layers=shape.layers, format=shape.precision
+        )
     if not graphs.exists():
         export_graphs(checkpoint, graphs, shape.layers, shape.precision)
     bundle = load_bundle(graphs, kind="graphs", check=False)

@@ -43,7 +43,7 @@ def small_graphs(folder: Path) -> Bundle:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
-        synthetic.write(folder / "checkpoint", "small", layers=2)
+        synthetic.write_random_checkpoint(folder / "checkpoint", "small", layers=2)
     return export_graphs(folder / "checkpoint", folder / "graphs", precision="bf16")
 
 

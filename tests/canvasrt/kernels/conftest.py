@@ -48,7 +48,7 @@ def _graphs(folder: Path, recipe: str) -> Bundle:
     if not plain.exists():
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(synthetic.SHAPES, "widths", synthetic.SHAPES["released"] | WIDTHS)
-            synthetic.write(folder / "checkpoint", "widths", layers=3)
+            synthetic.write_random_checkpoint(folder / "checkpoint", "widths", layers=3)
         export_graphs(folder / "checkpoint", plain, precision="bf16")
     graphs = load_bundle(plain, check=False)
     if not out.exists():
