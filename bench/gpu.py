@@ -286,14 +286,14 @@ def _cuda(wanted: shape.Shape, graphs: bool = False) -> Any:
 def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
     """Return engines for this machine's GPU, built from the graphs, and the backend that runs them."""
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build
+    from canvasrt.pipeline import build_bundle
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
     target = _target()
     wanted = prepared.shape
     precision = prepared.graphs.manifest.options.get("precision", wanted.precision)
     context, batch = wanted.max_context, max(wanted.batches)
-    bundle = build(
+    bundle = build_bundle(
         prepared.graphs.path,
         target,
         # One folder keeps the engines of several runs.

@@ -234,14 +234,14 @@ def _provider(folder: Path) -> str:
 def _engines(folder: Path) -> str:
     """Return the demo's tokens through engines for this machine's GPU, next to the CPU's in fp32."""
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build
+    from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS
 
     here = {gpu.capability for gpu in gpus()[:1]}
     target = next((target for target in TARGETS if target.capability in here), None)
     if target is None:
         raise CanvasError("this machine has no GPU, or no target has its capability", "")
-    bundle = build("demo", target, folder / "engines", BuildOptions("bf16"))
+    bundle = build_bundle("demo", target, folder / "engines", BuildOptions("bf16"))
     return f"{target.name}: {_generated(bundle.path, folder, None)}"
 
 

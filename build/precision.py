@@ -62,7 +62,7 @@ def parse_precision(requested: str) -> Precision:
     return Precision(recipe.precision, recipe)
 
 
-def choose(
+def choose_precisions(
     targets: Sequence[Target], requested: str | None, of_source: str | None
 ) -> list[Precision]:
     """Choose the precision for each target.

@@ -173,7 +173,7 @@ def _write_graphs(
     for part in parts:
         model = part.trace(config, traced)
         each = weights(part.module, part.sources, source)
-        onnx.write(
+        onnx.write_graph(
             model,
             quantized.rewrite(part, model, each) if quantized else each,
             out / part.file,

@@ -19,7 +19,7 @@ from canvasrt.checkpoints.weight_names import (
     LAYER_NORMS,
     Matrix,
     head_matrices,
-    initializer,
+    initializer_name,
     layer_matrices,
 )
 from canvasrt.errors import CanvasError
@@ -84,7 +84,7 @@ def head_sources(config: ModelConfig) -> Sources:
 
 
 def _stacked(found: Mapping[str, Matrix]) -> Sources:
-    return {initializer(name): matrix.tensors for name, matrix in found.items()}
+    return {initializer_name(name): matrix.tensors for name, matrix in found.items()}
 
 
 def vision_sources(config: ModelConfig) -> Sources:

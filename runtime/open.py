@@ -38,7 +38,7 @@ def open_model(
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
     limit = _limit(supported_context(bundle.manifest), max_context)
-    backend = backend or choose(bundle.manifest, device, threads, share_passes)
+    backend = backend or choose_backend(bundle.manifest, device, threads, share_passes)
     if isinstance(backend, DeviceBackend):
         from canvasrt.runtime.gpu.model import DeviceModel
 
@@ -61,7 +61,7 @@ def check_device(device: str | None) -> None:
         raise UsageError(f"unknown device {device!r}", f"give one of {', '.join(DEVICES)}")
 
 
-def choose(
+def choose_backend(
     manifest: Manifest,
     device: str | None = None,
     threads: int | None = None,

@@ -194,7 +194,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        check(vars(self))
+        check_sampling(vars(self))
         for token in self.eos_token_ids:
             _EOS.check(token)
         for token, bias in self.logit_bias:
@@ -228,7 +228,7 @@ class SamplingParams:
             if value is not None:
                 values[name] = value
         values["eos_token_ids"] = tuple(_ids(values["eos_token_ids"]))
-        check(values, labels)
+        check_sampling(values, labels)
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
@@ -329,7 +329,7 @@ PARAMETERS = tuple(
 _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
-def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
+def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
     """Raise CanvasError for the first of `values`, by parameter name, that is out of range, or that
     contradicts another one.
 

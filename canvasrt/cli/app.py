@@ -64,7 +64,7 @@ def _root(
     """
 
 
-def make_app() -> typer.Typer:
+def command_line() -> typer.Typer:
     """Return the application with all commands."""
     app = typer.Typer(
         name="canvasrt",
@@ -82,7 +82,7 @@ def make_app() -> typer.Typer:
 
 def parsed_command(name: str) -> Any:
     """Return a command as Typer parses it, with `help`, and `params` with their `opts` and `help`."""
-    group: Any = typer.main.get_command(make_app())
+    group: Any = typer.main.get_command(command_line())
     return group.commands[name]
 
 
@@ -96,7 +96,7 @@ def run(arguments: list[str]) -> int:
 
         signal.signal(signal.SIGTERM, raise_exit)
     try:
-        code = make_app()(arguments or ["--help"], prog_name="canvasrt", standalone_mode=False)
+        code = command_line()(arguments or ["--help"], prog_name="canvasrt", standalone_mode=False)
     except CanvasError as error:
         _show_traceback(debug)
         print_error(error.message, error.hint, error.log)

@@ -67,7 +67,7 @@ def deploy(
     }
     options = replace(options, server=told)
     if show:
-        commands = work.shown(package, options, engine)
+        commands = work.commands_of(package, options, engine)
         emit({"commands": commands}, as_json, lambda console: print("\n".join(commands)))
         return
     with progress() as report:

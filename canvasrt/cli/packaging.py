@@ -31,7 +31,7 @@ class ImageOptions:
     sign: Path | None = None
 
 
-def run(
+def make_package(
     bundles: Sequence[Path],
     out: Path,
     options: PackageOptions,
@@ -64,7 +64,7 @@ def run(
     return _of_context(made, wanted)
 
 
-def lines(data: Mapping[str, Any]) -> Iterator[str]:
+def package_lines(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the same as lines for a reader."""
     path, tag = data["path"], data["tag"]
     if data["format"] == "context":

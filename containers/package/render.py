@@ -21,7 +21,7 @@ _FILES = {
 }
 
 
-def render(facts: Mapping[str, Any]) -> dict[str, str]:
+def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of each file, by path. `facts` are the templates' variables, such as `base`
     and `settings`."""
     import jinja2

@@ -130,7 +130,7 @@ def profiles_of(source: Bundle) -> list[ServingProfile]:
     return sorted(found, key=_preference)
 
 
-def choose(
+def choose_profile(
     source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
 ) -> ServingProfile:
     """Return the serving profile for this machine; `wanted` is an id or a name. CanvasError when

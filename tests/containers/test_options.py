@@ -113,7 +113,7 @@ replace(
 import contextlib, io
 from canvasrt.cli.app import parsed_command, run
 from canvasrt.containers.deploy.options import DeployOptions
-from canvasrt.containers.package.render import render
+from canvasrt.containers.package.render import render_files
 from canvasrt.containers.package.settings import ImageSettings
 from canvasrt.containers.serve.settings import read_settings
 
@@ -129,7 +129,7 @@ with contextlib.redirect_stdout(io.StringIO()) as printed:
 assert "--env CANVASRT_HASTE=7" in printed.getvalue()
 facts = dict.fromkeys(("base", "tag", "tensorrt", "tensorrt_version", "bindings", "unhashed"), "x")
 facts |= {"settings": ImageSettings({}, gpu=False), "engines": []}
-compose = render(facts)["compose.yaml"]
+compose = render_files(facts)["compose.yaml"]
 assert "      CANVASRT_HASTE: ${CANVASRT_HASTE:-2 for canvasrt}\\n" in compose
 assert "      CANVASRT_WASTE: ${CANVASRT_WASTE:-}\\n" in compose
 """

@@ -13,7 +13,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.packed import Packed
-from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.graphs import external, lowbits
 
 # The released model's head sizes.
@@ -79,7 +79,7 @@ class Quantized:
         def pack(name: str) -> Packed:
             wide = lowbits.from_bf16(self.before[name]).reshape(self.shapes[name])
             parts = wide if wide.ndim == 3 else [wide]
-            self.packed[name] = quantize(
+            self.packed[name] = quantize_weight(
                 parts, format, INPUT_AMAX, weights=weights, experts=wide.ndim == 3, name=name
             )
             return self.packed[name]

@@ -19,7 +19,7 @@ from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
@@ -84,7 +84,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="session")
 def engines(graphs: Bundle) -> Bundle:
     """CPU engines from those graphs."""
-    return build(graphs.path, "cpu", graphs.path.parent / "engines")
+    return build_bundle(graphs.path, "cpu", graphs.path.parent / "engines")
 
 
 @pytest.fixture(scope="session")

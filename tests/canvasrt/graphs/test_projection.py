@@ -89,7 +89,7 @@ def feeds(width: int, rows: int = 2, length: int = 8) -> dict[str, np.ndarray]:
 
 def test_one_scale_reaches_the_largest_number(head: Head) -> None:
     assert head.packed.scale == np.float32(np.abs(head.given).max() / 448)
-    whole = quantizers.quantize([head.given], "fp8", AMAX)
+    whole = quantizers.quantize_weight([head.given], "fp8", AMAX)
     np.testing.assert_array_equal(head.packed.values, whole.values)
     error = np.linalg.norm(dequantize(head.packed) - head.given)
     assert error < 0.03 * np.linalg.norm(head.given)
