@@ -138,7 +138,7 @@ def run(
     """Return all measurements of a shape, with files in `folder`. `save` gets the results so far
     after each side."""
     if unknown := set(sides) - set(SIDES):
-        raise UsageError(f"unknown side {min(unknown)!r}", f"sides are: {', '.join(SIDES)}")
+        raise UsageError(f"unknown side {min(unknown)!r}", f"give one of {', '.join(SIDES)}")
     prepared = shape.prepare(wanted, folder)
     config = prepared.config
     served = shape.quantized(prepared, precision, folder) if precision else prepared

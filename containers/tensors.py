@@ -170,7 +170,7 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
             _TRITON_PARAMETERS
         ):
             known = ", ".join(tensor.name for tensor in inputs_of(model))
-            raise CanvasError(f"unknown input {name!r}", f"the inputs are {known}")
+            raise CanvasError(f"unknown input {name!r}", f"give one of {known}")
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:

@@ -128,7 +128,7 @@ def _check_options(
     known = (*TORCH_DTYPES, *([how.precision] if how else []))
     if precision is not None and precision not in known:
         raise CanvasError(
-            f"{folder} cannot be exported in {precision!r}", f"precisions: {', '.join(known)}"
+            f"{folder} cannot be exported in {precision!r}", f"give one of {', '.join(known)}"
         )
     if how is not None and adapters:
         raise CanvasError(

@@ -223,7 +223,7 @@ class SamplingParams:
             if name not in names:
                 raise CanvasError(
                     f"unknown sampling parameter {name!r}",
-                    f"the parameters are {', '.join(sorted(names))}",
+                    f"give one of {', '.join(sorted(names))}",
                 )
             if value is not None:
                 values[name] = value
@@ -259,13 +259,13 @@ class SamplingParams:
         of all answers together. None stands for no limit."""
         steps = self.max_denoising_steps
         if max_steps is not None and steps > max_steps:
-            raise CanvasError(f"max_denoising_steps is {steps}", f"this server allows {max_steps}")
+            raise CanvasError(f"max_denoising_steps is {steps}", f"ask for at most {max_steps}")
         tries = 1 + self.max_redos if self.redo_below < 0 else 1
         passes = self.blocks(config) * steps * answers * tries
         if max_passes is not None and passes > max_passes:
             raise CanvasError(
                 f"the request may take {passes} denoising passes",
-                f"this server allows {max_passes}: ask for fewer tokens, steps, answers or redos",
+                f"at most {max_passes} are allowed: ask for fewer tokens, steps, answers or redos",
             )
 
     def temperature_at(self, step: int) -> np.float32:
@@ -312,7 +312,7 @@ class SamplingParams:
         if foreign:
             raise CanvasError(
                 f"logit_bias names token {foreign[0]}",
-                f"this model's token ids run from 0 to {config.vocab_size - 1}",
+                f"give token ids from 0 to {config.vocab_size - 1}",
             )
         most = config.max_position_embeddings
         if self.max_new_tokens > most:

@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -226,6 +226,26 @@ def test_only_the_command_line_prints() -> None:
         nodes = [] if name == LOGS else ast.walk(tree(path))
         for node in nodes:
             assert not prints(node), f"{path}:{node.lineno} prints"
+
+
+def hints(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the hints that a module's errors give, `…` for what is filled in, and their lines."""
+    for node in ast.walk(tree(path)):
+        called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+        if called in ("CanvasError", "UsageError") and len(node.args) > 1:
+            hint = node.args[1]
+            parts = hint.values if isinstance(hint, ast.JoinedStr) else [hint]
+            texts = [str(each.value) if isinstance(each, ast.Constant) else "…" for each in parts]
+            yield "".join(texts), hint.lineno
+
+
+def test_hints_are_phrases() -> None:
+    """They follow `hint: `, and may stand in a sentence of the API's, so they are not sentences themselves."""
+    for path in modules().values():
+        for hint, line in hints(path):
+            where = f"{path}:{line} has the hint {hint!r}"
+            assert not hint.endswith("."), where
+            assert not re.match("[A-Z][a-z]", hint), where
 
 
 def test_modules_are_short() -> None:

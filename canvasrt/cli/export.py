@@ -24,7 +24,7 @@ def export(
 
     if precision not in (None, *PLAIN):
         raise UsageError(
-            f"cannot export graphs in {precision!r}", f"the precisions are {', '.join(PLAIN)}"
+            f"cannot export graphs in {precision!r}", f"give one of {', '.join(PLAIN)}"
         )
     adapters = options.adapters(adapter)
     check_output(out)

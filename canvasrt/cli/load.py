@@ -88,7 +88,8 @@ def _sessions(prompts: str, count: int) -> list[Session]:
         return built_in(prompts, count)
     if not Path(prompts).is_file():
         raise UsageError(
-            f"--prompts {prompts} is neither a file nor a set", f"the sets are {', '.join(SETS)}"
+            f"--prompts {prompts} is neither a file nor a set",
+            f"give a file, or one of {', '.join(SETS)}",
         )
     return from_file(Path(prompts), count)
 

@@ -99,7 +99,7 @@ def _check(options: PackageOptions, image: ImageOptions) -> None:
     if image.format not in ("context", *IMAGE_FORMATS):
         raise UsageError(
             f"unknown format {image.format!r}",
-            f"the formats are context, {', '.join(IMAGE_FORMATS)}",
+            f"give one of context, {', '.join(IMAGE_FORMATS)}",
         )
     on_disk = image.base is not None and Path(image.base).expanduser().exists()
     if image.format == "context" and on_disk:

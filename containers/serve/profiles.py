@@ -140,9 +140,7 @@ def choose_profile(
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
     if not named:
         known = "; ".join(f"{each.name} for {each.target.name} ({each.id})" for each in found)
-        raise CanvasError(
-            f"there is no serving profile {wanted!r}", f"the serving profiles are {known}"
-        )
+        raise CanvasError(f"there is no serving profile {wanted!r}", f"give one of {known}")
     fitting = [each for each in named if not each.misfit(gpus)]
     if not fitting:
         reasons = "; ".join(
