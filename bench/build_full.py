@@ -231,7 +231,7 @@ def measure(
         "tensorrt-rtx": extras.version("tensorrt-rtx"),
     }
     report = BuildReport(options, machine)
-    command = ["canvasrt.export.synthetic", "--shape", shape, "--format", format, *shortened]
+    command = ["bench.synthetic", "--shape", shape, "--format", format, *shortened]
     report.stages.append(run([*command, "-o", str(checkpoint)], "checkpoint", checkpoint))
     plain = ["--precision", "bf16"] if format == "bf16" else []
     cut = ["--layers-per-segment", str(layers_per_segment)]

@@ -138,7 +138,7 @@ def run(
     """Return all measurements of a shape, with files in `folder`. `save` gets the results so far
     after each side."""
     if unknown := set(sides) - set(SIDES):
-        raise UsageError(f"unknown side {min(unknown)!r}", f"sides are: {', '.join(SIDES)}")
+        raise UsageError(f"unknown side {min(unknown)!r}", f"give one of {', '.join(SIDES)}")
     prepared = shape.prepare(wanted, folder)
     config = prepared.config
     served = shape.quantized(prepared, precision, folder) if precision else prepared
@@ -286,14 +286,14 @@ def _cuda(wanted: shape.Shape, graphs: bool = False) -> Any:
 def _engines(prepared: shape.Prepared, folder: Path) -> tuple[Any, Bundle]:
     """Return engines for this machine's GPU, built from the graphs, and the backend that runs them."""
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build
+    from canvasrt.pipeline import build_bundle
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
     target = _target()
     wanted = prepared.shape
     precision = prepared.graphs.manifest.options.get("precision", wanted.precision)
     context, batch = wanted.max_context, max(wanted.batches)
-    bundle = build(
+    bundle = build_bundle(
         prepared.graphs.path,
         target,
         # One folder keeps the engines of several runs.

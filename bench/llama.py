@@ -203,7 +203,7 @@ def prepare(folder: Path, shape: str, layers: int) -> tuple[Path, Path, ModelCon
     from bench.gguf_file import write_gguf
     from canvasrt.build.plan import BuildOptions
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
     from canvasrt.pipeline import build_all, plan_all
     from canvasrt.targets import find_target
 
@@ -212,9 +212,9 @@ def prepare(folder: Path, shape: str, layers: int) -> tuple[Path, Path, ModelCon
     engines, gguf = folder / f"{stem}-cpu", folder / f"{stem}.gguf"
     if not checkpoint.exists():
         synthetic.SHAPES[stem] = synthetic.SHAPES[shape] | {"vocab_size": VOCABULARY}
-        synthetic.write(checkpoint, stem, layers, format="int4")
+        synthetic.write_random_checkpoint(checkpoint, stem, layers, format="int4")
     if not engines.exists():
-        export(checkpoint, graphs, layers)
+        export_graphs(checkpoint, graphs, layers)
         build_all(plan_all(graphs, [find_target("cpu")], engines, BuildOptions()))
     bundle = load_bundle(engines, check=False)
     config = bundle.manifest.model

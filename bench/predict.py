@@ -29,7 +29,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.shapes import capacities, round_up, usual_capacity
 from canvasrt.targets import Target, find_target
@@ -97,7 +97,7 @@ def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
     prepared = shape.prepare(made, work)
     if recipe != "bf16":
         prepared = shape.quantized(prepared, recipe, work)
-    return build(
+    return build_bundle(
         prepared.graphs.path,
         BUILT_FOR,
         out,

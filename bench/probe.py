@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def probe(folder: Path, modules: list[str], capabilities: list[str]) -> Json:
     """Return every try: the messages of each step, by module and capability."""
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
-    export("demo", folder / "graphs", precision="bf16")
+    export_graphs("demo", folder / "graphs", precision="bf16")
     outcomes: dict[str, dict[str, str]] = {}
     for module in modules:
         for capability in capabilities:
@@ -234,23 +234,23 @@ def _provider(folder: Path) -> str:
 def _engines(folder: Path) -> str:
     """Return the demo's tokens through engines for this machine's GPU, next to the CPU's in fp32."""
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build
+    from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS
 
     here = {gpu.capability for gpu in gpus()[:1]}
     target = next((target for target in TARGETS if target.capability in here), None)
     if target is None:
         raise CanvasError("this machine has no GPU, or no target has its capability", "")
-    bundle = build("demo", target, folder / "engines", BuildOptions("bf16"))
+    bundle = build_bundle("demo", target, folder / "engines", BuildOptions("bf16"))
     return f"{target.name}: {_generated(bundle.path, folder, None)}"
 
 
 def _in_fp32(folder: Path) -> Path:
     """Return the demo's graphs in fp32, exported once."""
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     out = folder / "fp32"
-    return out if out.exists() else export("demo", out).path
+    return out if out.exists() else export_graphs("demo", out).path
 
 
 def _generated(path: Path, folder: Path, device: str | None) -> str:

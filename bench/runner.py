@@ -14,7 +14,7 @@ import numpy as np
 from bench.replicas import ReplicaEngine, ReplicaSegment, TimedEngine
 from bench.shape import Prepared
 from canvasrt.bundle import Bundle
-from canvasrt.runtime.bench import measure, random_prompts
+from canvasrt.runtime.bench import measure_round, random_prompts
 from canvasrt.runtime.cpu import CpuBody, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.generator import Request
@@ -123,7 +123,7 @@ class OurRunner(ABC):
             eos_token_ids=(),
         )
         prompts = random_prompts(config, batch, prompt)
-        sample = measure(self.model, [Request(ids, params) for ids in prompts])
+        sample = measure_round(self.model, [Request(ids, params) for ids in prompts])
         first = statistics.median(sample.first_tokens)
         return Generation(sample.tokens, sample.seconds, first, tuple(sample.step_seconds))
 

@@ -91,14 +91,16 @@ def prepare(shape: Shape, folder: Path) -> Prepared:
     """Write what is missing in `folder`. Needs `canvasrt[export]`."""
     require("torch", "export")
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     synthetic.SHAPES.setdefault("small", synthetic.SHAPES["released"] | _SMALL)
     checkpoint, graphs = folder / f"{shape.name}-checkpoint", folder / f"{shape.name}-graphs"
     if not checkpoint.exists():
-        synthetic.write(checkpoint, shape.name, layers=shape.layers, format=shape.precision)
+        synthetic.write_random_checkpoint(
+            checkpoint, shape.name, layers=shape.layers, format=shape.precision
+        )
     if not graphs.exists():
-        export(checkpoint, graphs, shape.layers, shape.precision)
+        export_graphs(checkpoint, graphs, shape.layers, shape.precision)
     bundle = load_bundle(graphs, kind="graphs", check=False)
     return Prepared(shape, checkpoint, bundle, repeated(bundle.manifest.model, shape.copies))
 
@@ -111,7 +113,7 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
     `MADE_UP_AMAX`. The time of a pass does not depend on it.
     """
     from canvasrt.export.quantize.calibrate import Calibration
-    from canvasrt.export.quantize.quantize import quantize
+    from canvasrt.export.quantize.quantize import quantize_graphs
     from canvasrt.recipes.recipe import load_recipe
 
     out = folder / f"{prepared.shape.name}-graphs-{precision}"
@@ -125,7 +127,7 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
             cache=dict.fromkeys(cached, MADE_UP_AMAX) if recipe.kv_cache else {},
             sha256="made up",
         )
-        quantize(prepared.graphs, out, recipe, calibration=made_up)
+        quantize_graphs(prepared.graphs, out, recipe, calibration=made_up)
     return replace(prepared, graphs=load_bundle(out, kind="graphs", check=False))
 
 
@@ -174,7 +176,7 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
         Stored(name, kinds[dtype], tuple(each.shape), partial(_random, each, dtype))
         for name, each in module.named_parameters()
     ]
-    onnx.write(model, weights, file, dtype)
+    onnx.write_graph(model, weights, file, dtype)
     return file
 
 

@@ -43,7 +43,7 @@ def check_buildable(target: Target) -> None:
         raise CanvasError(
             f"engines for {target.name} can only be built on its GPU ({target.gpu}),"
             f" which this machine does not have{missing}",
-            f"on a machine with that GPU: pip install 'canvasrt[{extra}]';"
+            f"run `pip install 'canvasrt[{extra}]'` on a machine with that GPU;"
             " --dry-run shows the plan anywhere",
         )
     require(module, extra)
@@ -98,7 +98,9 @@ def check_extras(plan: Plan) -> None:
     if plan.precision.is_quantized and not plan.source.is_quantized:
         for module, extra in (("modelopt", "export"), ("onnx", "export"), ("onnxruntime", "cpu")):
             if not is_installed(module):
-                raise CanvasError(f"{module} is not installed", f"pip install 'canvasrt[{extra}]'")
+                raise CanvasError(
+                    f"{module} is not installed", f"run `pip install 'canvasrt[{extra}]'`"
+                )
     if plan.target.capability is None:
         require("onnx", "export")
 

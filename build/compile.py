@@ -174,7 +174,7 @@ def _read(lines: Iterable[str]) -> tuple[list[str], Compiled]:
     return errors, Compiled(activations)
 
 
-def build(job: Job) -> None:
+def compile_engine(job: Job) -> None:
     """Parse, configure, build and write, in this process. Raises CanvasError after TensorRT logged why."""
     trt = import_module(job.module)
     capture = Capture()
@@ -299,7 +299,7 @@ def main() -> None:
     try:
         if not signal_at_death_of(int(sys.argv[2]), signal.SIGKILL):
             raise CanvasError("the build has ended")
-        build(Job.from_json(sys.argv[1]))
+        compile_engine(Job.from_json(sys.argv[1]))
     except (CanvasError, OSError) as error:
         print(f"ERROR: {error}", flush=True)
         sys.exit(1)

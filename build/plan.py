@@ -10,7 +10,7 @@ from typing import Any
 from canvasrt import extras
 from canvasrt.build import memory
 from canvasrt.build.needs import Needs, host_needs
-from canvasrt.build.precision import Precision, choose
+from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
 from canvasrt.cache import load_checked
@@ -229,7 +229,7 @@ def plan(
     """
     target = find_target(target) if isinstance(target, str) else target
     if precision is None:
-        (precision,) = choose([target], options.precision, source.precision)
+        (precision,) = choose_precisions([target], options.precision, source.precision)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
     # Another target of the same build may be the one that is calibrated.

@@ -57,12 +57,12 @@ def parse_precision(requested: str) -> Precision:
         if is_path(requested):
             raise
         raise UsageError(
-            f"unknown precision {requested!r}", f"precisions: {', '.join(PLAIN)}; {error.hint}"
+            f"unknown precision {requested!r}", f"give {' or '.join(PLAIN)}, or {error.hint}"
         ) from None
     return Precision(recipe.precision, recipe)
 
 
-def choose(
+def choose_precisions(
     targets: Sequence[Target], requested: str | None, of_source: str | None
 ) -> list[Precision]:
     """Choose the precision for each target.
@@ -104,6 +104,6 @@ def _check(target: Target, wanted: Precision, several: bool) -> None:
     if wanted.recipe is not None and not wanted.recipe.suits(target):
         raise UsageError(
             f"the recipe {wanted.recipe.name!r} is not for {target.name}",
-            f"it is for {', '.join(wanted.recipe.targets)}; for {target.name}, use --precision"
-            f" {target.default}",
+            f"give --precision {target.default}, or one of the recipe's targets:"
+            f" {', '.join(wanted.recipe.targets)}",
         )

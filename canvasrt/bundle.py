@@ -5,22 +5,37 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import canvasrt
-from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import DIFFERS, HashProgress, canonical, hash_files
 from canvasrt.types import Json
 
 MANIFEST = "manifest.json"
 BUNDLE_SCHEMA = 1
+# What a manifest says, and nothing else.
+_FIELDS = (
+    *("schema", "kind", "made_by", "made_from", "options", "model", "sampler", "segments"),
+    *("embedding", "tokenizer", "target", "files", "digest"),
+)
 BUNDLE_KINDS = ("graphs", "engines", "package")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
+_REBUILD = "make it again with this version: `canvasrt build`, or `export` for graphs and `package` for packages"
+
+
+class _Record(dict[str, Any]):
+    """An object of a manifest. A field that another version did not write is a CanvasError to read."""
+
+    file = Path(MANIFEST)
+
+    def __missing__(self, key: str) -> Any:
+        raise _other_version(self.file, f"has no field {key!r}")
 
 
 @dataclass(frozen=True)
@@ -219,23 +234,59 @@ def _read_manifest(path: Path) -> Manifest:
             "a bundle is a folder written by `canvasrt export`, `build` or `package`",
         ) from None
     try:
-        data = json.loads(raw)
-        schema = data["schema"]
-    except (ValueError, KeyError, TypeError):
+        data = json.loads(raw, object_hook=_Record)
+        schema = data.get("schema")
+    except (ValueError, AttributeError):
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     if schema != BUNDLE_SCHEMA:
-        raise CanvasError(
-            f"{file} has schema {schema!r}; this version of canvasrt reads {BUNDLE_SCHEMA}",
-            "make the bundle again with this version, or use the version that wrote it",
-        )
+        raise _other_version(file, "cannot be read", schema)
     # The digest covers the values; the canonical form covers the bytes between them.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
+    _check_fields(file, data)
     for name in data["files"]:
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:
             raise CanvasError(f"{file} lists a file outside the bundle: {name}", _AGAIN)
     return Manifest(data)
+
+
+def _other_version(file: Path, what: str, schema: Any = BUNDLE_SCHEMA) -> CanvasError:
+    """Return the error for a manifest that another version of canvasrt wrote."""
+    return CanvasError(
+        f"{file} {what}: another version of canvasrt wrote it, with schema {schema!r};"
+        f" this one reads schema {BUNDLE_SCHEMA}",
+        _REBUILD,
+    )
+
+
+def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
+    """Raise CanvasError for fields that are missing or unknown in a manifest and its configurations."""
+    for record in _records(data):
+        vars(record)["file"] = file
+    kinds: tuple[tuple[Mapping[str, Any], type], ...] = (
+        (data["model"], ModelConfig),
+        (data["sampler"], SamplerDefaults),
+        *((layer, Layer) for layer in data["model"]["layers"]),
+    )
+    wanted = [(data, set(_FIELDS), set(_FIELDS))]
+    for found, kind in kinds:
+        known = {each.name for each in fields(kind)}
+        wanted.append((found, known, {e.name for e in fields(kind) if e.default is MISSING}))
+    for found, known, needed in wanted:
+        if missing := sorted(needed - found.keys()):
+            raise _other_version(file, f"has no field {missing[0]!r}")
+        if unknown := sorted(found.keys() - known):
+            raise _other_version(file, f"has a field {unknown[0]!r}")
+
+
+def _records(value: Any) -> Iterator[_Record]:
+    """Yield all objects of a manifest."""
+    if isinstance(value, _Record):
+        yield value
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _records(each)
 
 
 def _check_sizes(bundle: Bundle) -> None:

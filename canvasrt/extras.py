@@ -18,7 +18,7 @@ def require(module: str, extra: str) -> ModuleType:
         missing = (error.name or module).partition(".")[0]
         raise CanvasError(
             f"{missing} is not installed, or its installation is broken: {error}",
-            f"pip install 'canvasrt[{extra}]'",
+            f"run `pip install 'canvasrt[{extra}]'`",
         ) from error
 
 

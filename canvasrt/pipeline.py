@@ -15,7 +15,7 @@ from canvasrt.build.cache_keys import (
 )
 from canvasrt.build.checks import check_buildable, check_plan, check_space
 from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, plan
-from canvasrt.build.precision import choose
+from canvasrt.build.precision import choose_precisions
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import GraphCache
@@ -36,7 +36,7 @@ BUILDERS: dict[str, BuildEngines] = {
 }
 
 
-def build(
+def build_bundle(
     source: Path | str,
     target: Target | str,
     out: Path | str,
@@ -88,7 +88,7 @@ def plan_all(
     With `check`, a target that cannot be built here is refused. The source is hashed last.
     """
     found = find_source(source)
-    precisions = choose(targets, options.precision, found.precision)
+    precisions = choose_precisions(targets, options.precision, found.precision)
     is_calibrated = any(each.is_calibrated for each in precisions)
     check_calibration(options.calibration, is_calibrated, precisions[0].text)
     for target in targets if check else ():
@@ -110,7 +110,7 @@ def graphs_of(plan: Plan, progress: Progress) -> Bundle:
     assert recipe is not None
 
     def quantize(out: Path) -> None:
-        from canvasrt.export.quantize.quantize import quantize as quantize_graphs
+        from canvasrt.export.quantize.quantize import quantize_graphs
 
         quantize_graphs(_unquantized(plan, progress), out, recipe, plan.calibration, progress)
 
@@ -128,11 +128,10 @@ def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
     precision = exported_precision(plan)
 
     def export(out: Path) -> None:
-        from canvasrt.export.graphs import export_folder
+        from canvasrt.export.graphs import export_graphs
 
-        export_folder(
+        export_graphs(
             plan.source.path,
-            plan.source.made_from["files"],
             out,
             layers_per_segment=plan.layers_per_segment,
             precision=precision,
@@ -140,6 +139,7 @@ def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
             adapters=plan.adapters,
             # Otherwise its prompts are for the quantization that follows.
             calibration=plan.calibration if precision not in PLAIN else None,
+            hashes=plan.source.made_from["files"],
         )
 
     return export

@@ -17,8 +17,6 @@ LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
 UNIT = 64
 # Widths of a full layer's past: at most so many, the first of so many tokens.
 WIDTHS, FIRST_WIDTH = 5, 2048
-# No server has more.
-MAX_SHAPES = 24
 
 
 @dataclass(frozen=True)

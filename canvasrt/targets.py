@@ -126,7 +126,7 @@ def find_target(name: str) -> Target:
     """Return the target of that name. UsageError lists the valid ones."""
     target = _BY_NAME.get(name.strip().lower())
     if target is None:
-        raise UsageError(f"unknown target {name.strip()!r}", f"targets are: {', '.join(_BY_NAME)}")
+        raise UsageError(f"unknown target {name.strip()!r}", f"give one of {', '.join(_BY_NAME)}")
     return target
 
 
@@ -134,7 +134,7 @@ def parse_targets(names: str) -> tuple[Target, ...]:
     """Parse `cpu,rtx-5090` into the two targets, each once, in the given order."""
     found = [find_target(name) for name in names.split(",") if name.strip()]
     if not found:
-        raise UsageError("no target was named", f"targets are: {', '.join(_BY_NAME)}")
+        raise UsageError("no target was named", f"give one of {', '.join(_BY_NAME)}")
     return tuple(dict.fromkeys(found))
 
 
@@ -148,6 +148,6 @@ def check_precision(target: Target, precision: str | None) -> str:
     if precision not in target.precisions:
         raise UsageError(
             f"{target.name} does not support precision {precision!r}",
-            f"precisions of {target.name}: {', '.join(target.precisions)}",
+            f"give one of {', '.join(target.precisions)}",
         )
     return precision

@@ -1,6 +1,8 @@
 """Names and numbers that several parts of serving agree on: ports, folders of a package,
 environment variables."""
 
+from collections.abc import Callable
+
 # Ports. The defaults are those of the NIM containers that wrap Triton.
 API_PORT, HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8080, 8001, 8002
 
@@ -30,10 +32,15 @@ END_UNHEALTHY = "CANVASRT_END_UNHEALTHY"
 # silence, which must not look like its end.
 CHECK_TIMEOUT, FAILED_CHECKS = 8, 4
 
-# The names under which a server without API keys answers; `*` for any.
-ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
-
 # Callers on this machine only.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+# The names under which a server without API keys answers; `*` for any.
+ALLOWED_HOSTS = "CANVASRT_ALLOWED_HOSTS"
+# Variables of server options that `canvasrt deploy` takes too and the compose file passes on, and
+# their values, by the container's name, where callers are on this machine only. "" sets none.
+CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
+    ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
+}
 # Variables with secrets, which no child process needs.
 SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")

@@ -170,7 +170,7 @@ def check_parameters(parameters: Mapping[str, Any], model: str) -> None:
             _TRITON_PARAMETERS
         ):
             known = ", ".join(tensor.name for tensor in inputs_of(model))
-            raise CanvasError(f"unknown input {name!r}", f"the inputs are {known}")
+            raise CanvasError(f"unknown input {name!r}", f"give one of {known}")
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], max_context: int) -> None:
@@ -336,7 +336,7 @@ def _check_stop_count(count: int) -> None:
         raise CanvasError(f"stop contains {count} strings", f"send at most {MAX_STOPS}")
 
 
-def read_messages(text: str) -> list[dict[str, Any]]:
+def check_messages(text: str) -> list[dict[str, Any]]:
     """Return the chat in a `messages` tensor. CanvasError names the message that is wrong."""
     example = '[{"role": "user", "content": "Hello"}]'
     messages = read_json("messages", text, f"send {example}")

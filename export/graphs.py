@@ -40,7 +40,7 @@ PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def export(
+def export_graphs(
     checkpoint: str | Path,
     out: Path | str,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
@@ -48,6 +48,7 @@ def export(
     progress: SegmentProgress | None = None,
     adapters: Sequence[tuple[str | Path, float]] = (),
     calibration: Path | None = None,
+    hashes: Mapping[str, str] | None = None,
 ) -> Bundle:
     """Write the graph bundle of `checkpoint` to `out`.
 
@@ -59,34 +60,13 @@ def export(
             bf16.
         adapters: folders of PEFT LoRA adapters and their weights, merged in.
         calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales.
+        hashes: the fingerprint of `checkpoint`, which is then a folder that was checked before.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
     architecture, and when `out` is not empty. Nothing is left behind then.
     """
-    folder = locate.find_checkpoint(checkpoint)
-    return export_folder(
-        folder,
-        locate.fingerprint(folder),
-        out,
-        layers_per_segment,
-        precision,
-        progress,
-        adapters,
-        calibration,
-    )
-
-
-def export_folder(
-    folder: Path,
-    hashes: Mapping[str, str],
-    out: Path | str,
-    layers_per_segment: int = LAYERS_PER_SEGMENT,
-    precision: str | None = None,
-    progress: SegmentProgress | None = None,
-    adapters: Sequence[tuple[str | Path, float]] = (),
-    calibration: Path | None = None,
-) -> Bundle:
-    """Run `export` for a checkpoint already resolved to `folder`, with the fingerprint `hashes`."""
+    folder = Path(checkpoint) if hashes else locate.find_checkpoint(checkpoint)
+    hashes = hashes or locate.fingerprint(folder)
     config, sampler = ModelConfig.from_checkpoint(folder)
     how = quantization_of(folder)
     _check_options(folder, how, precision, adapters)
@@ -105,7 +85,9 @@ def export_folder(
         check_calibration(calibration, is_calibrated, "this checkpoint")
         if quantized and is_calibrated:
             quantized.calibrate(
-                lambda wide: export_folder(folder, hashes, wide, precision="bf16"), out, calibration
+                lambda wide: export_graphs(folder, wide, precision="bf16", hashes=hashes),
+                out,
+                calibration,
             )
         _write_graphs(parts, config, source, tmp, TORCH_DTYPES[base], progress, quantized)
         (head,) = (part for part in parts if part.name == "head")
@@ -146,7 +128,7 @@ def _check_options(
     known = (*TORCH_DTYPES, *([how.precision] if how else []))
     if precision is not None and precision not in known:
         raise CanvasError(
-            f"{folder} cannot be exported in {precision!r}", f"precisions: {', '.join(known)}"
+            f"{folder} cannot be exported in {precision!r}", f"give one of {', '.join(known)}"
         )
     if how is not None and adapters:
         raise CanvasError(
@@ -191,7 +173,7 @@ def _write_graphs(
     for part in parts:
         model = part.trace(config, traced)
         each = weights(part.module, part.sources, source)
-        onnx.write(
+        onnx.write_graph(
             model,
             quantized.rewrite(part, model, each) if quantized else each,
             out / part.file,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.export.weights import DAMAGED, PACKED, Weight, check_scales, packed_name
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
@@ -74,7 +74,7 @@ class TableCodes:
     def pack(self, input_scale: float | None = None) -> Packed:
         """Quantize the table, with one part in float32 at a time."""
         parts = (part.numpy() for part in self.weight.read(torch.float32))
-        return quantize(parts, self.form.format, None, name=self.weight.name)
+        return quantize_weight(parts, self.form.format, None, name=self.weight.name)
 
     def wide(self) -> Iterator[Tensor]:
         """Yield the table in float32, part by part."""

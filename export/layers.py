@@ -20,7 +20,7 @@ from canvasrt.defaults import FOLDED_HEADS, MAX_FUSED_HEAD_DIM
 
 
 def placeholder(*shape: int) -> nn.Parameter:
-    """Return a weight of this shape that takes no memory until `weights.load` replaces it."""
+    """Return a weight of this shape that takes no memory until `onnx.write_graph` stores the real one."""
     return nn.Parameter(torch.zeros(1).expand(*shape), requires_grad=False)
 
 

@@ -82,7 +82,7 @@ def _scoped_name(node: ir.Node) -> str:
     return f"{module}/{node.name}" if _MODULE.match(module) else str(node.name)
 
 
-def write(
+def write_graph(
     model: ir.Model,
     weights: Iterable[Weight | Stored],
     file: Path,

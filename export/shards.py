@@ -96,7 +96,7 @@ class Shard:
         if dtype is None:
             raise CanvasError(
                 f"{name} in {self.file} has the type {entry['dtype']}, which canvasrt does not support",
-                f"types: {', '.join(_DTYPES)}",
+                f"use one of {', '.join(_DTYPES)}",
             )
         return TensorEntry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
 

@@ -1,12 +1,11 @@
 """Random checkpoints of real shapes, for sizes and speeds that do not depend on trained weights.
 
-`python -m canvasrt.export.synthetic --shape released --layers 6 --format nvfp4 -o DIR` writes one
-in the Hugging Face layout, with one tensor in memory at a time.
+They are in the Hugging Face layout, and are written with one tensor in memory at a time. `bench/synthetic.py` is the
+program for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -84,7 +83,7 @@ _INT4_RMS = math.sqrt(float((np.arange(-8.0, 8.0) ** 2).mean()))
 _INPUT_AMAX = {"gate_up_proj": 6.0, "down_proj": 10.0}
 
 
-def write(
+def write_random_checkpoint(
     out: Path | str,
     shape: str = "released",
     layers: int | None = None,
@@ -332,19 +331,3 @@ def _rows(part: SegmentModule, name: str, sources: int, model: ModelConfig) -> l
 
 def _dump(file: Path, data: Any) -> None:
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """Write the checkpoint that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", required=True, help="folder to write")
-    parser.add_argument("--shape", choices=SHAPES, default="300m", help="default: 300m")
-    parser.add_argument("--layers", type=int, help="default: the shape's own number")
-    parser.add_argument("--format", choices=WEIGHT_FORMATS, default="bf16", help="default: bf16")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    write(args.output, args.shape, args.layers, args.seed, args.format)
-
-
-if __name__ == "__main__":
-    main()

@@ -19,7 +19,7 @@ from canvasrt.checkpoints.weight_names import (
     LAYER_NORMS,
     Matrix,
     head_matrices,
-    initializer,
+    initializer_name,
     layer_matrices,
 )
 from canvasrt.errors import CanvasError
@@ -84,7 +84,7 @@ def head_sources(config: ModelConfig) -> Sources:
 
 
 def _stacked(found: Mapping[str, Matrix]) -> Sources:
-    return {initializer(name): matrix.tensors for name, matrix in found.items()}
+    return {initializer_name(name): matrix.tensors for name, matrix in found.items()}
 
 
 def vision_sources(config: ModelConfig) -> Sources:
@@ -204,10 +204,3 @@ def parts_of(
 def packed_name(part: str) -> str:
     """Return the name under which compressed-tensors packs a weight in a checkpoint."""
     return part.removesuffix("weight") + PACKED
-
-
-def load(module: nn.Module, sources: Sources, checkpoint: Checkpoint) -> None:
-    """Load all of the checkpoint's values into `module`, in memory."""
-    for weight in weights(module, sources, checkpoint):
-        parameter = module.get_parameter(weight.name)
-        parameter.data = torch.cat(list(weight.read(parameter.dtype))).view(weight.shape)

@@ -97,7 +97,7 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) 
     return np.random.default_rng(seed).choice(ordinary, (count, length)).tolist()
 
 
-def measure(model: Model, requests: Sequence[Request]) -> Sample:
+def measure_round(model: Model, requests: Sequence[Request]) -> Sample:
     """Run all `requests` together and time them."""
     generator = Generator(model, max_batch=len(requests))
     steps: list[float] = []

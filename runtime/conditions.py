@@ -47,7 +47,7 @@ class Conditions:
                 path = f"canvas.{name}.{position}"
                 if not 0 <= position < budget:
                     raise CanvasError(
-                        f"{path} is out of range", f"positions run from 0 to {budget - 1}"
+                        f"{path} is out of range", f"give positions from 0 to {budget - 1}"
                     )
                 tokens = value if isinstance(value, tuple) else (value,)
                 if not tokens:
@@ -56,7 +56,7 @@ class Conditions:
                 if foreign:
                     raise CanvasError(
                         f"{path} names token {foreign[0]}",
-                        f"this model's token ids run from 0 to {config.vocab_size - 1}",
+                        f"give token ids from 0 to {config.vocab_size - 1}",
                     )
         self._check_agreement(ends)
 
@@ -127,7 +127,7 @@ def read_conditions(data: Any) -> Conditions:
         raise CanvasError("canvas is not an object", _EXAMPLE)
     for name in data:
         if name not in _FIELDS:
-            raise CanvasError(f"canvas.{name} is unknown", f"the fields are {', '.join(_FIELDS)}")
+            raise CanvasError(f"canvas.{name} is unknown", f"give one of {', '.join(_FIELDS)}")
     data = {name: value for name, value in data.items() if value is not None}
     seed = data.get("seed", [])
     if not isinstance(seed, list):
@@ -159,7 +159,7 @@ def _by_position(given: Any, name: str) -> dict[int, Any]:
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10):
             raise CanvasError(
-                f"canvas.{name}.{key[:40]} is not a position", "positions count from 0"
+                f"canvas.{name}.{key[:40]} is not a position", "give whole numbers from 0"
             )
         if int(key) in found:
             raise CanvasError(f"canvas.{name}.{key} is given twice", "leave out one of them")

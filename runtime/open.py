@@ -38,7 +38,7 @@ def open_model(
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
     limit = _limit(supported_context(bundle.manifest), max_context)
-    backend = backend or choose(bundle.manifest, device, threads, share_passes)
+    backend = backend or choose_backend(bundle.manifest, device, threads, share_passes)
     if isinstance(backend, DeviceBackend):
         from canvasrt.runtime.gpu.model import DeviceModel
 
@@ -55,7 +55,13 @@ def _limit(most: int, wanted: int | None) -> int:
     return most if wanted is None else wanted
 
 
-def choose(
+def check_device(device: str | None) -> None:
+    """Raise UsageError for a device that is neither None nor in DEVICES."""
+    if device not in (None, *DEVICES):
+        raise UsageError(f"unknown device {device!r}", f"give one of {', '.join(DEVICES)}")
+
+
+def choose_backend(
     manifest: Manifest,
     device: str | None = None,
     threads: int | None = None,
@@ -66,8 +72,7 @@ def choose(
     device: None takes the device that the bundle was built for, and the CPU for plain graphs.
     share_passes: let requests share passes on a GPU. On a CPU this gains nothing.
     """
-    if device not in (None, *DEVICES):
-        raise UsageError(f"unknown device {device!r}", f"devices are: {', '.join(DEVICES)}")
+    check_device(device)
     target = manifest.target or {}
     builder = target.get("backend", "onnxruntime")
     if builder in ("tensorrt-rtx", "tensorrt"):

@@ -44,7 +44,7 @@ def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKE
         raise CanvasError(
             f"image_tokens is {budget}", f"give one of {', '.join(map(str, BUDGETS))}"
         )
-    return cut(_decode(data), vision, budget)
+    return cut_patches(_decode(data), vision, budget)
 
 
 def read_pictures(
@@ -61,7 +61,7 @@ def read_pictures(
     return [read_picture(file, vision, each) for file, each in zip(files, budgets, strict=True)]
 
 
-def cut(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:
+def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> Picture:
     """Resize an image, uint8 `[height, width, 3]`, and cut it into patches.
 
     CanvasError if the tower knows fewer positions than a row or column would have patches.

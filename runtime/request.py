@@ -60,7 +60,7 @@ class Request:
         if foreign.size:
             raise CanvasError(
                 f"prompt token {foreign[0]} is not in the vocabulary",
-                f"this model's token ids run from 0 to {config.vocab_size - 1}",
+                f"give token ids from 0 to {config.vocab_size - 1}",
             )
 
 

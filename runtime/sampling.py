@@ -194,7 +194,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        check(vars(self))
+        check_sampling(vars(self))
         for token in self.eos_token_ids:
             _EOS.check(token)
         for token, bias in self.logit_bias:
@@ -223,12 +223,12 @@ class SamplingParams:
             if name not in names:
                 raise CanvasError(
                     f"unknown sampling parameter {name!r}",
-                    f"the parameters are {', '.join(sorted(names))}",
+                    f"give one of {', '.join(sorted(names))}",
                 )
             if value is not None:
                 values[name] = value
         values["eos_token_ids"] = tuple(_ids(values["eos_token_ids"]))
-        check(values, labels)
+        check_sampling(values, labels)
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
@@ -259,13 +259,13 @@ class SamplingParams:
         of all answers together. None stands for no limit."""
         steps = self.max_denoising_steps
         if max_steps is not None and steps > max_steps:
-            raise CanvasError(f"max_denoising_steps is {steps}", f"this server allows {max_steps}")
+            raise CanvasError(f"max_denoising_steps is {steps}", f"ask for at most {max_steps}")
         tries = 1 + self.max_redos if self.redo_below < 0 else 1
         passes = self.blocks(config) * steps * answers * tries
         if max_passes is not None and passes > max_passes:
             raise CanvasError(
                 f"the request may take {passes} denoising passes",
-                f"this server allows {max_passes}: ask for fewer tokens, steps, answers or redos",
+                f"at most {max_passes} are allowed: ask for fewer tokens, steps, answers or redos",
             )
 
     def temperature_at(self, step: int) -> np.float32:
@@ -312,7 +312,7 @@ class SamplingParams:
         if foreign:
             raise CanvasError(
                 f"logit_bias names token {foreign[0]}",
-                f"this model's token ids run from 0 to {config.vocab_size - 1}",
+                f"give token ids from 0 to {config.vocab_size - 1}",
             )
         most = config.max_position_embeddings
         if self.max_new_tokens > most:
@@ -329,7 +329,7 @@ PARAMETERS = tuple(
 _EOS = Parameter("an end-of-sequence token", "INT32", "")
 
 
-def check(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
+def check_sampling(values: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> None:
     """Raise CanvasError for the first of `values`, by parameter name, that is out of range, or that
     contradicts another one.
 

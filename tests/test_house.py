@@ -8,16 +8,12 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Collection
-from functools import cache
-from itertools import pairwise
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-STAGES = ("export", "build", "runtime", "containers")
+from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
 
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
@@ -66,13 +62,13 @@ PROGRAMS = (
 )
 
 
-# The entry points of an image, which run there and not here.
-ENTRY_POINTS = "canvasrt.containers.package.settings"
 # Modules that import what a caller names: extras, TensorRT, and a command by its name.
 IMPORTERS = ("canvasrt.extras", "canvasrt.build.compile", "canvasrt.cli.app", "bench.probe")
 # What imports or runs a module without saying so.
 BY_NAME = ("import_module", "__import__", "run_module", "run_path", "exec_module")
-PRINTERS = {"rich", "typer", "click", "tqdm", "pprint"}
+PRINTERS = {"rich", "typer", "click", "tqdm", "pprint", "argparse", "optparse", "getopt"}
+# How an interpreter ends: with text instead of a number, these print it.
+EXITS = ("sys.exit", "exit", "quit", "SystemExit")
 # Functions that write to the terminal without naming a stream.
 WRITERS = {
     "print_exc",
@@ -81,80 +77,13 @@ WRITERS = {
     "print_stack",
     "StreamHandler",
     "basicConfig",
+    "warn",
+    "warn_explicit",
 }
 # The one module that may send a log to a stream.
 LOGS = "canvasrt.containers.logs"
 STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
 MAX_LINES = 400
-
-
-def modules() -> dict[str, Path]:
-    """Return every module of the package and of `bench`, by name."""
-    found = {}
-    for top in ("canvasrt", *STAGES, "bench"):
-        for path in (ROOT / top).rglob("*.py"):
-            parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if top in STAGES:
-                parts.insert(0, "canvasrt")
-            if parts[-1] == "__init__":
-                parts.pop()
-            found[".".join(parts)] = path
-    return found
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    """Return a module's syntax tree."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def named_modules(name: str, text: str, known: Collection[str]) -> set[str]:
-    """Return the module of ours that a string names, or the package it starts with."""
-    text = text.removeprefix("-m")
-    if name == ENTRY_POINTS or not re.fullmatch(r"canvasrt(\.\w+)+\.?", text):
-        return set()
-    parts = text.rstrip(".").split(".")
-    starts = [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
-    return set([each for each in starts if each in known][:1])
-
-
-def started_modules(name: str, node: ast.List | ast.Tuple) -> set[str]:
-    """Return the command line's module if a command's words run it: `-m canvasrt`."""
-    words = [each.value if isinstance(each, ast.Constant) else "" for each in node.elts]
-    asked = ("-m", "canvasrt") in pairwise(words) or "-mcanvasrt" in words
-    runs = name != ENTRY_POINTS and asked
-    return {"canvasrt.cli.app"} if runs else set()
-
-
-@cache
-def imports() -> dict[str, frozenset[str]]:
-    """Return which of our modules each module imports, anywhere in its code.
-
-    A module whose name stands in a string counts too: it is imported by name or run by Python.
-    """
-    known = modules()
-    graph = {}
-    for name, path in known.items():
-        found = set()
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                each = [f"{node.module}.{alias.name}" for alias in node.names]
-                found |= {full if full in known else node.module for full in each}
-            elif isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found |= named_modules(name, node.value, known)
-            elif isinstance(node, ast.List | ast.Tuple):
-                found |= started_modules(name, node)
-        # The package itself only holds its version.
-        graph[name] = frozenset(found & known.keys()) - {name, "canvasrt"}
-    return graph
-
-
-def room(module: str, depth: int = 1) -> str:
-    """Return the folder or file that a module belongs to, `depth` levels below the package."""
-    parts = module.split(".")
-    return parts[0] if parts[0] == "bench" else ".".join(parts[1 : depth + 1])
 
 
 def test_imports_can_be_read_from_the_source() -> None:
@@ -254,12 +183,27 @@ def test_triton_loads_nothing_of_the_pipeline() -> None:
     assert inside - {""} <= INSIDE_TRITON
 
 
+def is_exit_code(node: ast.expr) -> bool:
+    """Return whether what a program exits with is a number, as far as its source tells."""
+    if isinstance(node, ast.BinOp):
+        sides = (node.left, node.right)
+        return any(isinstance(each, ast.Constant) and is_exit_code(each) for each in sides)
+    if isinstance(node, ast.Call):
+        return not isinstance(node.func, ast.Attribute) or is_exit_code(node.func)
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name | ast.Attribute)
+    return isinstance(node, ast.Constant) and not isinstance(node.value, str)
+
+
 def prints(node: ast.AST) -> bool:
     """Return whether a piece of code writes to the terminal, or imports what does."""
     if isinstance(node, ast.Name):
         return node.id == "print"
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func) == "os.write"
+        called = ast.unparse(node.func)
+        if called in EXITS:
+            return any(not is_exit_code(each) for each in node.args)
+        return called == "os.write"
     if isinstance(node, ast.Attribute):
         stream = ast.unparse(node.value) == "sys" and node.attr in STREAMS
         return stream or node.attr in WRITERS
@@ -284,41 +228,30 @@ def test_only_the_command_line_prints() -> None:
             assert not prints(node), f"{path}:{node.lineno} prints"
 
 
+def hints(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the hints that a module's errors give, `…` for what is filled in, and their lines."""
+    for node in ast.walk(tree(path)):
+        called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+        if called in ("CanvasError", "UsageError") and len(node.args) > 1:
+            hint = node.args[1]
+            parts = hint.values if isinstance(hint, ast.JoinedStr) else [hint]
+            texts = [str(each.value) if isinstance(each, ast.Constant) else "…" for each in parts]
+            yield "".join(texts), hint.lineno
+
+
+def test_hints_are_phrases() -> None:
+    """They follow `hint: `, and may stand in a sentence of the API's, so they are not sentences themselves."""
+    for path in modules().values():
+        for hint, line in hints(path):
+            where = f"{path}:{line} has the hint {hint!r}"
+            assert not hint.endswith("."), where
+            assert not re.match("[A-Z][a-z]", hint), where
+
+
 def test_modules_are_short() -> None:
     for path in (*modules().values(), *(ROOT / "tests").rglob("*.py")):
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines < MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines: split it"
-
-
-def named(node: ast.stmt) -> set[str]:
-    """Return the public names that a statement of a module defines, apart from functions."""
-    if isinstance(node, ast.ClassDef):
-        return {node.name} if not node.name.startswith("_") else set()
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
-    found = {
-        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
-    }
-    return {name for name in found if not name.startswith("_")}
-
-
-def is_option(node: ast.stmt) -> bool:
-    """Return whether a statement declares an option of the command line, for its own command."""
-    return isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Annotated[")
-
-
-def test_a_name_means_one_thing() -> None:
-    """No two modules define a class, a type or a constant of one name. Each has its own `log`, and
-    benchmarks have their own constants."""
-    homes: dict[str, list[str]] = defaultdict(list)
-    for module, path in modules().items():
-        for node in tree(path).body:
-            names = set() if room(module) == "cli" and is_option(node) else named(node)
-            if room(module) == "bench":
-                names = {name for name in names if not name.isupper()}
-            for name in names - {"log", "app"}:
-                homes[name].append(module)
-    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 def test_tests_mirror_the_source() -> None:

@@ -178,7 +178,7 @@ def _layers(text: _Fields) -> tuple[Layer, ...]:
     if not isinstance(kinds, list) or len(kinds) != count:
         raise CanvasError(
             f"text_config.layer_types does not list num_hidden_layers = {count} layers",
-            "the config.json is damaged: fetch it again",
+            "fetch the checkpoint again: its config.json is damaged",
         )
     kinds = [*kinds[:-1], "full_attention"]  # as in the reference, whatever the file says
     return tuple(_layer(text, i, kind) for i, kind in enumerate(kinds))
@@ -277,7 +277,7 @@ def _check(model: ModelConfig) -> None:
     if problems:
         raise CanvasError(
             "config.json contradicts itself: " + "; ".join(problems),
-            "the config.json is damaged: fetch it again",
+            "fetch the checkpoint again: its config.json is damaged",
         )
 
 

@@ -93,7 +93,7 @@ def norms(config: ModelConfig) -> list[str]:
     return [*(f"layers.{index}.{name}" for index in every for name in LAYER_NORMS), *HEAD_NORMS]
 
 
-def initializer(name: str) -> str:
+def initializer_name(name: str) -> str:
     """Return the name of a matrix or norm in its graph, given without its layer or with the layer's place."""
     return name if name == TABLE or name.endswith((GATE_UP, DOWN)) else f"{name}.weight"
 
@@ -102,14 +102,14 @@ def local_names(entry: Mapping[str, Any], names: Iterable[str]) -> dict[str, str
     """Return a segment's weights out of those by global name, with their initializers' names there."""
     if "layers" not in entry:
         own = [name for name in names if not name.startswith("layers.")]
-        return {name: initializer(name) for name in own} if entry["name"] == "head" else {}
+        return {name: initializer_name(name) for name in own} if entry["name"] == "head" else {}
     place = {layer: number for number, layer in enumerate(entry["layers"])}
     found = {}
     for name in names:
         kind, _, rest = name.partition(".")
         layer, _, rest = rest.partition(".")
         if kind == "layers" and int(layer) in place:
-            found[name] = f"layers.{place[int(layer)]}.{initializer(rest)}"
+            found[name] = f"layers.{place[int(layer)]}.{initializer_name(rest)}"
     return found
 
 

@@ -25,7 +25,7 @@ class Transformers:
         except ImportError as error:
             raise CanvasError(
                 f"--against transformers needs {error.name}, which is not installed",
-                "pip install 'canvasrt[export,test]'",
+                "run `pip install 'canvasrt[export,test]'`",
             ) from None
         logging.disable_progress_bar()
         torch.set_num_threads(threads)

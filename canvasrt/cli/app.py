@@ -18,7 +18,7 @@ from canvasrt.errors import CanvasError
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
 # Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with
 # underscores for hyphens.
-_COMMANDS = {
+COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
     "quantize": _MAKE,
@@ -64,7 +64,7 @@ def _root(
     """
 
 
-def make_app() -> typer.Typer:
+def command_line() -> typer.Typer:
     """Return the application with all commands."""
     app = typer.Typer(
         name="canvasrt",
@@ -73,21 +73,16 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for name, panel in _COMMANDS.items():
+    for name, panel in COMMANDS.items():
         function = name.replace("-", "_")
         module = importlib.import_module(f"canvasrt.cli.{function}")
         app.command(name, rich_help_panel=panel)(getattr(module, function))
     return app
 
 
-def command_names() -> list[str]:
-    """Return the names of all commands."""
-    return [command.name or "" for command in make_app().registered_commands]
-
-
 def parsed_command(name: str) -> Any:
     """Return a command as Typer parses it, with `help`, and `params` with their `opts` and `help`."""
-    group: Any = typer.main.get_command(make_app())
+    group: Any = typer.main.get_command(command_line())
     return group.commands[name]
 
 
@@ -101,7 +96,7 @@ def run(arguments: list[str]) -> int:
 
         signal.signal(signal.SIGTERM, raise_exit)
     try:
-        code = make_app()(arguments or ["--help"], prog_name="canvasrt", standalone_mode=False)
+        code = command_line()(arguments or ["--help"], prog_name="canvasrt", standalone_mode=False)
     except CanvasError as error:
         _show_traceback(debug)
         print_error(error.message, error.hint, error.log)

@@ -172,7 +172,7 @@ def bench(
             timeout=timeout,
             report=report,
         )
-        load.run(bundle, wanted, as_json)
+        load.measure_servers(bundle, wanted, as_json)
         return
     refuse(context, _OF_URL, "is for measuring a server", "leave it out for a bundle")
     _check(against, checkpoint, early_stop)
@@ -274,9 +274,9 @@ def _requests(model: Model, work: Workload) -> list[list[Request]]:
 
 
 def _ours(model: Model) -> Any:
-    from canvasrt.runtime.bench import measure
+    from canvasrt.runtime.bench import measure_round
 
-    return lambda requests: measure(model, requests)
+    return lambda requests: measure_round(model, requests)
 
 
 def _theirs(checkpoint: str, threads: int) -> Any:

@@ -40,9 +40,7 @@ class ClientCall:
 def check_call(protocol: str, stream: bool, drafts: bool) -> None:
     """Raise UsageError for an unknown protocol, or one that cannot stream."""
     if protocol not in PROTOCOLS:
-        raise UsageError(
-            f"unknown protocol {protocol!r}", f"the protocols are {', '.join(PROTOCOLS)}"
-        )
+        raise UsageError(f"unknown protocol {protocol!r}", f"give one of {', '.join(PROTOCOLS)}")
     if (stream or drafts) and protocol == "http":
         raise UsageError(
             "Triton does not stream over --protocol http",

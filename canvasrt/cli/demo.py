@@ -21,6 +21,6 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Build, package and serve the demo checkpoint, ask it questions, and stop."""
-    from canvasrt.cli.walkthrough import run
+    from canvasrt.cli.walkthrough import run_walkthrough
 
-    run(keep, as_json)
+    run_walkthrough(keep, as_json)

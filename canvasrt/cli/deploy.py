@@ -1,12 +1,19 @@
 """`canvasrt deploy`: runs a package as a container on this machine."""
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from canvasrt.cli.fields import with_fields
 from canvasrt.cli.options import AsJson
-from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
+from canvasrt.containers.deploy.options import (
+    DEPLOY_TIMEOUT,
+    SERVER_CLASSES,
+    SERVER_VARIABLES,
+    DeployOptions,
+)
+from canvasrt.containers.names import CONTAINER_VARIABLES
 
 Package = Annotated[
     str,
@@ -31,13 +38,21 @@ Timeout = Annotated[
         "--timeout", metavar="SECONDS", min=0, help="Time limit for the container to become ready."
     ),
 ]
+# What the container's own help cannot know: its name, and that only this machine reaches it.
+_SERVER_DEFAULTS = {
+    name: f"{text}, on loopback"
+    for name, variable in SERVER_VARIABLES.items()
+    if (text := CONTAINER_VARIABLES[variable]("NAME"))
+}
 Show = Annotated[bool, typer.Option("--print", help="Print the commands instead of running them.")]
 
 
 @with_fields("options", DeployOptions)
+@with_fields("server", *SERVER_CLASSES, unset=True, only=SERVER_VARIABLES, shown=_SERVER_DEFAULTS)
 def deploy(
     package: Package,
     options: DeployOptions,
+    server: dict[str, Any],
     engine: Engine = None,
     timeout: Timeout = DEPLOY_TIMEOUT,
     show: Show = False,
@@ -47,8 +62,12 @@ def deploy(
     from canvasrt.console import emit, progress
     from canvasrt.containers.deploy import deploy as work
 
+    told = {
+        SERVER_VARIABLES[name]: str(value) for name, value in server.items() if value is not None
+    }
+    options = replace(options, server=told)
     if show:
-        commands = work.shown(package, options, engine)
+        commands = work.commands_of(package, options, engine)
         emit({"commands": commands}, as_json, lambda console: print("\n".join(commands)))
         return
     with progress() as report:

@@ -16,9 +16,9 @@ def doctor(as_json: options.AsJson = False) -> None:
     """Show what is installed and works on this machine, and how to fix what does not."""
     from rich.markup import escape
 
-    from canvasrt.cli.doctor_checks import report
+    from canvasrt.cli.doctor_checks import doctor_report
 
-    data = report()
+    data = doctor_report()
 
     def render(console: Any) -> None:
         for check in data["checks"]:

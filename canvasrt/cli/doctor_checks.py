@@ -56,7 +56,7 @@ def examine() -> list[MachineCheck]:
     return checks
 
 
-def report() -> dict[str, Any]:
+def doctor_report() -> dict[str, Any]:
     """Return the whole report as data."""
     checks = examine()
     return {

@@ -24,7 +24,7 @@ def export(
 
     if precision not in (None, *PLAIN):
         raise UsageError(
-            f"cannot export graphs in {precision!r}", f"the precisions are {', '.join(PLAIN)}"
+            f"cannot export graphs in {precision!r}", f"give one of {', '.join(PLAIN)}"
         )
     adapters = options.adapters(adapter)
     check_output(out)
@@ -32,17 +32,17 @@ def export(
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.defaults import LAYERS_PER_SEGMENT
-    from canvasrt.export.graphs import export_folder
+    from canvasrt.export.graphs import export_graphs
 
     with progress() as report:
-        bundle = export_folder(
+        bundle = export_graphs(
             folder,
-            checkpoints.fingerprint(folder),
             out,
             layers_per_segment=layers_per_segment or LAYERS_PER_SEGMENT,
             precision=precision,
             adapters=adapters,
             calibration=calibration,
+            hashes=checkpoints.fingerprint(folder),
             progress=lambda done, total: report("exporting graphs", done, total),
         )
     manifest = bundle.manifest

@@ -7,8 +7,9 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
@@ -19,15 +20,20 @@ Command = Callable[..., None]
 
 
 def with_fields(
-    argument: str, *kinds: type, unset: bool = False, only: Collection[str] = ()
+    argument: str,
+    *kinds: type,
+    unset: bool = False,
+    only: Collection[str] = (),
+    shown: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Command], Command]:
     """Give a command an option per described field of the dataclasses, in place of an argument.
 
     The command gets an instance of the one class there. With `unset`, it gets a mapping instead: the fields' values by
-    option name, None for an option that was not given. `only` names the fields to take.
+    option name, None for an option that was not given. `only` names the fields to take, and
+    `shown` the defaults that the help gives for some in place of their own.
     """
     found = {
-        option_name(kind, each): _argument(kind, each, unset)
+        option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))
         for kind in kinds
         for each in fields(kind)
         if (of := option_of(each)) and of.help and (not only or each.name in only)
@@ -72,9 +78,10 @@ def option_name(kind: type, field: Field[Any]) -> str:
     return field.name + getattr(kind, "SUFFIX", "")
 
 
-def _argument(kind: type, field: Field[Any], unset: bool) -> inspect.Parameter:
+def _argument(kind: type, field: Field[Any], unset: bool, shown: str | None) -> inspect.Parameter:
     of = option_of(field)
     assert of is not None
+    of = replace(of, shown=shown or of.shown)
     name = option_name(kind, field)
     default = None if unset else _default(field)
     value, is_optional = _type(kind, field)

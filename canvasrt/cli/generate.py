@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli.generate_output import answer_of, show_answers, stream_json, stream_text
-from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads
+from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads, read_option
 from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.console import emit
@@ -74,7 +73,7 @@ def generate(
     if infill is not None and prompt is None and prompt_ids is None:
         prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
-    conditions = read_canvas(canvas, infill)
+    conditions = canvas_conditions(canvas, infill)
 
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.open import open_model
@@ -113,18 +112,10 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
 
         from canvasrt.runtime.answers.infill import read_gaps
 
-        _named(lambda: read_gaps(infill))
+        read_option(lambda: read_gaps(infill))
 
 
-def _named(read: Callable[[], Any]) -> Any:
-    """Read an option. UsageError for what the runtime refuses, whose messages begin with the option's name."""
-    try:
-        return read()
-    except CanvasError as error:
-        raise UsageError(f"--{error.message}", error.hint) from None
-
-
-def read_canvas(text: str | None, infill: str | None = None) -> Any:
+def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
     """Return the conditions of --canvas. UsageError for what they are not, or with --infill."""
     if text is None:
         return None
@@ -137,7 +128,7 @@ def read_canvas(text: str | None, infill: str | None = None) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"--canvas is not JSON: {error}", 'give {"pin": {"0": 17}}') from None
-    return _named(lambda: read_conditions(value))
+    return read_option(lambda: read_conditions(value))
 
 
 def _infill_prompt(text: str) -> str:

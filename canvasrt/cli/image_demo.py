@@ -23,7 +23,7 @@ from canvasrt.containers.image.standin import standin
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 
 DEMO_PROMPT = "12+34="
 DEMO_TAG = "canvasrt-demo:latest"
@@ -42,20 +42,20 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="canvasrt-image-demo-") as folder,
             engine() as found,
         ):
-            run(Path(folder), found)
+            run_image_demo(Path(folder), found)
     except CanvasError as error:
         print_error(error.message, error.hint)
         return 1
     return 0
 
 
-def run(folder: Path, engine: ContainerEngine) -> None:
+def run_image_demo(folder: Path, engine: ContainerEngine) -> None:
     """Run the steps. CanvasError for the first that fails."""
     clock = _Clock()
     with progress() as show:
         base = standin()
         clock.report("base image (kept for the next run)")
-        build("demo", "cpu", folder / "engines", progress=show)
+        build_bundle("demo", "cpu", folder / "engines", progress=show)
         clock.report("demo built for the CPU")
         made = write_image(
             folder / "engines",

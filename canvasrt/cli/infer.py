@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.generate import CanvasJson, Drafts, read_canvas
-from canvasrt.cli.options import AsJson
+from canvasrt.cli.generate import CanvasJson, Drafts, canvas_conditions
+from canvasrt.cli.options import AsJson, read_option
 from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
 from canvasrt.defaults import ANSWER_TIMEOUT
@@ -63,9 +63,11 @@ def infer(
     Example: canvasrt infer "12+34=" --protocol grpc --stream
     """
     from canvasrt.cli.call import ClientCall, ask, check_call
+    from canvasrt.containers.tensors import check_stops
 
     check_call(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
-    read_canvas(canvas)  # what is wrong is said here
+    canvas_conditions(canvas)  # what is wrong is said here
+    read_option(lambda: check_stops(stop or ()))
     options = {**sampling, "stop": stop or None, "canvas": canvas}
     ask(ClientCall(given, options, stream, drafts), protocol, url, timeout, as_json)

@@ -25,14 +25,14 @@ def show(
     """Predict the passes of a bundle and print them; with `page`, write them as a page too."""
     from canvasrt.kernels import rates
     from canvasrt.kernels.predict import Predictor
-    from canvasrt.kernels.report import report
+    from canvasrt.kernels.report import prediction_report
 
     predictor = Predictor(bundle)
     target = bundle.manifest.target or {}
     found = rates.find_gpu(gpu or target.get("name", ""))
     if measured is not None:
         found = rates.measured(found, measured)
-    data = report(predictor, found, batch, context, capacity)
+    data = prediction_report(predictor, found, batch, context, capacity)
     if page is not None:
         from canvasrt.kernels.page import write_page
 

@@ -37,7 +37,7 @@ class LoadOptions:
     report: Path | None
 
 
-def run(url: str, options: LoadOptions, as_json: bool) -> None:
+def measure_servers(url: str, options: LoadOptions, as_json: bool) -> None:
     """Measure one server, or two in turns, and print the figures."""
     sessions = _sessions(options.prompts, options.sessions)
     endpoints = _endpoints(url, options)
@@ -64,12 +64,12 @@ def run(url: str, options: LoadOptions, as_json: bool) -> None:
     }
     if options.report is not None:
         options.report.mkdir(parents=True, exist_ok=True)
-        text = shown.page(rounds, summaries, compared, settings)
+        text = shown.load_page(rounds, summaries, compared, settings)
         (options.report / "bench.html").write_text(text, encoding="utf-8")
         (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
 
     def draw(console: Console) -> None:
-        console.print(shown.describe(settings), markup=False)
+        console.print(shown.settings_line(settings), markup=False)
         console.print(table(shown.RATE_HEADS, shown.rate_rows(summaries)))
         console.print(table(shown.LATENCY_HEADS, shown.spread_rows(summaries)))
         if compared:
@@ -88,7 +88,8 @@ def _sessions(prompts: str, count: int) -> list[Session]:
         return built_in(prompts, count)
     if not Path(prompts).is_file():
         raise UsageError(
-            f"--prompts {prompts} is neither a file nor a set", f"the sets are {', '.join(SETS)}"
+            f"--prompts {prompts} is neither a file nor a set",
+            f"give a file, or one of {', '.join(SETS)}",
         )
     return from_file(Path(prompts), count)
 

@@ -1,14 +1,14 @@
 """Arguments and options that several commands share."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
-from canvasrt.errors import UsageError
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
 
 Checkpoint = Annotated[
@@ -144,10 +144,21 @@ DryRun = Annotated[
         "--dry-run", help="Print the plan and whether it fits into memory; write nothing."
     ),
 ]
+
+
+def _check_device(device: str | None) -> str | None:
+    if device is not None:
+        from canvasrt.runtime.open import check_device
+
+        check_device(device)
+    return device
+
+
 Device = Annotated[
     str | None,
     typer.Option(
         "--device",
+        callback=_check_device,
         metavar="cpu|cuda",
         show_default="the bundle's",
         help="Where to run. cuda runs graphs through ONNX Runtime.",
@@ -199,6 +210,14 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError
     return number
+
+
+def read_option(read: Callable[[], Any]) -> Any:
+    """Read an option's value. UsageError for what the stages refuse, whose messages begin with its name."""
+    try:
+        return read()
+    except CanvasError as error:
+        raise UsageError(f"--{error.message}", error.hint) from None
 
 
 def is_url(subject: str) -> bool:

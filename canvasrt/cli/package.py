@@ -83,10 +83,10 @@ def package(
 
     image = command.ImageOptions(format=format, base=base, python=python, sign=sign)
     with progress() as show:
-        data = command.run(bundles, out, options, image, show)
+        data = command.make_package(bundles, out, options, image, show)
 
     def render(console: Console) -> None:
-        for line in command.lines(data):
+        for line in command.package_lines(data):
             console.print(line, markup=False)
 
     emit(data, as_json, render)

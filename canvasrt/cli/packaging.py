@@ -31,7 +31,7 @@ class ImageOptions:
     sign: Path | None = None
 
 
-def run(
+def make_package(
     bundles: Sequence[Path],
     out: Path,
     options: PackageOptions,
@@ -64,7 +64,7 @@ def run(
     return _of_context(made, wanted)
 
 
-def lines(data: Mapping[str, Any]) -> Iterator[str]:
+def package_lines(data: Mapping[str, Any]) -> Iterator[str]:
     """Yield the same as lines for a reader."""
     path, tag = data["path"], data["tag"]
     if data["format"] == "context":
@@ -99,7 +99,7 @@ def _check(options: PackageOptions, image: ImageOptions) -> None:
     if image.format not in ("context", *IMAGE_FORMATS):
         raise UsageError(
             f"unknown format {image.format!r}",
-            f"the formats are context, {', '.join(IMAGE_FORMATS)}",
+            f"give one of context, {', '.join(IMAGE_FORMATS)}",
         )
     on_disk = image.base is not None and Path(image.base).expanduser().exists()
     if image.format == "context" and on_disk:

@@ -13,7 +13,12 @@ from canvasrt.console import emit, size
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.options import ServerPhase
 from canvasrt.containers.serve.prepare import engines_folder, prepare
-from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source, profiles_of
+from canvasrt.containers.serve.profiles import (
+    ServingProfile,
+    choose_profile,
+    open_source,
+    profiles_of,
+)
 from canvasrt.containers.serve.settings import Settings, read_settings
 from canvasrt.containers.serve.signals import stop_request
 from canvasrt.errors import CanvasError, UsageError
@@ -53,7 +58,7 @@ def fill_cache(bundle: Path | None, wanted: str | None, every: bool, cache: Path
         raise UsageError("--all does not allow --profile", "leave out one of them")
     settings = _settings(bundle, profile=wanted, cache=cache)
     source = open_source(settings.bundle)
-    chosen = [choose(source, settings.profile)]
+    chosen = [choose_profile(source, settings.profile)]
     if every:
         chosen = [each for each in profiles_of(source) if not each.misfit(machine.gpus())]
     for profile in chosen:
@@ -65,7 +70,7 @@ def write_store(bundle: Path | None, wanted: str | None, out: Path, cache: Path 
     """Copy one serving profile's engines to `out`."""
     settings = _settings(bundle, profile=wanted, cache=cache)
     source = open_source(settings.bundle)
-    profile = choose(source, settings.profile)
+    profile = choose_profile(source, settings.profile)
     engines = load_bundle(_prepared(source, profile, settings.cache))
     with staging(out) as folder:
         for name in (*engines.manifest.files, "manifest.json"):

@@ -54,7 +54,7 @@ def quantize(
     for module in ("torch", "onnx_ir", "modelopt"):
         require(module, "export")
     require("onnxruntime", "cpu")
-    from canvasrt.export.quantize.quantize import quantize as quantize_graphs
+    from canvasrt.export.quantize.quantize import quantize_graphs
 
     with progress() as report:
         bundle = quantize_graphs(graphs, out, recipe, calibration, report)

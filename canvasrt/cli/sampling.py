@@ -10,7 +10,7 @@ import typer
 
 from canvasrt.cli.fields import with_options
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check
+from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check_sampling
 
 # What errors call the parameters.
 LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}
@@ -55,6 +55,6 @@ def _argument(parameter: Parameter) -> inspect.Parameter:
 
 def _check(sampling: dict[str, Any]) -> None:
     try:
-        check(sampling, LABELS)
+        check_sampling(sampling, LABELS)
     except CanvasError as error:
         raise UsageError(error.message, error.hint) from None

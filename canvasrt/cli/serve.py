@@ -13,7 +13,7 @@ import typer
 
 from canvasrt.cli.fields import with_fields
 from canvasrt.cli.options import AsJson
-from canvasrt.cli.serve_output import build, show_decisions, show_ready, unbuilt
+from canvasrt.cli.serve_output import show_build, show_decisions, show_ready, unbuilt
 from canvasrt.containers.serve.settings import OPTION_CLASSES, PASSTHROUGH, read_settings
 from canvasrt.errors import UsageError
 
@@ -50,18 +50,18 @@ def serve(given: dict[str, Any], bundle: Bundle = None, as_json: AsJson = False)
                 f"--profile has no effect: {settings.bundle} is a checkpoint, built for this machine",
                 "leave it out, or give a folder that `canvasrt package` or `build` wrote",
             )
-        found = local.plan(settings.bundle, settings.cache)
+        found = local.plan_local(settings.bundle, settings.cache)
         if settings.dry_run and not found.is_built:
             show_decisions(unbuilt(found), settings.as_json)
             return
         if not found.is_built:
             checks.check_machine(settings)
-        build(found)
+        show_build(found)
         settings = replace(settings, bundle=found.engines)
     if settings.dry_run:
         show_decisions(work.decisions(settings), settings.as_json)
         return
-    work.run(settings, lambda where: show_ready(where, settings), sys.stderr)
+    work.run_server(settings, lambda where: show_ready(where, settings), sys.stderr)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from canvasrt.containers.serve.settings import Settings
 
 
-def build(found: Local) -> None:
+def show_build(found: Local) -> None:
     """Build a checkpoint's engines, and say what is happening, on stderr."""
     from canvasrt.containers.serve import local
 
@@ -21,7 +21,7 @@ def build(found: Local) -> None:
     if found.why and not found.is_built:
         shown.print(f"serving from the CPU: {found.why}", markup=False)
     with progress() as report:
-        local.build(found, lambda text: shown.print(text, markup=False), report)
+        local.build_local(found, lambda text: shown.print(text, markup=False), report)
 
 
 def unbuilt(found: Local) -> dict[str, Any]:

@@ -163,9 +163,9 @@ def _check(
 
             read = measure_decisions(found, file, ReadSettings(samples, steps), fit, show)
         if compare is not None:
-            from canvasrt.fidelity import measure
+            from canvasrt.fidelity import measure_quality
 
-            quality = measure(found, *compare, show) | ({"decisions": read} if read else {})
+            quality = measure_quality(found, *compare, show) | ({"decisions": read} if read else {})
     if report is not None:
         from canvasrt.fidelity import write_decisions, write_report
 
@@ -251,7 +251,7 @@ def _draw_decisions(console: Any, read: dict[str, Any]) -> None:
     console.print(table(reliability.HEADS, reliability.rows(read)))
     if read["fit"]:
         console.print(table(reliability.FIT_HEADS, reliability.fit_rows(read)))
-    console.print(reliability.verdict(read))
+    console.print(reliability.calibration_verdict(read))
 
 
 def _verify_image(path: Path, key: Path | None, as_json: bool) -> None:

@@ -21,7 +21,7 @@ from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.demo.tasks import is_correct
 from canvasrt.errors import CanvasError
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 
 DEMO_PROMPTS = (
     "12+34=",
@@ -77,11 +77,11 @@ class Decided:
     ms: float
 
 
-def run(keep: Path | None, as_json: bool) -> None:
+def run_walkthrough(keep: Path | None, as_json: bool) -> None:
     """Run the demo and print its table. CanvasError when too many answers are wrong."""
     started = time.perf_counter()
     with _folder(keep) as folder, progress() as show:
-        build("demo", "cpu", folder / "engines", progress=show)
+        build_bundle("demo", "cpu", folder / "engines", progress=show)
         built = time.perf_counter()
         show("packaging", 0, 0)
         made = package(folder / "engines", folder / "package")

@@ -66,7 +66,7 @@ def _centres(
 DOTS_PROMPTS = ("color?", "dots?")
 
 
-def answer_of(picture: Dots, prompt: str) -> str:
+def right_answer(picture: Dots, prompt: str) -> str:
     """Return the right answer to one of `PROMPTS`."""
     return picture.color if prompt == "color?" else str(picture.count)
 

@@ -15,7 +15,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
 )
 
 from canvasrt.demo.data import TrainingBatch
-from canvasrt.demo.dots import COLORS, DOTS_PROMPTS, Dots, answer_of, draw_dots, questions_of
+from canvasrt.demo.dots import COLORS, DOTS_PROMPTS, Dots, draw_dots, questions_of, right_answer
 from canvasrt.demo.model import PATCH, POOL
 from canvasrt.demo.odds import CASES, Case, ClosedQuestion, count_options, draw_case
 from canvasrt.demo.tokenizer import (
@@ -112,7 +112,7 @@ class Mixture:
     def _named(self, soft_tokens: int) -> Example:
         picture = draw_dots(self.rng)
         text = self.rng.choice(DOTS_PROMPTS)
-        return self._picture(picture, text, answer_of(picture, text), soft_tokens)
+        return self._picture(picture, text, right_answer(picture, text), soft_tokens)
 
     def _read_off(self, soft_tokens: int) -> Example:
         picture = draw_dots(self.rng)

@@ -85,7 +85,9 @@ def second_canvas(block: Tensor, logits: Tensor) -> Tensor:
     return torch.where(torch.rand(block.shape) < draw_share, drawn, canvas)
 
 
-def read_canvas(batch: TrainingBatch, canvas: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+def canvas_for_reads(
+    batch: TrainingBatch, canvas: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """Return the first canvas and its targets, [batch, canvas, vocabulary], for answers whose
     probabilities are known.
 
@@ -115,7 +117,7 @@ def loss_of(forward: FastForward, batch: TrainingBatch) -> tuple[Tensor, Tensor]
     prefix = forward.encode(batch.prefix, batch.padding, features)
     canvas, targets = first_canvas(batch.block, vocab_size), batch.block
     if batch.targets is not None:
-        canvas, targets = read_canvas(batch, canvas, vocab_size)
+        canvas, targets = canvas_for_reads(batch, canvas, vocab_size)
         targets = targets.transpose(1, 2)
     first, first_balance = forward.denoise(canvas, prefix)
     temperature = torch.empty(len(batch.block), 1, 1).uniform_(0.4, 1.0)
@@ -183,7 +185,7 @@ class TrainingPhase:
     rate: float = 1.0
 
 
-def fit(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -> Any:
+def train_model(model: Any, plan: TrainingPhase, snapshot: Callable[[int, Any], None]) -> Any:
     """Train a model, and return the running average of its weights.
 
     `snapshot` gets that average after each step, and its number.
@@ -236,7 +238,7 @@ def train(seed: int, steps: int, out: Path, save_every: int) -> None:
             save(averaged, tokenizer, out / "latest")
 
     plan = TrainingPhase(lambda step: examples.batches(BATCH_PARTS), tuple(TASKS), steps)
-    save(fit(model, plan, snapshot), tokenizer, out / "first")
+    save(train_model(model, plan, snapshot), tokenizer, out / "first")
 
 
 def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -> None:
@@ -267,7 +269,7 @@ def train_more(seed: int, steps: int, start: Path, out: Path, save_every: int) -
             save(averaged, tokenizer, out / "latest")
 
     plan = TrainingPhase(batches, tuple(TASKS), steps, SECOND_RATE)
-    save(fit(model, plan, snapshot), tokenizer, out / "checkpoint")
+    save(train_model(model, plan, snapshot), tokenizer, out / "checkpoint")
 
 
 def main() -> None:

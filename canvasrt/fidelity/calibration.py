@@ -123,7 +123,7 @@ def _mean(scored: Scored, temperature: float) -> np.ndarray:
     return np.asarray(tempered(scored.draws, temperature).mean(axis=0))
 
 
-def fit(scored: Sequence[Scored]) -> dict[str, float]:
+def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
     """Return the temperature of each type of question that gives the answers the least log loss."""
     found = {}
     for kind in TYPES:
@@ -138,7 +138,7 @@ def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
     the other half's."""
     found: list[Scored | None] = [None] * len(scored)
     for half in (0, 1):
-        temperatures = fit([each for i, each in enumerate(scored) if i % 2 != half])
+        temperatures = fit_temperatures([each for i, each in enumerate(scored) if i % 2 != half])
         for i, each in enumerate(scored):
             if i % 2 == half:
                 draws = tempered(each.draws, temperatures.get(each.type, 1.0))

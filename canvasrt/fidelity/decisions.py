@@ -14,7 +14,7 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.demo.labelled import labelled
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.calibration import Scored, cross_fitted, fit, summary
+from canvasrt.fidelity.calibration import Scored, cross_fitted, fit_temperatures, summary
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.fields import read_yaml
 from canvasrt.runtime.answers.layout import Ask
@@ -67,7 +67,7 @@ def measure_decisions(
     if fitted:
         if len(scored) < 2:
             raise CanvasError(f"{file} has one question", "give at least two to fit temperatures")
-        report["fit"] = {"temperatures": fit(scored), **_by_part(cross_fitted(scored))}
+        report["fit"] = {"temperatures": fit_temperatures(scored), **_by_part(cross_fitted(scored))}
     return report
 
 

@@ -65,7 +65,7 @@ def limits_of(options: Mapping[str, Any]) -> dict[str, float]:
     return dict(BF16 if options.get("precision") == "bf16" else FP32)
 
 
-def check(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
+def check_limits(limits: Mapping[str, float], report: Json) -> list[LimitCheck]:
     """Compare the report with every limit, including those of the weights."""
     overall = report["steps"]["all"]
     answers, pace, layers = (report.get(name) for name in ("answers", "pace", "layers"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from canvasrt.fidelity.reliability import lines
+from canvasrt.fidelity.reliability import reliability_lines
 from canvasrt.types import Json
 
 STEP_HEADS = (
@@ -48,7 +48,7 @@ def _lines(report: Json, title: str) -> Iterator[str]:
         rows = answer_rows(report)
         yield from _section("Exact answers", answers_note(report), ANSWER_HEADS, rows)
     if report.get("decisions"):
-        yield from lines(report["decisions"])
+        yield from reliability_lines(report["decisions"])
     if report["pace"]:
         yield from _section("Pace", pace_note(report), PACE_HEADS, pace_rows(report))
     if report["segments"]:

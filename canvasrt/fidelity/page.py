@@ -8,15 +8,15 @@ from typing import Any
 from canvasrt.fidelity import markdown as text
 from canvasrt.fidelity.plots import plots
 from canvasrt.fidelity.reliability import sections as reliability_sections
-from canvasrt.pages import render, section
+from canvasrt.pages import render_page, section
 from canvasrt.types import Json
 
 
-def page(report: Json, title: str) -> str:
+def quality_page(report: Json, title: str) -> str:
     """Return the page as HTML. Raises CanvasError if matplotlib is not installed."""
     drawn = plots(report)
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return render(
+    return render_page(
         title,
         [each for each in (text.subject(report), report["recipe_description"]) if each],
         list(_blocks(report, drawn)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.pages import render, section
+from canvasrt.pages import render_page, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
 from canvasrt.types import Json
 
@@ -54,7 +54,7 @@ def fit_rows(report: Json) -> list[list[str]]:
     ]
 
 
-def verdict(report: Json) -> str:
+def calibration_verdict(report: Json) -> str:
     """Return in one sentence whether the probabilities are calibrated, as far as this measures it."""
     found = report["all"]
     chance = found["ece_by_chance"]["p95"]
@@ -85,7 +85,7 @@ def sections(report: Json) -> Iterator[Json]:
         yield section("Fitted temperatures", FIT_NOTE, None, [(FIT_HEADS, fit_rows(report))])
 
 
-def lines(report: Json) -> Iterator[str]:
+def reliability_lines(report: Json) -> Iterator[str]:
     """Yield the same as Markdown."""
     tables: list[Any] = [("Reliability", _reading(report) + _NOTE, HEADS, rows(report))]
     if report["fit"]:
@@ -97,9 +97,9 @@ def lines(report: Json) -> Iterator[str]:
         yield from (f"| {' | '.join(row)} |" for row in body)
 
 
-def page(report: Json, title: str, footer: str) -> str:
+def reliability_page(report: Json, title: str, footer: str) -> str:
     """Return a page with nothing else. Raises CanvasError if matplotlib is not installed."""
-    return render(title, [verdict(report)], list(sections(report)), footer)
+    return render_page(title, [calibration_verdict(report)], list(sections(report)), footer)
 
 
 def _reading(report: Json) -> str:

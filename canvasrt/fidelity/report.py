@@ -14,7 +14,7 @@ from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import AnswerScores, Pace, ask_questions, compare_pace
 from canvasrt.fidelity.compare import COMPARED_STEPS, PHASES, Steps, compare_steps
-from canvasrt.fidelity.limits import check, limits_of
+from canvasrt.fidelity.limits import check_limits, limits_of
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.parts import DENOISE, part_errors
 from canvasrt.fidelity.prompts import PromptSet, is_demo, prompts_for
@@ -30,7 +30,7 @@ WORST = 5
 STREAMED_PROMPTS = 2
 
 
-def measure(
+def measure_quality(
     bundle: Bundle,
     checkpoint: Path,
     questions: int,
@@ -66,7 +66,7 @@ def measure(
         demo = tokenizer if is_demo(checkpoint) else None
         report |= _generations(observed, reference, prompts, demo, questions, show)
     report |= _inside(observed, checkpoint, steps, show)
-    checks = check(limits_of(bundle.manifest.options), report)
+    checks = check_limits(limits_of(bundle.manifest.options), report)
     report["limits"] = [each.to_json() for each in checks]
     report["ok"] = all(each.ok for each in checks)
     return report

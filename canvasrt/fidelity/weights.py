@@ -157,7 +157,7 @@ class _Weights:
         """Return rows of an INT8 table in float32."""
         scale = np.array(self.array(TABLE_SCALE)[rows], np.float32)
         codes = np.array(self.array(TABLE_VALUES)[rows]).view(np.uint8)
-        return lowbits.scaled(lowbits.decode(INT8, codes), scale, None, None)
+        return lowbits.scaled(lowbits.numbers_of(INT8, codes), scale, None, None)
 
     def projection(self, rows: slice) -> np.ndarray:
         """Return rows of the table that the products see, in float32."""
@@ -176,7 +176,7 @@ class _Weights:
             return np.array(self.array(name + expert), np.float32)
         codes, scales = (self.array(name + part + expert) for part in (CODES, SCALES))
         packed = codes.reshape(*scales.shape[:-1], -1) ^ lowbits.INT4_OFFSET
-        return lowbits.scaled(lowbits.decode(INT4, packed), None, scales, None)
+        return lowbits.scaled(lowbits.numbers_of(INT4, packed), None, scales, None)
 
     def array(self, name: str) -> np.ndarray:
         import onnx_ir as ir

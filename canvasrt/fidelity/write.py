@@ -8,9 +8,8 @@ from typing import Any
 
 from canvasrt.extras import require
 from canvasrt.fidelity.markdown import markdown
-from canvasrt.fidelity.page import page
-from canvasrt.fidelity.reliability import lines
-from canvasrt.fidelity.reliability import page as reliability_page
+from canvasrt.fidelity.page import quality_page
+from canvasrt.fidelity.reliability import reliability_lines, reliability_page
 from canvasrt.fidelity.report import finite
 from canvasrt.staging import check_output, staging
 
@@ -28,7 +27,7 @@ def write_report(report: dict[str, Any], title: str, folder: Path) -> None:
         text = json.dumps(finite(report), indent=2, ensure_ascii=False) + "\n"
         (tmp / "report.json").write_text(text, encoding="utf-8")
         (tmp / "report.md").write_text(markdown(report, title), encoding="utf-8")
-        (tmp / "report.html").write_text(page(report, title), encoding="utf-8")
+        (tmp / "report.html").write_text(quality_page(report, title), encoding="utf-8")
 
 
 def write_decisions(report: dict[str, Any], title: str, folder: Path) -> None:
@@ -38,6 +37,6 @@ def write_decisions(report: dict[str, Any], title: str, folder: Path) -> None:
     with staging(folder) as tmp:
         text = json.dumps(finite(report), indent=2, ensure_ascii=False) + "\n"
         (tmp / "report.json").write_text(text, encoding="utf-8")
-        body = "\n".join([f"# {title}", *lines(report)]) + "\n"
+        body = "\n".join([f"# {title}", *reliability_lines(report)]) + "\n"
         (tmp / "report.md").write_text(body, encoding="utf-8")
         (tmp / "report.html").write_text(reliability_page(report, title, footer), encoding="utf-8")

@@ -76,7 +76,7 @@ class _Int4(_Stack):
 
     def product(self, graph: GraphProto, x: str, expert: int, output: str) -> NodeProto:
         codes, scales = (_slice(each, expert) for each in (self._values, self._scales))
-        block = nbits.cut(codes, scales)
+        block = nbits.cut_blocks(codes, scales)
         graph.initializer.extend([codes, scales])
         return nbits.product(x, codes, scales, block, output, nbits.ACCURACY_INT8)
 

@@ -47,7 +47,7 @@ def _pairs_of(codes: Codes) -> Floats:
     return np.stack([values_of(codes)[byte & 15], values_of(codes)[byte >> 4]], axis=-1)
 
 
-def decode(codes: Codes, packed: Bytes) -> Floats:
+def numbers_of(codes: Codes, packed: Bytes) -> Floats:
     """Return the numbers `[…, n]` of `packed` `[…, n × bits / 8]`."""
     if codes.bits == 8:
         return values_of(codes)[packed]
@@ -73,7 +73,7 @@ def dequantize(
         blocks: the blocks' scales `[…, out, in / block]`, as codes if the format stores them so.
     """
     row = FORMATS[format]
-    return scaled(decode(row.codes, values), scale, blocks, row.block_scales)
+    return scaled(numbers_of(row.codes, values), scale, blocks, row.block_scales)
 
 
 def scaled(
@@ -87,7 +87,7 @@ def scaled(
     if blocks is None:
         assert whole is not None
         return wide * (whole[:, None] if whole.ndim else whole)
-    scales = blocks if block_scales is None else decode(block_scales, blocks)
+    scales = blocks if block_scales is None else numbers_of(block_scales, blocks)
     if whole is not None:
         scales = scales * whole
     return (wide.reshape(*scales.shape, -1) * scales[..., None]).reshape(wide.shape)

@@ -134,7 +134,7 @@ class _Weight:
             # Everything about this matrix: `[out, …]`.
             parts = {part: x.reshape(count, self.shape[-2], -1)[index] for part, x in data.items()}
             wide = lowbits.scaled(
-                lowbits.decode(codes, parts[_VALUES]),
+                lowbits.numbers_of(codes, parts[_VALUES]),
                 scale,
                 parts.get(_BLOCK_SCALES),
                 None if blocks is None else _codes_of(blocks),

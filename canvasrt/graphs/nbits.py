@@ -40,7 +40,7 @@ def use_nbits(model: ModelProto) -> bool:
     ]
     for place, old, weight in products:
         codes, scales = (weights[name] for name in weight.input)
-        block = cut(codes, scales)
+        block = cut_blocks(codes, scales)
         graph.node[place].CopyFrom(
             product(old.input[0], codes, scales, block, old.output[0], ACCURACY_EXACT)
         )
@@ -50,7 +50,7 @@ def use_nbits(model: ModelProto) -> bool:
     return bool(products)
 
 
-def cut(codes: TensorProto, scales: TensorProto) -> int:
+def cut_blocks(codes: TensorProto, scales: TensorProto) -> int:
     """Reshape the codes from `[out, in / 2]` to `[out, in / block, block / 2]`. Return the block's length."""
     out, width = codes.dims
     count = scales.dims[1]
@@ -61,7 +61,7 @@ def cut(codes: TensorProto, scales: TensorProto) -> int:
 def product(
     x: str, codes: TensorProto, scales: TensorProto, block: int, output: str, level: int
 ) -> NodeProto:
-    """Return the node that multiplies `x` `[…, in]` by a matrix whose codes are in blocks, after `cut`."""
+    """Return the node that multiplies `x` `[…, in]` by a matrix whose codes are in blocks, after `cut_blocks`."""
     out, count, _ = codes.dims
     sizes = {"K": count * block, "N": out, "block_size": block}
     return make_node(

@@ -35,7 +35,7 @@ class Capture:
             return False
         shapes = shapes_of(trt, network, list(fixed.values()))
         programs = parse(self.message)
-        store.write(
+        store.write_kernels(
             {
                 name: resolve_sizes(kernels, each, sizes)
                 for (name, sizes), each, kernels in zip(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.kernels.group import PARTS
-from canvasrt.pages import render, section
+from canvasrt.pages import render_page, section
 from canvasrt.pages.drawing import COLOURS, INK, drawing, figure_of
 from canvasrt.staging import staging
 from canvasrt.types import Json
@@ -24,10 +24,10 @@ def write_page(data: Json, name: str, folder: Path) -> None:
     with staging(folder) as tmp:
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
         (tmp / FILES[0]).write_text(text, encoding="utf-8")
-        (tmp / FILES[1]).write_text(page(data, f"Kernels of {name}"), encoding="utf-8")
+        (tmp / FILES[1]).write_text(kernels_page(data, f"Kernels of {name}"), encoding="utf-8")
 
 
-def page(data: Json, title: str) -> str:
+def kernels_page(data: Json, title: str) -> str:
     """Return the page as HTML."""
     gpu, sizes = data["gpu"], data["sizes"]
     where = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
@@ -37,7 +37,9 @@ def page(data: Json, title: str) -> str:
         f"{gpu['arithmetic']:.0%} of the rates of products ({where}); batch {sizes['batch']}, "
         f"context {sizes['context']:,}, {sizes['capacity']} slots per expert",
     ]
-    return render(title, subjects, list(_blocks(data)), "Written by canvasrt inspect --kernels.")
+    return render_page(
+        title, subjects, list(_blocks(data)), "Written by canvasrt inspect --kernels."
+    )
 
 
 def _blocks(data: Json) -> Iterator[Json]:

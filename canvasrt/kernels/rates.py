@@ -164,7 +164,7 @@ def find_gpu(name: str) -> GpuRates:
     """Return a GPU by name; UsageError lists the known ones."""
     gpu = GPUS.get(name.strip().lower())
     if gpu is None:
-        raise UsageError(f"unknown GPU {name!r}", f"GPUs with known rates: {', '.join(GPUS)}")
+        raise UsageError(f"unknown GPU {name!r}", f"give one of {', '.join(GPUS)}")
     return gpu
 
 

@@ -21,7 +21,7 @@ BATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 
 
-def report(
+def prediction_report(
     predictor: Predictor, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
 ) -> Json:
     """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds."""

@@ -88,11 +88,6 @@ def _with_read(tensor: KernelTensor, taken: Iterable[tuple[Dims, Dims]]) -> Kern
     return replace(tensor, read="+".join(str(times(part)) for part in parts))
 
 
-def match(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Return `wanted` with its −1s filled in, as a reshape of `candidate`; None if it cannot be one."""
-    return closest(wanted, [candidate])
-
-
 def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
     """Return `wanted` with its −1s filled in from the candidate that it rearranges least; None if none fits.
 

@@ -24,7 +24,7 @@ class KernelList:
     programs: Mapping[str, tuple[Kernel, ...]]
 
 
-def write(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
+def write_kernels(programs: Mapping[str, Sequence[Kernel]], file: Path) -> None:
     """Write the kernels of each profile."""
     data = {
         "schema": KERNELS_SCHEMA,

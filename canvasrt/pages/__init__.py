@@ -11,7 +11,7 @@ import jinja2
 from canvasrt.types import Json
 
 
-def render(
+def render_page(
     title: str,
     subjects: Sequence[str],
     sections: Sequence[Json],

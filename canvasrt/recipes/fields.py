@@ -62,7 +62,7 @@ class Fields:
         if unknown:
             known = ", ".join(sorted(self._taken))
             raise CanvasError(
-                f"{self.where}: unknown key {', '.join(unknown)}", f"known keys here: {known}"
+                f"{self.where}: unknown key {', '.join(unknown)}", f"give one of {known}"
             )
 
     def text(self, key: str) -> str:

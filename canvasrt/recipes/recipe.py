@@ -229,10 +229,11 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         known = f"canvasrt's recipes: {', '.join(SHIPPED)}"
         if is_path(name_or_path):
             raise UsageError(
-                f"there is no recipe file {name_or_path}", f"check the path, or name one of {known}"
+                f"there is no recipe file {name_or_path}", f"check the path, or give one of {known}"
             )
         raise UsageError(
-            f"unknown recipe {str(name_or_path)!r}", f"{known}; or give the path of a YAML file"
+            f"unknown recipe {str(name_or_path)!r}",
+            f"give one of {known}; or the path of a YAML file",
         )
     source = str(name_or_path) if shipped is None else f"recipe {name_or_path}"
     return Recipe.from_json(read_yaml(file, _README), source)

@@ -7,7 +7,7 @@ from pathlib import Path
 from canvasrt.containers.deploy.engine import ContainerEngine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package
-from canvasrt.containers.names import ALLOWED_HOSTS, API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
+from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
 from canvasrt.containers.package import settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 from canvasrt.errors import CanvasError
@@ -35,8 +35,8 @@ def run_command(
     words += _LOGS[engine.name]
     if options.network == "host" and options.port != API_PORT:
         words += ["--env", f"NIM_SERVER_PORT={options.port}"]  # for the health check too
-    if options.hosts:
-        words += ["--env", f"{ALLOWED_HOSTS}={options.hosts}"]
+    for name, text in options.environment.items():
+        words += ["--env", f"{name}={text}"]
     words += ["--volume", f"{_cache(options.cache)}:{image.CACHE}"]
     engines = options.engines or package.engines
     if engines is not None:

@@ -95,7 +95,7 @@ def deploy(
     }
 
 
-def shown(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
+def commands_of(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
     """Return the commands that `deploy` would run, for a shell. Only what needs no engine is
     checked."""
     check_container_engine(engine)

@@ -82,9 +82,7 @@ class ContainerEngine:
 def check_container_engine(name: str | None) -> None:
     """Raise UsageError unless `name` is None or an engine."""
     if name is not None and name not in CONTAINER_ENGINES:
-        raise UsageError(
-            f"unknown engine {name!r}", f"the engines are {' and '.join(CONTAINER_ENGINES)}"
-        )
+        raise UsageError(f"unknown engine {name!r}", f"give one of {', '.join(CONTAINER_ENGINES)}")
 
 
 def find_engine(name: str | None = None) -> ContainerEngine:

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, LOOPBACK
+from canvasrt.containers.names import (
+    API_PORT,
+    CONTAINER_VARIABLES,
+    GRPC_PORT,
+    HTTP_PORT,
+    LOOPBACK,
+)
+from canvasrt.containers.openai.options import FrontOptions
+from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import UsageError
-from canvasrt.option import option, port_option
+from canvasrt.option import option, option_of, port_option
 
 DEPLOY_TIMEOUT = 3600.0  # seconds to become ready, for a package that builds engines first
 _SIZE = r"\d+[bkmgBKMG]?"
+
+# Options of the server that are `deploy`'s too: the variable of each, by option name.
+SERVER_CLASSES = (FrontOptions, ModelOptions)
+SERVER_VARIABLES = {
+    each.name: of.variable
+    for kind in SERVER_CLASSES
+    for each in fields(kind)
+    if (of := option_of(each)) and of.variable in CONTAINER_VARIABLES
+}
 
 
 @dataclass(frozen=True)
@@ -64,15 +81,6 @@ class DeployOptions:
     )
     memory: str | None = field(default=None, metadata=option("Memory limit.", metavar="SIZE"))
     cpus: float | None = field(default=None, metadata=option("CPU limit.", metavar="N"))
-    allowed_hosts: str | None = field(
-        default=None,
-        metadata=option(
-            "Host names that a server without API keys accepts; * for any.",
-            flag="--allowed-hosts",
-            metavar="HOST[,HOST...]",
-            shown="loopback's and the container's, on loopback",
-        ),
-    )
     network: str | None = field(
         default=None, metadata=option('Docker network to join, or "host".', metavar="NAME")
     )
@@ -93,6 +101,8 @@ class DeployOptions:
         ),
     )
 
+    server: Mapping[str, str] = field(default_factory=dict)  # values by variable
+
     @property
     def published(self) -> dict[int, int]:
         """This machine's ports, by those of the container."""
@@ -109,11 +119,11 @@ class DeployOptions:
         }
 
     @property
-    def hosts(self) -> str | None:
-        """The names under which the server answers without keys; None for any."""
-        if self.allowed_hosts or self.listen not in LOOPBACK or self.network == "host":
-            return self.allowed_hosts
-        return ",".join((*LOOPBACK, self.name))
+    def environment(self) -> dict[str, str]:
+        """The server's variables: the user's, and on loopback those that a container of this name needs."""
+        local = self.listen in LOOPBACK and self.network != "host"
+        own = {name: make(self.name) for name, make in CONTAINER_VARIABLES.items() if local}
+        return {name: text for name, text in {**own, **self.server}.items() if text}
 
     @property
     def opens_triton(self) -> bool:

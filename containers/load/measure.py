@@ -126,12 +126,12 @@ def take_turns(
 ) -> list[list[Round]]:
     """Measure endpoints in turns, `rounds` times each, after one call each to warm up."""
     for endpoint in endpoints:
-        run(endpoint, sessions[:1], Load())
+        run_sessions(endpoint, sessions[:1], Load())
     taken: list[list[Round]] = [[] for _ in endpoints]
     for number in range(rounds):
         for endpoint, into in zip(endpoints, taken, strict=True):
             progress(f"measuring {endpoint.url}", number, rounds)
-            into.append(run(endpoint, sessions, load))
+            into.append(run_sessions(endpoint, sessions, load))
     return taken
 
 
@@ -153,7 +153,7 @@ def ratios(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[flo
     return found
 
 
-def run(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
+def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], load: Load) -> Round:
     """Run sessions once."""
     start = time.perf_counter()
     waiting: queue.SimpleQueue[tuple[Session, float | None]] = queue.SimpleQueue()

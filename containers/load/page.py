@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from canvasrt.containers.load.measure import COMPARED, LatencySpread, LoadSummary, Round
-from canvasrt.pages import render, section
+from canvasrt.pages import render_page, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
 from canvasrt.types import Json
 
@@ -81,7 +81,7 @@ def error_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
     ]
 
 
-def page(
+def load_page(
     rounds: Mapping[str, Sequence[Round]],
     summaries: Mapping[str, LoadSummary],
     ratios: Mapping[str, Sequence[float]],
@@ -106,16 +106,16 @@ def page(
         sections.append(section("Errors", tables=[(("", "what", "calls"), errors)]))
     failed = sum(sum(each.errors.values()) for each in summaries.values())
     calls = sum(each.calls for each in summaries.values())
-    return render(
+    return render_page(
         "Load test",
-        [" against ".join(summaries), describe(settings)],
+        [" against ".join(summaries), settings_line(settings)],
         sections,
         "Written by canvasrt bench.",
         {"ok": not failed, "text": f"{calls - failed} of {calls} calls answered"},
     )
 
 
-def describe(settings: Json) -> str:
+def settings_line(settings: Json) -> str:
     """Return the settings as one line."""
     arrival = "" if settings["rate"] is None else f", {settings['rate']:g} arriving per second"
     return (

@@ -11,6 +11,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from canvasrt.errors import CanvasError
+
 DISTRIBUTION = "tensorrt-cu13-bindings"
 _MODULE = "from tensorrt_bindings import *\nfrom tensorrt_bindings import __version__\n"
 
@@ -30,8 +32,9 @@ def module_files(version: str) -> dict[str, bytes]:
 def main(version: str) -> None:
     """Write the module into this interpreter's environment; a Dockerfile calls this."""
     if not re.fullmatch(r"\d+(\.\d+){3}", version):
-        sys.exit(
-            f"error: TRT_VERSION of the base is {version!r}, which is not a version of TensorRT"
+        raise CanvasError(
+            f"TRT_VERSION of the base is {version!r}, which is not a version of TensorRT",
+            "give --base an image with TensorRT's version in TRT_VERSION, such as NVIDIA's",
         )
     site = Path(sysconfig.get_path("purelib"))
     for name, content in module_files(version).items():

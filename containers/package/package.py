@@ -16,7 +16,7 @@ from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
 from canvasrt.containers.package.options import PackageOptions
-from canvasrt.containers.package.render import render
+from canvasrt.containers.package.render import render_files
 from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
 from canvasrt.containers.package.sbom import SBOM, write_sbom
@@ -259,7 +259,7 @@ def _write_texts(
         max_batch = options.max_batch or manifest.options.get("max_batch")
         sizes = sizes_of(manifest, target, max_batch)
         write_chart(folder / place, options.tag, target, max_batch, sizes)
-    for name, text in render(facts).items():
+    for name, text in render_files(facts).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.names import ALLOWED_HOSTS, END_UNHEALTHY, LOOPBACK, PACKAGE, ROOT
+from canvasrt.containers.names import CONTAINER_VARIABLES, END_UNHEALTHY, PACKAGE, ROOT
 from canvasrt.containers.package import settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
+_SERVICE = "canvasrt"  # what other services of the compose file call the server
 # Template → its path in the package.
 _FILES = {
     "Dockerfile": "Dockerfile",
@@ -20,7 +21,7 @@ _FILES = {
 }
 
 
-def render(facts: Mapping[str, Any]) -> dict[str, str]:
+def render_files(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the text of each file, by path. `facts` are the templates' variables, such as `base`
     and `settings`."""
     import jinja2
@@ -45,8 +46,8 @@ def render(facts: Mapping[str, Any]) -> dict[str, str]:
         "health": settings.health,
         "temporary": TEMPORARY,
         "end_unhealthy": END_UNHEALTHY,
-        "allowed_hosts": ALLOWED_HOSTS,
-        "loopback": LOOPBACK,
+        "variables": {name: make(_SERVICE) for name, make in CONTAINER_VARIABLES.items()},
+        "service": _SERVICE,
         "grace": image.STOP_GRACE,
         "open": " ".join([*image.COMMAND, "--triton-host", "0.0.0.0"]),  # noqa: S104
     }

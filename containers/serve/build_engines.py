@@ -47,7 +47,7 @@ def report_in(line: str) -> dict[str, Any] | None:
 def main() -> int:
     """Build the job in the first argument, and return the exit code."""
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build
+    from canvasrt.pipeline import build_bundle
 
     signal.signal(signal.SIGTERM, raise_exit)
     job = EngineBuild(**json.loads(sys.argv[1]))
@@ -62,7 +62,7 @@ def main() -> int:
 
     try:
         options = BuildOptions(max_context=job.max_context, max_batch=job.max_batch)
-        build(job.source, job.target, job.out, options, progress)
+        build_bundle(job.source, job.target, job.out, options, progress)
     except Exception as error:
         found = error if isinstance(error, CanvasError) else system_error(error)
         if found is None:

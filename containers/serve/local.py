@@ -46,8 +46,8 @@ def is_checkpoint(path: Path) -> bool:
     return str(path) == DEMO or is_hub_name(str(path))
 
 
-def plan(name: Path, cache: Path | None = None) -> Local:
-    """Return what `build` would build. A hub name is downloaded first."""
+def plan_local(name: Path, cache: Path | None = None) -> Local:
+    """Return what `build_local` would build. A hub name is downloaded first."""
     checkpoint = find_checkpoint(name)
     target, why = best_target()
     folder = (cache or cache_folder()) / "served" / _key(checkpoint, target)
@@ -72,7 +72,7 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     return find_target("cpu"), "; ".join(reasons)
 
 
-def build(local: Local, say: Say, progress: Progress = no_progress) -> None:
+def build_local(local: Local, say: Say, progress: Progress = no_progress) -> None:
     """Build the engines unless the cache has them.
 
     Raises CanvasError with the build's own message when it fails.

@@ -130,7 +130,7 @@ def profiles_of(source: Bundle) -> list[ServingProfile]:
     return sorted(found, key=_preference)
 
 
-def choose(
+def choose_profile(
     source: Bundle, wanted: str | None = None, gpus: Sequence[Gpu] | None = None
 ) -> ServingProfile:
     """Return the serving profile for this machine; `wanted` is an id or a name. CanvasError when
@@ -140,9 +140,7 @@ def choose(
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
     if not named:
         known = "; ".join(f"{each.name} for {each.target.name} ({each.id})" for each in found)
-        raise CanvasError(
-            f"there is no serving profile {wanted!r}", f"the serving profiles are {known}"
-        )
+        raise CanvasError(f"there is no serving profile {wanted!r}", f"give one of {known}")
     fitting = [each for each in named if not each.misfit(gpus)]
     if not fitting:
         reasons = "; ".join(

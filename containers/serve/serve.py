@@ -16,7 +16,7 @@ from canvasrt.containers.serve.checks import check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
-from canvasrt.containers.serve.profiles import ServingProfile, choose, open_source
+from canvasrt.containers.serve.profiles import ServingProfile, choose_profile, open_source
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 Ready = Callable[[dict[str, Any]], None]
 
 
-def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
+def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     """Serve a bundle until a signal comes. `check_settings` has seen the settings.
 
     `ready` gets the addresses. `stream` gets the servers' output unless that goes to a file.
@@ -38,7 +38,7 @@ def run(settings: Settings, ready: Ready, stream: TextIO) -> None:
     """
     configure(settings.front.log_level, settings.front.json_logs)
     source = open_source(settings.bundle)
-    profile = choose(source, settings.profile)
+    profile = choose_profile(source, settings.profile)
     check_machine(settings)
     settings = replace(
         settings,
@@ -170,7 +170,7 @@ def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
 def decisions(settings: Settings) -> dict[str, Any]:
     """Return what a dry run shows: all decisions about a run, without its keys."""
     source = open_source(settings.bundle)
-    profile = choose(source, settings.profile)
+    profile = choose_profile(source, settings.profile)
     return {
         "bundle": str(source.path),
         "profile": profile.to_json(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.containers.tensors import read_json, read_messages
+from canvasrt.containers.tensors import check_messages, read_json
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import InfillResult, filled
 from canvasrt.runtime.answers.layout import Ask
@@ -37,7 +37,7 @@ def read_decisions(
     )
     ask = Ask.from_json({"questions": data} if isinstance(data, list) else data)
     if "messages" in values:
-        messages = read_messages(values["messages"])
+        messages = check_messages(values["messages"])
     else:
         messages = [{"role": "user", "content": values["prompt"]}]
     return ask, ask.request(messages, model, tokenizer, int(values.get("seed") or 0), pictures)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import chosen_prompt, read_messages, read_template
+from canvasrt.containers.tensors import check_messages, chosen_prompt, read_template
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.prefix import share_of
@@ -106,7 +106,7 @@ class PromptEncoder:
         if chosen == "prompt":
             messages: list[Any] = [{"role": "user", "content": values["prompt"]}]
         else:
-            messages = read_messages(values["messages"])
+            messages = check_messages(values["messages"])
         variables = read_template(values.get("template", "{}"))
         with self._long:
             return tokenizer.closed_chat(messages, variables)
@@ -135,7 +135,7 @@ class PromptEncoder:
         assert tokenizer is not None
         prefix = values.get("prefix", "")
         if chosen == "messages":
-            messages = read_messages(values["messages"])
+            messages = check_messages(values["messages"])
             variables = read_template(values.get("template", "{}"))
             return _made(*tokenizer.open_chat(messages, variables, prefix))
         text = values["prompt"]

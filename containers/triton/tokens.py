@@ -30,7 +30,7 @@ def tokenized(
     if foreign:
         raise CanvasError(
             f"prompt token {foreign[0]} is not in the vocabulary",
-            f"this model's token ids run from 0 to {vocab_size - 1}",
+            f"give token ids from 0 to {vocab_size - 1}",
         )
     tokenizer = encoder.tokenizer
     shown: dict[str, Any] = {"text": tokenizer.decode(ids, False) if tokenizer else ""}

@@ -35,8 +35,8 @@ from canvasrt.export.quantize.parts import (
     SOFT_SCALE,
     VALUES,
     Quantized,
+    add_initializer,
     dtype_of,
-    initializer,
 )
 from canvasrt.export.quantize.table import EmbeddingTable, Projection
 from canvasrt.formats import FORMATS
@@ -87,7 +87,7 @@ def quantize_cache(model: ir.Model) -> list[str]:
     scales = []
     for place, layer in enumerate(layers):
         for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE)):
-            scale = initializer(graph, f"layers.{place}.{suffix}", FLOAT32, ())
+            scale = add_initializer(graph, f"layers.{place}.{suffix}", FLOAT32, ())
             scales.append(str(scale.name))
             _read_cache(graph, f"past_{part}_{layer}", scale)
             _write_cache(graph, f"new_{part}_{layer}", scale)

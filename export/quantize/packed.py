@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS
-from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import Bytes, Floats
 
 
@@ -69,12 +68,3 @@ class Packed:
         blocks = self.block_scales
         block = None if blocks is None else self.shape[-1] // blocks.shape[-1]
         return Form(self.format, self.shape, scale, factor, block)
-
-
-def dequantize(packed: Packed) -> Floats:
-    """Return the weight that `packed` stands for, including its factor."""
-    weight = lowbits.dequantize(packed.format, packed.values, packed.scale, packed.block_scales)
-    if packed.factor is None:
-        return weight
-    factor = packed.factor if packed.factor.ndim == 1 else packed.factor[..., 0, :]
-    return weight * factor[..., None]

@@ -42,7 +42,7 @@ class Quantized:
         return node.outputs[0]
 
     def _initializer(self, suffix: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
-        return initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
+        return add_initializer(self.graph, f"{self.name}.{suffix}", dtype, shape)
 
     def _values(self) -> ir.Value:
         return self._initializer(VALUES, dtype_of(self.format.codes), self.form.shape)
@@ -52,7 +52,9 @@ def dtype_of(codes: Codes) -> ir.DataType:
     return ir.DataType[codes.onnx]
 
 
-def initializer(graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Value:
+def add_initializer(
+    graph: ir.Graph, name: str, dtype: ir.DataType, shape: tuple[int, ...]
+) -> ir.Value:
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
     graph.initializers[name] = value
     return value

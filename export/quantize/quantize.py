@@ -34,7 +34,7 @@ _ROWS = 16_384
 _PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
 
 
-def quantize(
+def quantize_graphs(
     graphs: Bundle | Path | str,
     out: Path | str,
     recipe: Recipe | str | Path,
@@ -188,7 +188,7 @@ class _QuantizedGraph:
                 partial(_matrices, tensor), choice.format, amax, name
             )
         else:
-            packed = quantizers.quantize(
+            packed = quantizers.quantize_weight(
                 _matrices(tensor),
                 choice.format,
                 amax,

@@ -40,7 +40,7 @@ def form_of(
     weights: Literal["per_tensor", "per_channel"] = "per_tensor",
     experts: bool = False,
 ) -> Form:
-    """Return the form that `quantize` gives a weight of this shape."""
+    """Return the form that `quantize_weight` gives a weight of this shape."""
     block = FORMATS[format].block(shape[-1])
     if not FORMATS[format].rounds_inputs:
         return Form(format, shape, () if block else (shape[0],), block=block)
@@ -50,7 +50,7 @@ def form_of(
     return Form(format, shape, (shape[0],) if channels else (), block=block)
 
 
-def quantize(
+def quantize_weight(
     parts: Iterable[np.ndarray],
     format: str,
     input_amax: float | None,
@@ -96,7 +96,7 @@ def quantize_in_parts(
 ) -> Packed:
     """Quantize a matrix too large for memory, with one scale that reaches its largest number.
 
-    parts: returns the rows in order, float32 `[…, in]`, and is called twice. The rest is as in `quantize`.
+    parts: returns the rows in order, float32 `[…, in]`, and is called twice. The rest is as in `quantize_weight`.
     """
     amax = max(float(np.abs(part).max()) for part in parts())
     scale = np.float32(max(amax, 2.0**-60) / FORMATS[format].largest)

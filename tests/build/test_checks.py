@@ -52,7 +52,7 @@ def test_a_missing_builder_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     with pytest.raises(CanvasError, match="tensorrt_rtx") as raised:
         check_buildable(find_target("rtx-4090"))
-    assert raised.value.hint == "pip install 'canvasrt[rtx]'"
+    assert raised.value.hint == "run `pip install 'canvasrt[rtx]'`"
 
 
 def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
@@ -65,7 +65,7 @@ def test_a_data_centre_target_needs_its_gpu_and_then_tensorrt(
     assert builds_here(h100) == "needs canvasrt[tensorrt]"
     with pytest.raises(CanvasError) as raised:
         check_buildable(h100)
-    assert raised.value.hint == "pip install 'canvasrt[tensorrt]'"
+    assert raised.value.hint == "run `pip install 'canvasrt[tensorrt]'`"
 
 
 def test_what_is_quantized_already_is_built_as_it_is() -> None:

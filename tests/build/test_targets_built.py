@@ -152,7 +152,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     folder = tmp_path_factory.mktemp("narrow")
     for form in ("bf16", "nvfp4"):
-        synthetic.write(folder / form, "narrow", layers=2, format=form)
+        synthetic.write_random_checkpoint(folder / form, "narrow", layers=2, format=form)
     return {form: folder / form for form in ("bf16", "nvfp4")}
 
 

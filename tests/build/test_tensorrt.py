@@ -15,7 +15,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import EngineCache
 from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
-from canvasrt.pipeline import build, build_all, plan_all
+from canvasrt.pipeline import build_all, build_bundle, plan_all
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
 from tests.helpers.quantized import small_graphs
@@ -46,7 +46,7 @@ def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     def make(target: str, name: str = "engines", kept: Path = cache) -> tuple[Bundle, list[str]]:
         monkeypatch.setenv("CANVASRT_CACHE", str(kept))
         said: list[str] = []
-        bundle = build(
+        bundle = build_bundle(
             graphs.path,
             target,
             tmp_path / name,

@@ -14,7 +14,7 @@ from canvasrt.build.memory import Reading
 from canvasrt.build.plan import BuildOptions, Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
-from canvasrt.pipeline import build, build_all, graphs_of, plan_all
+from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
 from canvasrt.progress import no_progress
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.generator import Generator, Request
@@ -80,7 +80,7 @@ def test_the_engines_leave_the_tower_out(built: tuple[Plan, Bundle]) -> None:
 
 
 def test_a_card_with_the_room_gets_it(checkpoint: Path, tmp_path: Path) -> None:
-    bundle = build(checkpoint, "rtx-4080", tmp_path / "engines", OPTIONS)
+    bundle = build_bundle(checkpoint, "rtx-4080", tmp_path / "engines", OPTIONS)
     assert segments(bundle) == ["body_0", "head", "vision"]
     assert bundle.manifest.segments[0]["profiles"][0]["capacity"]["max"] == 512
     assert "vision" not in bundle.manifest.options

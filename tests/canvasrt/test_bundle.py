@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from canvasrt.bundle import MANIFEST, load_bundle
+from canvasrt.bundle import MANIFEST, Bundle, _digest, load_bundle
 from canvasrt.errors import CanvasError
+from canvasrt.hashes import canonical
 from tests.helpers.bundles import MODEL, SAMPLER, make
 
 
@@ -86,9 +90,6 @@ def test_whitespace_and_trailing_bytes_in_the_manifest_are_found(tmp_path: Path)
 
 
 def test_a_manifest_cannot_name_files_outside_of_its_bundle(tmp_path: Path) -> None:
-    from canvasrt.bundle import _digest
-    from canvasrt.hashes import canonical
-
     bundle = make(tmp_path / "b")
     data = json.loads((bundle.path / MANIFEST).read_text())
     data["files"]["../secret"] = data["files"]["empty"]
@@ -104,6 +105,48 @@ def test_a_newer_schema_is_refused_by_number(tmp_path: Path) -> None:
     (bundle.path / MANIFEST).write_text(json.dumps({**data, "schema": 99}))
     with pytest.raises(CanvasError, match="schema 99"):
         load_bundle(bundle.path)
+
+
+def edited(bundle: Bundle, edit: Callable[[Any], Any]) -> Path:
+    """A bundle whose manifest is right in all but what `edit` changes."""
+    data = json.loads((bundle.path / MANIFEST).read_text())
+    edit(data)
+    data["digest"] = _digest(data)
+    (bundle.path / MANIFEST).write_text(canonical(data))
+    return bundle.path
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda data: data.pop("embedding"), "has no field 'embedding'"),
+        (lambda data: data.update(profiles=[]), "has a field 'profiles'"),
+        (lambda data: data["model"].pop("hidden_size"), "has no field 'hidden_size'"),
+        (lambda data: data["model"].pop("layers"), "has no field 'layers'"),
+        (lambda data: data["model"].update(heads=3), "has a field 'heads'"),
+        (lambda data: data["model"]["layers"][0].pop("kind"), "has no field 'kind'"),
+        (lambda data: data["sampler"].update(speed=3), "has a field 'speed'"),
+        (lambda data: data.update(schema=0), "with schema 0; this one reads schema 1"),
+        (lambda data: data.pop("schema"), "with schema None; this one reads schema 1"),
+    ],
+)
+def test_another_version_s_manifest_says_to_build_again(
+    tmp_path: Path, edit: Callable[[Any], Any], says: str
+) -> None:
+    path = edited(make(tmp_path / "b"), edit)
+    with pytest.raises(CanvasError, match=re.escape(says)) as raised:
+        load_bundle(path)
+    assert str(path / MANIFEST) in raised.value.message
+    assert "this one reads schema 1" in raised.value.message
+    assert "canvasrt build" in raised.value.hint
+
+
+def test_a_field_that_a_later_stage_misses_says_so_too(tmp_path: Path) -> None:
+    path = edited(make(tmp_path / "b"), lambda data: data["segments"][0].pop("layers"))
+    segment = load_bundle(path).manifest.segments[0]
+    with pytest.raises(CanvasError, match=r"manifest.json has no field 'layers'") as raised:
+        segment["layers"]
+    assert "canvasrt build" in raised.value.hint
 
 
 def test_the_wrong_kind_is_refused(tmp_path: Path) -> None:

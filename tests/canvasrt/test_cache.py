@@ -22,9 +22,9 @@ WHAT = {"files": {"model.safetensors": "0" * 64}, "precision": "bf16"}
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
-    return export("demo", tmp_path_factory.mktemp("cached") / "graphs")
+    return export_graphs("demo", tmp_path_factory.mktemp("cached") / "graphs")
 
 
 @pytest.fixture

@@ -13,14 +13,14 @@ from canvasrt.build.plan import BuildOptions, plan
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
-    return export("demo", tmp_path_factory.mktemp("graphs") / "graphs")
+    return export_graphs("demo", tmp_path_factory.mktemp("graphs") / "graphs")
 
 
 def everything_in(folder: Path) -> list[str]:
@@ -28,7 +28,7 @@ def everything_in(folder: Path) -> list[str]:
 
 
 def test_graphs_become_engines_that_share_their_disk_space(graphs: Bundle, tmp_path: Path) -> None:
-    engines = build(
+    engines = build_bundle(
         graphs.path, "cpu", tmp_path / "engines", BuildOptions(max_context=128, max_batch=2)
     )
     manifest = load_bundle(engines.path, kind="engines").manifest
@@ -47,17 +47,20 @@ def test_graphs_become_engines_that_share_their_disk_space(graphs: Bundle, tmp_p
 def test_a_checkpoint_is_exported_first_and_nothing_else_is_left(
     graphs: Bundle, tmp_path: Path
 ) -> None:
-    engines = build("demo", "cpu", tmp_path / "engines")
+    engines = build_bundle("demo", "cpu", tmp_path / "engines")
     assert everything_in(tmp_path) == ["engines"]
-    assert engines.manifest.files == build(graphs.path, "cpu", tmp_path / "again").manifest.files
+    assert (
+        engines.manifest.files
+        == build_bundle(graphs.path, "cpu", tmp_path / "again").manifest.files
+    )
 
 
 def test_the_same_build_again_does_no_work(graphs: Bundle, tmp_path: Path) -> None:
     out = tmp_path / "engines"
-    first = build(graphs.path, "cpu", out)
+    first = build_bundle(graphs.path, "cpu", out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     done: list[str] = []
-    again = build(graphs.path, "cpu", out, progress=lambda what, *_: done.append(what))
+    again = build_bundle(graphs.path, "cpu", out, progress=lambda what, *_: done.append(what))
     assert again.manifest == first.manifest
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert not any("copying graphs" in what for what in done)
@@ -67,23 +70,23 @@ def test_another_build_into_the_same_folder_is_refused_with_the_difference(
     graphs: Bundle, checkpoint_files: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "engines"
-    build(graphs.path, "cpu", out, BuildOptions(max_batch=2))
+    build_bundle(graphs.path, "cpu", out, BuildOptions(max_batch=2))
     with pytest.raises(CanvasError, match="max_batch 2, now 3"):
-        build(graphs.path, "cpu", out, BuildOptions(max_batch=3))
+        build_bundle(graphs.path, "cpu", out, BuildOptions(max_batch=3))
     with pytest.raises(CanvasError, match="another checkpoint"):
-        build(checkpoint_files, "cpu", out, BuildOptions(max_batch=2))
+        build_bundle(checkpoint_files, "cpu", out, BuildOptions(max_batch=2))
 
 
 def test_a_damaged_bundle_is_not_reused(graphs: Bundle, tmp_path: Path) -> None:
     own = tmp_path / "graphs"
     shutil.copytree(graphs.path, own)
-    engines = build(own, "cpu", tmp_path / "engines")
+    engines = build_bundle(own, "cpu", tmp_path / "engines")
     file = engines.file(engines.manifest.segments[0]["file"])
     content = file.read_bytes()
     file.unlink()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CanvasError, match=file.name):
-        build(own, "cpu", tmp_path / "engines")
+        build_bundle(own, "cpu", tmp_path / "engines")
 
 
 def test_damaged_graphs_are_not_built_from(graphs: Bundle, tmp_path: Path) -> None:
@@ -91,7 +94,7 @@ def test_damaged_graphs_are_not_built_from(graphs: Bundle, tmp_path: Path) -> No
     shutil.copytree(graphs.path, own)
     (own / graphs.manifest.segments[0]["file"]).write_bytes(b"short")
     with pytest.raises(CanvasError, match=graphs.manifest.segments[0]["file"]):
-        build(own, "cpu", tmp_path / "engines")
+        build_bundle(own, "cpu", tmp_path / "engines")
     assert everything_in(tmp_path) == ["graphs"]
 
 
@@ -117,9 +120,9 @@ def test_targets_without_a_builder_are_refused_before_anything_is_written(
     checkpoint_files: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CanvasError, match="engines for h100 can only be built on its GPU"):
-        build(checkpoint_files, "h100", tmp_path / "out" / "engines")
+        build_bundle(checkpoint_files, "h100", tmp_path / "out" / "engines")
     with pytest.raises(UsageError, match="unknown target"):
-        build(checkpoint_files, "h1000", tmp_path / "out" / "engines")
+        build_bundle(checkpoint_files, "h1000", tmp_path / "out" / "engines")
     assert everything_in(tmp_path) == ["checkpoint"]
 
 

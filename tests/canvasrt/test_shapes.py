@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from canvasrt.runtime.gpu.shapes import PassShapes
-from canvasrt.shapes import MAX_SHAPES, in_units, lengths, round_up, widths
-from tests.helpers.configs import RELEASED
+from canvasrt.shapes import in_units, lengths, round_up, widths
+from tests.helpers.configs import MAX_SHAPES, RELEASED
 
 
 @pytest.mark.parametrize("most", [64, 1024, 2048, 33_024, 65_536, 262_144, 524_352, 1_048_576])

@@ -95,6 +95,45 @@ for given in (({"haste": 7}, {}, {}), ({}, {"haste": 7}, {}), ({}, {}, {"NIM_HAS
 assert (found.opts, found.help) == (["--haste"], "How fast; NIM_HASTE.")
 """
 )
+# One that `canvasrt deploy` takes too, and that the compose file passes on.
+_NEW_CONTAINER_OPTION = (
+    _REPLACED
+    + """
+replace(
+    "canvasrt.containers.names",
+    "CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {\\n",
+    '    "CANVASRT_HASTE": lambda name: f"2 for {name}",\\n    "CANVASRT_WASTE": lambda name: "",\\n',
+)
+replace(
+    "canvasrt.containers.openai.options",
+    '    host: str = field(\\n        default="127.0.0.1",\\n',
+    '        metadata=option("Where."))\\n    haste: str = field(default="1",'
+    ' metadata=option("How fast.", variable="CANVASRT_HASTE", read=str))\\n    there: str = field(default="",',
+)
+import contextlib, io
+from canvasrt.cli.app import parsed_command, run
+from canvasrt.containers.deploy.options import DeployOptions
+from canvasrt.containers.package.render import render_files
+from canvasrt.containers.package.settings import ImageSettings
+from canvasrt.containers.serve.settings import read_settings
+
+assert read_settings({}, {}, {"CANVASRT_HASTE": "7"}).front.haste == "7"
+(found,) = [each for each in parsed_command("deploy").params if each.name == "haste"]
+assert (found.opts, found.help) == (["--haste"], "How fast; CANVASRT_HASTE.")
+assert found.show_default == "2 for NAME, on loopback"
+assert DeployOptions(name="me").environment["CANVASRT_HASTE"] == "2 for me"
+assert "CANVASRT_HASTE" not in DeployOptions(listen="0.0.0.0").environment
+assert "CANVASRT_WASTE" not in DeployOptions().environment
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    assert run(["deploy", "p", "--print", "--haste", "7"]) == 0
+assert "--env CANVASRT_HASTE=7" in printed.getvalue()
+facts = dict.fromkeys(("base", "tag", "tensorrt", "tensorrt_version", "bindings", "unhashed"), "x")
+facts |= {"settings": ImageSettings({}, gpu=False), "engines": []}
+compose = render_files(facts)["compose.yaml"]
+assert "      CANVASRT_HASTE: ${CANVASRT_HASTE:-2 for canvasrt}\\n" in compose
+assert "      CANVASRT_WASTE: ${CANVASRT_WASTE:-}\\n" in compose
+"""
+)
 
 
 def files_with(name: str) -> set[str]:
@@ -148,10 +187,30 @@ def test_the_front_end_alone_reads_its_options(name: str) -> None:
         assert not outside
 
 
-@pytest.mark.parametrize("code", [_NEW_FIELD, _NEW_OPTION], ids=["field", "option"])
+@pytest.mark.parametrize(
+    "code", [_NEW_FIELD, _NEW_OPTION, _NEW_CONTAINER_OPTION], ids=["field", "option", "container"]
+)
 def test_a_new_one_arrives_without_a_change_elsewhere(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_option_that_containers_set_touches_four_files() -> None:
+    """Plus those that say which values the chart has. `docs/contributing.md` names them all."""
+    known = re.compile("allowed.?hosts", re.IGNORECASE)
+    folders = [ROOT / each for each in ("canvasrt", "containers", "runtime")]
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".tpl", ".yaml", ".json", "") and path.is_file()
+        if known.search(path.read_text(encoding="utf-8"))
+    }
+    values = {each for each in found if Path(each).name.startswith("values")}
+    assert len(found - values) == 4
+    contributing = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    for each in found:
+        assert f"`{each}`" in contributing
 
 
 def test_options_survive_the_environment_and_json() -> None:

@@ -17,12 +17,12 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from canvasrt.export.int4 import Int4Codes, read_int4
-from canvasrt.export.quantize.packed import dequantize
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs.lower import lower_graph
+from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import base_model, save_compressed
 
 DECODER = "model.decoder.layers"
@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(checkpoint, tmp_path_factory.mktemp("int4-graphs") / "graphs")
+    return export_graphs(checkpoint, tmp_path_factory.mktemp("int4-graphs") / "graphs")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_the_manifest_says_what_it_is(exported: Bundle) -> None:
 
 
 def test_asked_for_plain_graphs_it_is_widened(checkpoint: Path, tmp_path: Path) -> None:
-    graphs = export(checkpoint, tmp_path / "wide", precision="fp32")
+    graphs = export_graphs(checkpoint, tmp_path / "wide", precision="fp32")
     stored = ir.load(graphs.file("body_0.onnx")).graph.initializers
     tensors = load_file(checkpoint / "model.safetensors")
     for name, modules in STACKED.items():

@@ -16,7 +16,7 @@ from torch import nn
 
 from canvasrt.cli.options import adapters as parse
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from canvasrt.export.lora import Adapted, load_adapter
 from tests.helpers.graph_weights import weights_of
 from tests.helpers.quantized_checkpoints import SMALL, without_vision
@@ -128,7 +128,7 @@ def test_graphs_hold_the_merged_weights(base: Path, tmp_path: Path) -> None:
     without_vision(text)
     folder = adapter(tmp_path / "adapter", **CONFIGS["experts"])
     wanted = merged(PeftModel.from_pretrained(random_model(SMALL), folder))
-    bundle = export(text, tmp_path / "graphs", adapters=[(folder, 1.0)])
+    bundle = export_graphs(text, tmp_path / "graphs", adapters=[(folder, 1.0)])
     found = torch.from_numpy(weights_of(bundle)["layers.1.experts.down"].copy())
     torch.testing.assert_close(
         found, wanted["model.decoder.layers.1.experts.down_proj"], rtol=1e-5, atol=1e-6
@@ -215,7 +215,7 @@ def test_not_into_codes(base: Path, tmp_path: Path) -> None:
     (quantized / "hf_quant_config.json").write_text(json.dumps(settings))
     folder = adapter(tmp_path / "a", r=2, target_modules=DECODER + r"self_attn\.q_proj")
     with pytest.raises(CanvasError, match="but adapters need plain weights"):
-        export(quantized, tmp_path / "graphs", adapters=[(folder, 1.0)])
+        export_graphs(quantized, tmp_path / "graphs", adapters=[(folder, 1.0)])
 
 
 def test_the_option(tmp_path: Path) -> None:

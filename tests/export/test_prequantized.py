@@ -20,8 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export import graphs
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.export.codes import StoredCodes, read_codes
-from canvasrt.export.graphs import export
-from canvasrt.export.quantize.packed import dequantize
+from canvasrt.export.graphs import export_graphs
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs import lowbits
@@ -29,6 +28,7 @@ from canvasrt.graphs.lower import lower
 from canvasrt.recipes.recipe import Recipe
 from tests.helpers.graph_runs import empty_cache, encode
 from tests.helpers.graph_weights import weights_of
+from tests.helpers.quantized import dequantize
 from tests.helpers.quantized_checkpoints import (
     NVFP4_EXPERTS,
     base_model,
@@ -51,7 +51,7 @@ def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(nvfp4: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export(nvfp4, tmp_path_factory.mktemp("nvfp4-graphs") / "graphs")
+    return export_graphs(nvfp4, tmp_path_factory.mktemp("nvfp4-graphs") / "graphs")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def fp8_graphs(fp8: Any, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """On a float32 base: factors after a bfloat16 product are bfloat16, which shifts later rounding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(graphs.TORCH_DTYPES, "bf16", torch.float32)
-        return export(fp8[0], tmp_path_factory.mktemp("fp8-graphs") / "graphs")
+        return export_graphs(fp8[0], tmp_path_factory.mktemp("fp8-graphs") / "graphs")
 
 
 def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -215,7 +215,7 @@ def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
     how = quantization_of(dynamic)
     assert how is not None
     assert (how.precision, how.static) == ("fp8", False)
-    bundle = export(dynamic, tmp_path / "graphs", calibration=prompts)
+    bundle = export_graphs(dynamic, tmp_path / "graphs", calibration=prompts)
     tensors, found = load_file(dynamic / "model.safetensors"), weights_of(bundle)
     name = "layers.1.experts.gate_up"
     assert np.array_equal(found[f"{name}.values"], stacked(tensors, 1, "gate_up", "weight"))
@@ -234,7 +234,7 @@ def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
 
 def test_asked_for_plain_graphs_it_is_widened(nvfp4: Path, tmp_path: Path) -> None:
     tensors = load_file(nvfp4 / "model.safetensors")
-    bundle = export(nvfp4, tmp_path / "graphs", precision="fp32")
+    bundle = export_graphs(nvfp4, tmp_path / "graphs", precision="fp32")
     assert bundle.manifest.options["precision"] == "fp32"
     found = weights_of(bundle)["layers.1.experts.down"]
     codes, blocks, scale = (
@@ -293,7 +293,7 @@ def test_damaged_scales_and_shapes(
 ) -> None:
     edit(copy, change)
     with pytest.raises(CanvasError, match=message):
-        export(copy, tmp_path / "out")
+        export_graphs(copy, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint"}
 
 
@@ -343,9 +343,9 @@ def test_scales_that_nothing_names(copy: Path, tmp_path: Path) -> None:
     del config["quantization_config"]
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(CanvasError, match=r"gate_proj\.weight .* is uint8, but its scales"):
-        export(copy, tmp_path / "out")
+        export_graphs(copy, tmp_path / "out")
 
 
 def test_another_precision_is_refused(nvfp4: Path, tmp_path: Path) -> None:
     with pytest.raises(CanvasError, match="cannot be exported in 'fp8'"):
-        export(nvfp4, tmp_path / "out", precision="fp8")
+        export_graphs(nvfp4, tmp_path / "out", precision="fp8")

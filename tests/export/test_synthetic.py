@@ -34,7 +34,7 @@ def parameters(model: ModelConfig) -> int:
 def test_the_reference_loads_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = synthetic.SHAPES["300m"] | {"vocab_size": 64, "hidden_size": 32, "num_experts": 4}
     monkeypatch.setitem(synthetic.SHAPES, "small", small)
-    synthetic.write(tmp_path / "out", "small", layers=3)
+    synthetic.write_random_checkpoint(tmp_path / "out", "small", layers=3)
     with torch.device("meta"):
         empty = DiffusionGemmaForBlockDiffusion(
             DiffusionGemmaConfig.from_pretrained(tmp_path / "out")
@@ -70,7 +70,7 @@ def test_nvfp4_is_laid_out_as_modelopt_writes_it(
     """Compare names and shapes of all tensors, types of the experts', and the quantization keys."""
     save_modelopt(modelopt_quantized(NVFP4_EXPERTS), tmp_path / "theirs")
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
-    synthetic.write(tmp_path / "ours", "small", layers=2, format="nvfp4")
+    synthetic.write_random_checkpoint(tmp_path / "ours", "small", layers=2, format="nvfp4")
     ours, theirs = (_layout(tmp_path / name) for name in ("ours", "theirs"))
     assert ours == {name: each for name, each in theirs.items() if "vision" not in name}
     for file in ("hf_quant_config.json", "config.json"):
@@ -88,7 +88,7 @@ def test_int4_is_laid_out_as_compressed_tensors_writes_it(
     save_compressed(base_model(num_hidden_layers=2), tmp_path / "theirs", "W4A16", group_size=32)
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
     monkeypatch.setattr(synthetic, "_GROUP", 32)
-    synthetic.write(tmp_path / "ours", "small", layers=2, format="int4")
+    synthetic.write_random_checkpoint(tmp_path / "ours", "small", layers=2, format="int4")
     ours, theirs = (_layout(tmp_path / name) for name in ("ours", "theirs"))
     assert ours == {name: each for name, each in theirs.items() if "vision" not in name}
     how = quantization_of(tmp_path / "ours")
@@ -118,7 +118,7 @@ def test_packed_experts_keep_the_size_of_activations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["narrow"] | {"vocab_size": 64})
-    synthetic.write(tmp_path / "out", "small", layers=1, format="nvfp4")
+    synthetic.write_random_checkpoint(tmp_path / "out", "small", layers=1, format="nvfp4")
     held = Checkpoint(tmp_path / "out")
     module = "model.decoder.layers.0.experts.5.up_proj"
     codes, blocks, scale = (
@@ -144,6 +144,8 @@ def test_the_same_seed_writes_the_same_bytes(
 ) -> None:
     monkeypatch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | BASE)
     for name in ("a", "b"):
-        synthetic.write(tmp_path / name, "small", layers=1, seed=3, format="nvfp4")
+        synthetic.write_random_checkpoint(
+            tmp_path / name, "small", layers=1, seed=3, format="nvfp4"
+        )
     first, second = (sorted((tmp_path / name).iterdir()) for name in ("a", "b"))
     assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]

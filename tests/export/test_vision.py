@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from tests.helpers.graph_runs import assert_cache, assert_close, empty_cache, run_body
 from tests.helpers.random_models import SHAPES, Graphs, random_model
 
@@ -45,7 +45,7 @@ def pair(request: Any, tmp_path_factory: Any) -> tuple[Any, Graphs]:
     shape = {**SHAPES["odd"], "num_hidden_layers": 2}
     model = random_model(shape, vision=TOWERS[request.param])
     model.save_pretrained(folder / "checkpoint")
-    return model, Graphs(export(folder / "checkpoint", folder / "graphs"))
+    return model, Graphs(export_graphs(folder / "checkpoint", folder / "graphs"))
 
 
 @torch.no_grad()

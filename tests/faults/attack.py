@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.containers.package.package import package
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 from tests.helpers.serving import export_random
 from tests.helpers.serving_process import Serving
 
@@ -43,7 +43,7 @@ def workspace(given: Path | None) -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
         if given is None:
-            build(export_random(folder).path, "cpu", folder / "engines")
+            build_bundle(export_random(folder).path, "cpu", folder / "engines")
             package(folder / "engines", folder / "package")
         yield given or folder / "package", folder
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
 
+# No server compiles more sizes of passes before its first request.
+MAX_SHAPES = 24
+
 LAYERS = (Layer("sliding", 2, 3, 1e4, 1.0), Layer("full", 4, 1, 1e6, 0.25))
 
 CONFIG = ModelConfig(

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.packed import Packed
-from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.graphs import external, lowbits
 
 # The released model's head sizes.
@@ -38,12 +39,12 @@ CACHE_SCALE = 0.03
 def small_graphs(folder: Path) -> Bundle:
     """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
-        synthetic.write(folder / "checkpoint", "small", layers=2)
-    return export(folder / "checkpoint", folder / "graphs", precision="bf16")
+        synthetic.write_random_checkpoint(folder / "checkpoint", "small", layers=2)
+    return export_graphs(folder / "checkpoint", folder / "graphs", precision="bf16")
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +79,7 @@ class Quantized:
         def pack(name: str) -> Packed:
             wide = lowbits.from_bf16(self.before[name]).reshape(self.shapes[name])
             parts = wide if wide.ndim == 3 else [wide]
-            self.packed[name] = quantize(
+            self.packed[name] = quantize_weight(
                 parts, format, INPUT_AMAX, weights=weights, experts=wide.ndim == 3, name=name
             )
             return self.packed[name]
@@ -122,3 +123,12 @@ def producers(model: ir.Model, name: str) -> dict[str, ir.Node]:
         for node in model.graph
         if str(node.name).startswith(f"{name}/")
     }
+
+
+def dequantize(packed: Packed) -> npt.NDArray[np.float32]:
+    """Return the weight that `packed` stands for, including its factor."""
+    weight = lowbits.dequantize(packed.format, packed.values, packed.scale, packed.block_scales)
+    if packed.factor is None:
+        return weight
+    factor = packed.factor if packed.factor.ndim == 1 else packed.factor[..., 0, :]
+    return weight * factor[..., None]

@@ -20,7 +20,7 @@ from transformers import (
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 
 BASE: dict[str, Any] = {
     "vocab_size": 512,
@@ -182,7 +182,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[An
             folder = tmp_path_factory.mktemp(shape)
             model = random_model(SHAPES[shape])
             model.save_pretrained(folder / "checkpoint")
-            bundle = export(folder / "checkpoint", folder / "graphs", layers_per_segment=3)
+            bundle = export_graphs(folder / "checkpoint", folder / "graphs", layers_per_segment=3)
             made[shape] = (model, Graphs(bundle))
         return made[shape]
 

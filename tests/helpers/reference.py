@@ -32,8 +32,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from canvasrt.checkpoints.locate import find_checkpoint
-from canvasrt.export.graphs import export
-from canvasrt.pipeline import build
+from canvasrt.export.graphs import export_graphs
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
@@ -301,8 +301,8 @@ class Pair:
 def make_pair(checkpoint: Path, folder: Path) -> Pair:
     """Export and build `checkpoint` into `folder`; load both sides, on one thread each."""
     # Segments of four layers: the first has no full layer then, and hidden states cross a border.
-    graphs = export(str(checkpoint), folder / "graphs", layers_per_segment=4)
-    engines = build(graphs.path, "cpu", folder / "engines")
+    graphs = export_graphs(str(checkpoint), folder / "graphs", layers_per_segment=4)
+    engines = build_bundle(graphs.path, "cpu", folder / "engines")
     torch.set_num_threads(1)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
     loaded = open_model(engines.path, threads=1)

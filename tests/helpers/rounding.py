@@ -30,7 +30,7 @@ def to_e4m3(x: npt.ArrayLike) -> Bytes:
 
 def from_e4m3(bits: Bytes) -> Floats:
     """Return the values of E4M3 codes."""
-    return lowbits.decode(E4M3, bits)
+    return lowbits.numbers_of(E4M3, bits)
 
 
 def to_e2m1(x: npt.ArrayLike) -> Bytes:

@@ -19,7 +19,7 @@ from canvasrt.containers.package.package import package, repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
@@ -58,7 +58,7 @@ def export_random(folder: Path) -> Bundle:
     import canvasrt.demo
     from canvasrt.demo.model import build_model
     from canvasrt.demo.tokenizer import build_tokenizer
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     torch.manual_seed(3)
     model = build_model()
@@ -71,7 +71,7 @@ def export_random(folder: Path) -> Bundle:
     # The committed demo's, which writes no images.
     committed = Path(canvasrt.demo.__file__).with_name("checkpoint") / "chat_template.jinja"
     (folder / "checkpoint" / "chat_template.jinja").write_text(committed.read_text("utf-8"))
-    export(str(folder / "checkpoint"), folder / "graphs")
+    export_graphs(str(folder / "checkpoint"), folder / "graphs")
     return load_bundle(folder / "graphs", check=False)
 
 
@@ -84,7 +84,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="session")
 def engines(graphs: Bundle) -> Bundle:
     """CPU engines from those graphs."""
-    return build(graphs.path, "cpu", graphs.path.parent / "engines")
+    return build_bundle(graphs.path, "cpu", graphs.path.parent / "engines")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from canvasrt.cli import doctor_checks
-from canvasrt.cli.app import command_names, parsed_command
+from canvasrt.cli.app import COMMANDS, parsed_command
 from tests.conftest import Command
 from tests.helpers.bundles import make
 
@@ -54,7 +54,7 @@ def test_help_answers_at_once() -> None:
     assert best < HELP_SECONDS
 
 
-@pytest.mark.parametrize("name", command_names())
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_argument_and_option_explains_itself(name: str) -> None:
     found = parsed_command(name)
     assert first_line(found.help).endswith(".")

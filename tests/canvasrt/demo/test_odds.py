@@ -14,9 +14,9 @@ from canvasrt.demo.dots import (
     DOTS_PROMPTS,
     MOST_DOTS,
     RADIUS,
-    answer_of,
     draw_dots,
     questions_of,
+    right_answer,
 )
 from canvasrt.demo.labelled import labelled
 from canvasrt.demo.odds import CASES, cases, draw_case
@@ -86,8 +86,8 @@ def test_pictures_hold_the_dots_that_they_say() -> None:
         off = np.abs(dots.pixels.astype(int) - np.array(COLORS[dots.color])).max(-1) < 55
         share = off.sum() / area
         assert round(share / (np.pi * RADIUS**2)) == dots.count <= MOST_DOTS
-        assert answer_of(dots, DOTS_PROMPTS[0]) == dots.color
-        assert answer_of(dots, DOTS_PROMPTS[1]) == str(dots.count)
+        assert right_answer(dots, DOTS_PROMPTS[0]) == dots.color
+        assert right_answer(dots, DOTS_PROMPTS[1]) == str(dots.count)
         color, counted, named = questions_of(dots, rng)
         assert color.data["choices"][color.options[0]]["value"] == dots.color
         assert counted.data["choices"][counted.options[0]]["value"] == str(dots.count)

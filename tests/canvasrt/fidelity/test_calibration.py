@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.calibration import Scored, cross_fitted, ece, fit, summary
+from canvasrt.fidelity.calibration import Scored, cross_fitted, ece, fit_temperatures, summary
 from canvasrt.fidelity.decisions import right_of
 from canvasrt.runtime.answers.questions import read_questions, tempered
 
@@ -75,7 +75,7 @@ def test_known_probabilities_have_no_chance_in_them() -> None:
 def test_a_fit_finds_the_temperature() -> None:
     scored = choices(4000, sharpness=2.5)
     scored += [Scored("predicate", "", each.draws, each.right) for each in choices(4000, seed=3)]
-    found = fit(scored)
+    found = fit_temperatures(scored)
     assert found["choice"] == pytest.approx(2.5, rel=0.1)
     assert found["predicate"] == pytest.approx(1, rel=0.1)
     kind = [each for each in scored if each.type == "choice"]
@@ -86,7 +86,7 @@ def test_a_fit_is_measured_on_questions_that_it_has_not_seen() -> None:
     scored = choices(2, sharpness=2)
     flipped = [scored[0], Scored("choice", "", scored[0].draws, 1 - scored[0].right)]
     (_, second) = cross_fitted(flipped)
-    alone = fit([scored[0]])["choice"]
+    alone = fit_temperatures([scored[0]])["choice"]
     assert second.draws == pytest.approx(tempered(scored[0].draws, alone))
 
 

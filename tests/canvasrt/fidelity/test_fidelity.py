@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cli.app import run
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity import failures, measure, write_report
+from canvasrt.fidelity import failures, measure_quality, write_report
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.runtime.generator import Generator, Request
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_shape_is_refused(tiny: Any) -> None:
     from canvasrt.checkpoints.locate import demo_checkpoint
 
     with pytest.raises(CanvasError, match="have different shapes"):
-        measure(load_bundle(tiny.bundle), demo_checkpoint(), questions=0)
+        measure_quality(load_bundle(tiny.bundle), demo_checkpoint(), questions=0)
 
 
 def test_the_report_of_the_demo(demo: Any, tmp_path: Path, capsys: Any) -> None:
@@ -145,7 +145,7 @@ def test_scales_of_one_layer_that_are_off_are_found(demo: Any, tmp_path: Path) -
     wrong = dict.fromkeys(["layers.2.mlp.gate_up.weight"], off_by_a_tenth)
     wrong |= {f"layers.2.experts.gate_up.{expert}": off_by_a_tenth for expert in range(8)}
     bundle = edited(demo.bundle, tmp_path / "wrong", wrong)
-    report = measure(load_bundle(bundle), demo.checkpoint, questions=0)
+    report = measure_quality(load_bundle(bundle), demo.checkpoint, questions=0)
     assert not report["ok"]
     assert "worst layer, relative error (layer 2)" in failures(report)
     assert "relative error (layers.2." in failures(report)
@@ -161,7 +161,7 @@ def test_scales_of_one_layer_that_are_off_are_found(demo: Any, tmp_path: Path) -
 
 def test_one_bad_expert_is_found(demo: Any, tmp_path: Path) -> None:
     bundle = edited(demo.bundle, tmp_path / "wrong", {"layers.1.experts.down.5": noisy})
-    report = measure(load_bundle(bundle), demo.checkpoint, questions=0)
+    report = measure_quality(load_bundle(bundle), demo.checkpoint, questions=0)
     assert not report["ok"]
     (expert,) = report["worst"]["experts"]
     assert (expert["layer"], expert["expert"]) == (1, 5)
@@ -229,7 +229,7 @@ def test_engines_that_cannot_be_looked_into(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("canvasrt.fidelity.report.ObservedModel", WithoutInside)
-    report = measure(load_bundle(demo.bundle), demo.checkpoint, questions=1)
+    report = measure_quality(load_bundle(demo.bundle), demo.checkpoint, questions=1)
     assert report["ok"]
     assert report["segments"] is report["experts"] is report["steps"]["all"]["kl_mean"] is None
     assert report["answers"]["all"]["asked"] == 8

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from canvasrt.fidelity.compare import StepSeries, divergence, phase_of
-from canvasrt.fidelity.limits import FP32, check, limits_of
+from canvasrt.fidelity.limits import FP32, check_limits, limits_of
 from canvasrt.fidelity.stats import RelativeError, paired_loss, ratio_interval, wilson
 
 
@@ -86,7 +86,7 @@ def test_a_step_that_is_not_a_number_is_outside_every_limit() -> None:
     series.kl.add(np.array([0.0, math.nan]))
     series.same.add(np.array([True, True]))
     series.entropy_error.add(np.array([0.0, math.nan]))
-    checks = check(FP32, {"steps": {"all": series.to_json()}})
+    checks = check_limits(FP32, {"steps": {"all": series.to_json()}})
     assert {each.name: each.ok for each in checks if each.measured is not None} == {
         "kl_mean": False,
         "argmax_agreement": True,
@@ -112,6 +112,6 @@ def test_what_was_not_measured_does_not_fail_and_says_so() -> None:
     series.same.add(np.array([True]))
     series.entropy_error.add(np.array([0.0]))
     report = {"steps": {"all": series.to_json()}, "answers": None, "pace": None}
-    (found,) = check({"answers_lost": 1.0}, report)
+    (found,) = check_limits({"answers_lost": 1.0}, report)
     assert found.ok
     assert found.to_json()["measured"] is None

@@ -12,11 +12,11 @@ import torch
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.fidelity import measure, report
+from canvasrt.fidelity import measure_quality, report
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.streamed import read_wide
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from tests.helpers.quantized_checkpoints import base_model, save_compressed
 
@@ -26,7 +26,7 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
     """An INT4 checkpoint, and the CPU's bundle of its codes."""
     folder = tmp_path_factory.mktemp("streamed")
     save_compressed(base_model(), folder / "checkpoint", "W4A16", group_size=32)
-    return folder / "checkpoint", build(folder / "checkpoint", "cpu", folder / "bundle")
+    return folder / "checkpoint", build_bundle(folder / "checkpoint", "cpu", folder / "bundle")
 
 
 def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
     """The codes are the checkpoint's, so what differs is the table, and experts' inputs in int8."""
     folder, bundle = int4
-    found = measure(bundle, folder, 25)
+    found = measure_quality(bundle, folder, 25)
     assert found["answers"] is found["pace"] is None
     assert found["steps"]["prompts"] == 2
     assert len(found["steps"]["by_step"]) == 3
@@ -116,6 +116,6 @@ def test_a_large_model_is_streamed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -
     assert not report.is_streamed(config, checkpoint)
     monkeypatch.setattr(report, "available_bytes", lambda: 10**6)
     assert report.is_streamed(config, checkpoint)
-    whole = measure(load_bundle(tiny.bundle), tiny.checkpoint, 0)
+    whole = measure_quality(load_bundle(tiny.bundle), tiny.checkpoint, 0)
     assert whole["ok"]
     assert whole["steps"]["prompts"] == 2

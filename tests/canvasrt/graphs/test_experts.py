@@ -10,14 +10,14 @@ import onnxruntime as ort
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from canvasrt.graphs.experts import split_experts
 from canvasrt.runtime.inputs import expert_slots, past_in_octets
 
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export("demo", tmp_path_factory.mktemp("experts") / "graphs")
+    return export_graphs("demo", tmp_path_factory.mktemp("experts") / "graphs")
 
 
 @pytest.fixture(scope="module")

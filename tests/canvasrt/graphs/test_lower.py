@@ -13,7 +13,6 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.bundle import Bundle
-from canvasrt.export.quantize.packed import dequantize
 from canvasrt.formats import FORMATS
 from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph
@@ -22,6 +21,7 @@ from canvasrt.graphs.rounding import operator, rounding
 from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from tests.helpers import quantized as shared
 from tests.helpers import rounding as oracle
+from tests.helpers.quantized import dequantize
 
 plain_graphs, quantized = shared.plain_graphs, shared.quantized
 
@@ -255,7 +255,7 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
 
 def test_a_bf16_bundle_is_widened(plain_graphs: Bundle, tmp_path: Path) -> None:
     """The result equals an fp32 export of the same checkpoint, whose weights are bf16."""
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
 
     wide = tmp_path / "wide"
     wide.mkdir()
@@ -268,7 +268,9 @@ def test_a_bf16_bundle_is_widened(plain_graphs: Bundle, tmp_path: Path) -> None:
         for name in plain_graphs.manifest.files
         if not name.startswith(("tokenizer", "host_head"))
     }
-    right = export(plain_graphs.path.parent / "checkpoint", tmp_path / "right", precision="fp32")
+    right = export_graphs(
+        plain_graphs.path.parent / "checkpoint", tmp_path / "right", precision="fp32"
+    )
     assert (wide / "embedding.bin").read_bytes() == right.file("embedding.bin").read_bytes()
     given = feeds(plain_graphs)
     found, expected = (

@@ -15,13 +15,13 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.forms import quantize_file
-from canvasrt.export.quantize.packed import dequantize
 from canvasrt.export.quantize.quantizers import form_of, quantize_in_parts
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
 from canvasrt.graphs.table import embedding_entry
 from tests.helpers import quantized as shared
+from tests.helpers.quantized import dequantize
 from tests.helpers.rounding import from_e4m3, to_e4m3
 
 plain_graphs = shared.plain_graphs
@@ -89,7 +89,7 @@ def feeds(width: int, rows: int = 2, length: int = 8) -> dict[str, np.ndarray]:
 
 def test_one_scale_reaches_the_largest_number(head: Head) -> None:
     assert head.packed.scale == np.float32(np.abs(head.given).max() / 448)
-    whole = quantizers.quantize([head.given], "fp8", AMAX)
+    whole = quantizers.quantize_weight([head.given], "fp8", AMAX)
     np.testing.assert_array_equal(head.packed.values, whole.values)
     error = np.linalg.norm(dequantize(head.packed) - head.given)
     assert error < 0.03 * np.linalg.norm(head.given)

@@ -13,14 +13,15 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize.forms import quantize_file
-from canvasrt.export.quantize.packed import Packed, dequantize
-from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.export.quantize.packed import Packed
+from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.graphs import lowbits, table
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
 from canvasrt.graphs.table import TABLE_VALUES, embedding_entry, split_table
 from canvasrt.runtime.tables import map_table
 from tests.helpers import quantized as shared
+from tests.helpers.quantized import dequantize
 
 plain_graphs = shared.plain_graphs
 
@@ -36,7 +37,7 @@ class Head:
         self.given = lowbits.from_bf16(mapped(stored).view(np.uint16)).reshape(shape)
         # In two parts, as a table that is larger is read.
         parts = (self.given[:40], self.given[40:])
-        self.packed: Packed = quantize(iter(parts), "int8", None)
+        self.packed: Packed = quantize_weight(iter(parts), "int8", None)
         assert self.packed.form == form_of(shape, "int8")
         quantize_file(source, self.file, {"table": self.packed.form}, lambda name: self.packed)
 

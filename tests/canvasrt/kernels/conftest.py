@@ -9,7 +9,7 @@ import pytest
 
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.pipeline import build
+from canvasrt.pipeline import build_bundle
 
 # The released widths and head sizes, with as few experts and tokens as leave every kernel as it is.
 WIDTHS = {"num_experts": 8, "top_k_experts": 4, "vocab_size": 4096}
@@ -31,7 +31,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
         if (recipe, target) not in made:
             graphs = _graphs(folder, recipe)
             out = folder / f"{recipe}-{target}"
-            made[recipe, target] = build(graphs.path, target, out, OPTIONS)
+            made[recipe, target] = build_bundle(graphs.path, target, out, OPTIONS)
         return made[recipe, target]
 
     return engines
@@ -39,20 +39,20 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
 
 def _graphs(folder: Path, recipe: str) -> Bundle:
     from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
     from canvasrt.export.quantize.calibrate import Calibration
-    from canvasrt.export.quantize.quantize import quantize
+    from canvasrt.export.quantize.quantize import quantize_graphs
     from canvasrt.recipes.recipe import load_recipe
 
     plain, out = folder / "graphs-bf16", folder / f"graphs-{recipe}"
     if not plain.exists():
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(synthetic.SHAPES, "widths", synthetic.SHAPES["released"] | WIDTHS)
-            synthetic.write(folder / "checkpoint", "widths", layers=3)
-        export(folder / "checkpoint", plain, precision="bf16")
+            synthetic.write_random_checkpoint(folder / "checkpoint", "widths", layers=3)
+        export_graphs(folder / "checkpoint", plain, precision="bf16")
     graphs = load_bundle(plain, check=False)
     if not out.exists():
         chosen = load_recipe(recipe)
         amax = dict.fromkeys(chosen.formats(graphs.manifest.model), AMAX)
-        quantize(graphs, out, chosen, calibration=Calibration(amax=amax, sha256="made up"))
+        quantize_graphs(graphs, out, chosen, calibration=Calibration(amax=amax, sha256="made up"))
     return load_bundle(out, check=False)

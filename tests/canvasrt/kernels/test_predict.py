@@ -14,7 +14,7 @@ from canvasrt.kernels.group import EXPERTS, HEAD
 from canvasrt.kernels.page import write_page
 from canvasrt.kernels.predict import Predictor, weight_bytes
 from canvasrt.kernels.rates import GPUS, find_gpu, measured
-from canvasrt.kernels.report import report
+from canvasrt.kernels.report import prediction_report
 from canvasrt.shapes import usual_capacity
 from canvasrt.targets import TARGETS
 from tests.canvasrt.kernels.conftest import Released
@@ -136,7 +136,7 @@ def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -> None:
-    data = report(predictor, GPU, batch=1, context=1024)
+    data = prediction_report(predictor, GPU, batch=1, context=1024)
     assert [each["batch"] for each in data["growth"]["batch"]] == [1, 4]
     assert [each["context"] for each in data["growth"]["context"]] == [1024, 4096]
     write_page(data, "engines", tmp_path / "page")

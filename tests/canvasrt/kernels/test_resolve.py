@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from canvasrt.kernels.parse import Kernel, KernelTensor
-from canvasrt.kernels.resolve import match, resolve_sizes
+from canvasrt.kernels.resolve import closest, resolve_sizes
 from canvasrt.kernels.shapes import Node, Shapes
 
 BODY = ("batch", "length", 2816)
@@ -31,12 +31,12 @@ BODY = ("batch", "length", 2816)
 def test_a_printed_shape_is_one_of_the_graph_s(
     printed: tuple, shape: tuple, found: tuple | None
 ) -> None:
-    assert match(printed, shape) == found
+    assert closest(printed, [shape]) == found
 
 
 def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
     keys = ("batch", 8, "length+past_full", 256)
-    assert match((-1, -1, 256), keys) == ("8*batch", "length+past_full", 256)
+    assert closest((-1, -1, 256), [keys]) == ("8*batch", "length+past_full", 256)
 
 
 def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:

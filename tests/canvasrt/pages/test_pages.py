@@ -13,7 +13,7 @@ def test_a_page_shows_its_sections_and_verdict() -> None:
         pages.section("Speed", "per pass", tables=[(("what", "ms"), [("encode", "1.5")])]),
         pages.section("Errors", tables=[(("what",), [])], empty="there were none"),
     ]
-    page = pages.render(
+    page = pages.render_page(
         "Report", ["one bundle"], sections, "made today", {"ok": True, "text": "fine"}
     )
     for text in ("<h1>Report", "one bundle", "Speed", "per pass", "encode", "1.5", "made today"):
@@ -25,7 +25,7 @@ def test_a_page_shows_its_sections_and_verdict() -> None:
 def test_what_is_given_is_text_and_not_html() -> None:
     name = "<script>alert(1)</script>"
     section = pages.section(name, name, tables=[((name,), [(name,)])])
-    page = pages.render(name, [name], [section], name, {"ok": False, "text": name})
+    page = pages.render_page(name, [name], [section], name, {"ok": False, "text": name})
     assert name not in page
     assert page.count("&lt;script&gt;") >= 7
 

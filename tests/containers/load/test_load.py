@@ -19,7 +19,7 @@ from canvasrt.containers.load.measure import (
     Load,
     LoadSummary,
     ratios,
-    run,
+    run_sessions,
     take_turns,
 )
 from canvasrt.containers.load.prompts import SETS, built_in, from_file
@@ -115,9 +115,9 @@ def test_a_call_is_timed(endpoint: Endpoint) -> None:
 
 def test_concurrency_is_what_was_asked_for(endpoint: Endpoint) -> None:
     sessions = built_in("short", 12)
-    one = run(endpoint, sessions[:4], Load(1))
+    one = run_sessions(endpoint, sessions[:4], Load(1))
     assert _Server.most == 1
-    four = run(endpoint, sessions, Load(4))
+    four = run_sessions(endpoint, sessions, Load(4))
     assert _Server.most == 4
     each = FIRST + (PIECES - 1) * GAP
     assert one.seconds == pytest.approx(4 * each, rel=0.4)
@@ -131,14 +131,14 @@ def test_concurrency_is_what_was_asked_for(endpoint: Endpoint) -> None:
 def test_arrivals_do_not_wait_for_answers_and_waiting_counts(endpoint: Endpoint) -> None:
     """With one place for two arrivals at a time, a call's wait is part of its latency."""
     sessions = built_in("short", 8)
-    wide = LoadSummary.of([run(endpoint, sessions, Load(8, rate=40.0))])
-    narrow = LoadSummary.of([run(endpoint, sessions, Load(1, rate=40.0))])
+    wide = LoadSummary.of([run_sessions(endpoint, sessions, Load(8, rate=40.0))])
+    narrow = LoadSummary.of([run_sessions(endpoint, sessions, Load(1, rate=40.0))])
     assert wide.total is not None
     assert narrow.total is not None
     assert wide.total.p50 < 2 * 1e3 * (FIRST + 3 * GAP)
     assert narrow.total.p99 > 3 * wide.total.p50
-    dues = [call.due for call in run(endpoint, sessions, Load(8, rate=40.0)).calls]
-    again = [call.due for call in run(endpoint, sessions, Load(8, rate=40.0)).calls]
+    dues = [call.due for call in run_sessions(endpoint, sessions, Load(8, rate=40.0)).calls]
+    again = [call.due for call in run_sessions(endpoint, sessions, Load(8, rate=40.0)).calls]
     offsets = [[due - all[0] for due in all] for all in (dues, again)]
     assert offsets[0] == pytest.approx(offsets[1])  # the same arrivals for both servers
 
@@ -151,7 +151,7 @@ def test_errors_are_counted_by_kind(
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text(f"fine\n{text}\nfine\n")
-    summary = LoadSummary.of([run(endpoint, from_file(file, 3), Load(1))])
+    summary = LoadSummary.of([run_sessions(endpoint, from_file(file, 3), Load(1))])
     assert summary.errors == {error: 1}
     assert summary.tokens == 2 * TOKENS
 
@@ -161,7 +161,7 @@ def test_pieces_stand_for_tokens_that_a_server_does_not_count(
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "uncounted"}]}\n')
-    summary = LoadSummary.of([run(endpoint, from_file(file, 2), Load(2))])
+    summary = LoadSummary.of([run_sessions(endpoint, from_file(file, 2), Load(2))])
     assert (summary.tokens, summary.tokens_counted) == (2 * PIECES, False)
     assert summary.steps is None
     assert "(pieces)" in page.rate_rows({"a": summary})[0][4]
@@ -169,7 +169,7 @@ def test_pieces_stand_for_tokens_that_a_server_does_not_count(
 
 def test_turns_carry_what_was_answered(endpoint: Endpoint) -> None:
     (session,) = built_in("agent", 1)
-    made = run(endpoint, [session], Load(1))
+    made = run_sessions(endpoint, [session], Load(1))
     assert len(made.calls) == session.calls == len(_Server.asked)
     roles = [message["role"] for message in _Server.asked[-1]["messages"]]
     assert roles == ["system", "user", *["assistant", "user"] * (session.calls - 1)]

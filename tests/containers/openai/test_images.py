@@ -54,7 +54,7 @@ class Sighted(NamedTuple):
 
 @pytest.fixture(scope="module")
 def sighted(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iterator[Sighted]:
-    from canvasrt.export.graphs import export
+    from canvasrt.export.graphs import export_graphs
     from tests.helpers.random_models import random_model
 
     folder = tmp_path_factory.mktemp("sighted")
@@ -70,7 +70,7 @@ def sighted(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iter
     tokenizer.save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
     (checkpoint / "chat_template.jinja").write_text(gemma_template())
-    bundle = export(checkpoint, folder / "graphs")
+    bundle = export_graphs(checkpoint, folder / "graphs")
     loaded = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
     with serving(bundle) as served, client_of(served) as client:
         yield Sighted(bundle.path, served, Reference(loaded), client)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.openai.schema import ChatRequest
 from canvasrt.containers.openai.tools import call_grammar
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from canvasrt.runtime.answers.calls import call_grammar as lark
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     tokenizer.save(str(checkpoint / "tokenizer.json"))
     (checkpoint / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
     (checkpoint / "chat_template.jinja").write_text(gemma_template())
-    export(str(checkpoint), folder / "graphs")
+    export_graphs(str(checkpoint), folder / "graphs")
     with serving(load_bundle(folder / "graphs", check=False)) as served, client_of(served) as made:
         yield made
 

@@ -91,7 +91,7 @@ def test_a_checkpoint_is_not_built_for_settings_that_cannot_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(local, "build", lambda *_: pytest.fail("it was built"))
+    monkeypatch.setattr(local, "build_local", lambda *_: pytest.fail("it was built"))
     free = [
         option for name in ("", "http-", "grpc-", "metrics-") for option in (f"--{name}port", "0")
     ]

@@ -75,30 +75,30 @@ def test_what_is_a_checkpoint(checkpoint_files: Path, tmp_path: Path) -> None:
 def test_engines_are_found_again_until_the_checkpoint_changes(
     checkpoint_files: Path, tmp_path: Path
 ) -> None:
-    first = local.plan(checkpoint_files, tmp_path)
-    assert local.plan(checkpoint_files, tmp_path) == first
+    first = local.plan_local(checkpoint_files, tmp_path)
+    assert local.plan_local(checkpoint_files, tmp_path) == first
     os.utime(checkpoint_files / "model.safetensors", (1, 1))
-    assert local.plan(checkpoint_files, tmp_path).engines != first.engines
+    assert local.plan_local(checkpoint_files, tmp_path).engines != first.engines
 
 
 def test_a_build_that_fails_is_explained(checkpoint_files: Path, tmp_path: Path) -> None:
     """Its weights belong to no network."""
     said: list[str] = []
     with pytest.raises(CanvasError, match=r"cannot build .* for cpu: .* has no tensor") as refused:
-        local.build(local.plan(checkpoint_files, tmp_path), said.append)
+        local.build_local(local.plan_local(checkpoint_files, tmp_path), said.append)
     assert refused.value.hint
     assert "this happens once" in said[0]
 
 
 def test_the_demo_is_built_once(tmp_path: Path) -> None:
-    found = local.plan(demo_checkpoint(), tmp_path)
+    found = local.plan_local(demo_checkpoint(), tmp_path)
     said: list[str] = []
     doing: set[str] = set()
-    local.build(found, said.append, lambda what, done, total: doing.add(what))
+    local.build_local(found, said.append, lambda what, done, total: doing.add(what))
     assert found.is_built
     assert "exporting graphs (fp32)" in doing
     assert len(said) == 1
-    local.build(found, said.append)
+    local.build_local(found, said.append)
     assert len(said) == 1
 
 

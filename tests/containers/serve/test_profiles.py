@@ -17,7 +17,7 @@ from canvasrt.build.memory import estimate
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.containers.serve import prepare as preparing
 from canvasrt.containers.serve.prepare import engines_folder, prepare
-from canvasrt.containers.serve.profiles import ServingProfile, choose, profiles_of
+from canvasrt.containers.serve.profiles import ServingProfile, choose_profile, profiles_of
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
 from canvasrt.recipes.recipe import Recipe, load_recipe
@@ -130,15 +130,15 @@ def test_a_package_of_several_targets_has_a_profile_each(several: Bundle):
     ],
 )
 def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
-    assert choose(several, gpus=gpus).target.name == expected
+    assert choose_profile(several, gpus=gpus).target.name == expected
 
 
 def test_one_package_serves_all_consumer_cards(several: Bundle, engines: Bundle):
     make(several.path / "engines" / "rtx", engines, "rtx", "int4")
     for gpu in (RTX_3090, RTX_4090):
-        assert choose(several, gpus=[gpu]).target.name == "rtx"
+        assert choose_profile(several, gpus=[gpu]).target.name == "rtx"
     # A card's own engines come before those that run on others too.
-    assert choose(several, gpus=[RTX_5090]).target.name == "rtx-5090"
+    assert choose_profile(several, gpus=[RTX_5090]).target.name == "rtx-5090"
     (profile,) = (each for each in profiles_of(several) if each.target.name == "rtx")
     assert profile.misfit([H100]).startswith("needs compute capability 8.6, 8.9, 12.0;")
     assert not profile.misfit([RTX_5090])
@@ -204,9 +204,9 @@ def test_memory_is_that_of_the_recipe(tmp_path: Path, engines: Bundle):
 def test_a_profile_can_be_requested(several: Bundle):
     wanted = next(each for each in profiles_of(several) if each.target.name == "cpu")
     for name in (wanted.id, wanted.name, "cpu"):
-        assert choose(several, name, gpus=[RTX_5090]) == wanted
+        assert choose_profile(several, name, gpus=[RTX_5090]) == wanted
     with pytest.raises(CanvasError, match="there is no serving profile 'x'") as caught:
-        choose(several, "x", gpus=[])
+        choose_profile(several, "x", gpus=[])
     assert wanted.id in caught.value.hint
 
 
@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(
 ):
     bundle = load_bundle(make(tmp_path / "a", engines, "rtx-5090"))
     with pytest.raises(CanvasError, match=says) as caught:
-        choose(bundle, gpus=gpus)
+        choose_profile(bundle, gpus=gpus)
     assert "canvasrt targets" in caught.value.hint
 
 
@@ -234,7 +234,7 @@ def test_another_architecture_is_refused(tmp_path: Path, engines: Bundle):
     spark = load_bundle(make(tmp_path / "a", engines, "dgx-spark"))
     here = Gpu("NVIDIA GB10", 128 * GB, (12, 1), "580.1")
     with pytest.raises(CanvasError, match="needs an aarch64 host; this one is x86_64"):
-        choose(spark, gpus=[here])
+        choose_profile(spark, gpus=[here])
 
 
 def test_a_package_whose_engines_are_not_mounted_says_so(tmp_path: Path, several: Bundle):

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from canvasrt.bundle import Bundle
 from canvasrt.export.quantize import forms
 from canvasrt.export.quantize.packed import Packed
-from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.kernels import cost
 from canvasrt.kernels.parse import is_kernel_list, parse
 from tests.helpers.quantized import producers
@@ -105,7 +105,10 @@ def test_tensorrt_reads_an_int8_table_in_both_products_and_in_the_lookup(
     table = np.random.default_rng(0).standard_normal(shape).astype("f")
     form = form_of(shape, "int8")
     forms.quantize_file(
-        source, tmp_path / "head.onnx", {"table": form}, lambda _: quantize([table], "int8", None)
+        source,
+        tmp_path / "head.onnx",
+        {"table": form},
+        lambda _: quantize_weight([table], "int8", None),
     )
     listed = Engine(tmp_path / "head.onnx", capability).listed
     reading = [line for line in listed if "Datatype: Int8" in line.split("Outputs:")[0]]
@@ -130,7 +133,7 @@ def test_tensorrt_multiplies_in_fp8_by_one_copy_of_the_table(
         source,
         tmp_path / "head.onnx",
         {"table": form_of(shape, "fp8")},
-        lambda _: quantize([table], "fp8", 6.0),
+        lambda _: quantize_weight([table], "fp8", 6.0),
     )
     engine = Engine(tmp_path / "head.onnx", capability)
     products = [cost.product_format(each) for each in engine.kernels if cost.is_product(each)]
@@ -188,7 +191,7 @@ def experts_graph(file: Path, format: str, spoil: str | None = None) -> int:
 
     def pack(name: str) -> Packed:
         rng = np.random.default_rng(0)
-        return quantize(
+        return quantize_weight(
             rng.standard_normal((experts, out, size)).astype("f"), format, 4.0, experts=True
         )
 

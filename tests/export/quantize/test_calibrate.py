@@ -21,7 +21,7 @@ from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
 from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
-from canvasrt.export.graphs import export
+from canvasrt.export.graphs import export_graphs
 from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate
 from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
 from canvasrt.export.quantize.prompts import CalibrationPrompts, default_prompts
@@ -96,7 +96,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
             rows[IDLE_EXPERT] = 0
     model.save_pretrained(folder / "checkpoint")
     (folder / "checkpoint" / "generation_config.json").write_text(json.dumps(GENERATION))
-    graphs = export(folder / "checkpoint", folder / "graphs", layers_per_segment=4)
+    graphs = export_graphs(folder / "checkpoint", folder / "graphs", layers_per_segment=4)
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
     return Tiny(model, graphs, file)

@@ -15,7 +15,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize import quantize as module
 from canvasrt.export.quantize.calibrate import Calibration
-from canvasrt.export.quantize.quantize import quantize, read_calibration
+from canvasrt.export.quantize.quantize import quantize_graphs, read_calibration
 from canvasrt.graphs import external, lowbits
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, load_recipe
 
@@ -33,7 +33,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def nvfp4(plain_graphs: Bundle, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     recipe = replace(load_recipe("nvfp4"), calibration=QUICK)
-    return quantize(plain_graphs, tmp_path_factory.mktemp("nvfp4") / "out", recipe, prompts)
+    return quantize_graphs(plain_graphs, tmp_path_factory.mktemp("nvfp4") / "out", recipe, prompts)
 
 
 def initializers(bundle: Bundle, file: str) -> dict[str, ir.ExternalTensor]:
@@ -66,7 +66,7 @@ def test_files_that_did_not_change_take_no_space(
     nvfp4: Bundle, plain_graphs: Bundle, tmp_path: Path
 ) -> None:
     known = Calibration(amax=read_calibration(nvfp4)["amax"])
-    experts = quantize(plain_graphs, tmp_path / "out", "nvfp4-experts", calibration=known)
+    experts = quantize_graphs(plain_graphs, tmp_path / "out", "nvfp4-experts", calibration=known)
     for name in ("head.onnx", "head.bin", "embedding.bin"):
         assert experts.file(name).samefile(plain_graphs.file(name))
     # Only the products with the table are quantized there, not its rows.
@@ -114,7 +114,7 @@ def test_calibration_is_kept(nvfp4: Bundle) -> None:
 
 @pytest.fixture(scope="module")
 def int4(plain_graphs: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return quantize(plain_graphs, tmp_path_factory.mktemp("int4") / "out", "int4")
+    return quantize_graphs(plain_graphs, tmp_path_factory.mktemp("int4") / "out", "int4")
 
 
 def test_weights_alone_need_no_prompts(
@@ -122,7 +122,7 @@ def test_weights_alone_need_no_prompts(
 ) -> None:
     """Nothing is run, so a model of any size can be quantized where its graphs fit on the disk."""
     monkeypatch.setattr(module, "calibrate", None)
-    made = quantize(plain_graphs, tmp_path / "out", "int4")
+    made = quantize_graphs(plain_graphs, tmp_path / "out", "int4")
     assert made.manifest.digest == int4.manifest.digest
     assert "calibration" not in made.manifest.made_from
     assert read_calibration(made)["prompts"] == 0
@@ -147,7 +147,7 @@ def test_int4_with_its_table(int4: Bundle, plain_graphs: Bundle) -> None:
 
 def test_the_same_again(nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path) -> None:
     recipe = replace(load_recipe("nvfp4"), calibration=QUICK)
-    again = quantize(plain_graphs, tmp_path / "again", recipe, prompts)
+    again = quantize_graphs(plain_graphs, tmp_path / "again", recipe, prompts)
     assert again.manifest.digest == nvfp4.manifest.digest
 
 
@@ -168,7 +168,7 @@ MIXED = {
 def test_mixed_precision(plain_graphs: Bundle, prompts: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mixed.yaml"
     recipe.write_text(json.dumps(MIXED))
-    bundle = quantize(plain_graphs.path, tmp_path / "out", recipe, prompts)
+    bundle = quantize_graphs(plain_graphs.path, tmp_path / "out", recipe, prompts)
     body, head = initializers(bundle, "body_0.onnx"), initializers(bundle, "head.onnx")
     assert body["layers.1.attention.qkv.weight.scale"].shape.rank() == 1
     assert body["layers.0.experts.down.factor"].dtype == ir.DataType.BFLOAT16
@@ -197,7 +197,7 @@ def test_inputs_that_were_always_zero_get_a_scale(
 
     monkeypatch.setattr(module, "calibrate", silent)
     recipe = replace(load_recipe("nvfp4-experts"), calibration=QUICK)
-    bundle = quantize(plain_graphs, tmp_path / "out", recipe, prompts)
+    bundle = quantize_graphs(plain_graphs, tmp_path / "out", recipe, prompts)
     assert initializers(bundle, "body_0.onnx")["layers.0.experts.down.input_scale"].numpy() == 1
 
 
@@ -205,15 +205,15 @@ def test_what_is_refused(
     nvfp4: Bundle, plain_graphs: Bundle, prompts: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CanvasError, match=r"is already quantized \(nvfp4\)"):
-        quantize(nvfp4, tmp_path / "out", "fp8", prompts)
+        quantize_graphs(nvfp4, tmp_path / "out", "fp8", prompts)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(CanvasError, match="is not empty"):
-        quantize(plain_graphs, tmp_path / "full", "fp8", prompts)
+        quantize_graphs(plain_graphs, tmp_path / "full", "fp8", prompts)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"prompt_ids": [1]}\n{\n')
     with pytest.raises(CanvasError, match=r"broken\.jsonl, line 2"):
-        quantize(plain_graphs, tmp_path / "out", "fp8", broken)
+        quantize_graphs(plain_graphs, tmp_path / "out", "fp8", broken)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["broken.jsonl", "full"]
 
 

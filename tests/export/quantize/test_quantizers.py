@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.packed import Packed, dequantize
-from canvasrt.export.quantize.quantizers import form_of, quantize
+from canvasrt.export.quantize.packed import Packed
+from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 from tests.helpers import rounding as oracle
+from tests.helpers.quantized import dequantize
 
 # The grids, number by number, in the order of their codes.
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -101,7 +102,7 @@ def test_nvfp4_weights_are_modelopt_s() -> None:
 
     given = weight(48, 64)
     given[0, :16] = 0
-    packed = quantize([given], "nvfp4", 3.0)
+    packed = quantize_weight([given], "nvfp4", 3.0)
     theirs, blocks, scale = NVFP4QTensor.quantize(torch.from_numpy(given.copy()), 16)
     assert packed.scale == scale.numpy()
     assert packed.block_scales is not None
@@ -137,7 +138,7 @@ def test_int4_rounds_each_block_to_its_own_scale(width: int, block: int) -> None
     given = weight(6, width, seed=4)
     given[0, :block] = 0
     given[1, :block] = np.arange(block) % 8 + 0.5  # ties
-    packed = quantize([given], "int4", None)
+    packed = quantize_weight([given], "int4", None)
     assert packed.form == form_of(given.shape, "int4")
     assert (packed.form.block, packed.scale, packed.input_scale) == (block, None, None)
     expected = []
@@ -158,7 +159,7 @@ def test_int4_is_modelopt_s_but_for_its_shorter_scales() -> None:
     given = weight(48, 128)
     theirs, scales = INT4QTensor.quantize(torch.from_numpy(given.copy()), 64)
     wide = theirs.dequantize(torch.float32, scale=scales, block_sizes={-1: 64}).numpy()
-    packed = quantize([given], "int4", None)
+    packed = quantize_weight([given], "int4", None)
     assert packed.block_scales is not None
     mine = 1 / packed.block_scales.reshape(-1, 1)
     np.testing.assert_allclose(mine, scales.numpy(), rtol=2**-8)
@@ -170,10 +171,10 @@ def test_int4_is_modelopt_s_but_for_its_shorter_scales() -> None:
 def test_int4_experts_are_quantized_each_by_itself() -> None:
     given = [weight(32, 64, seed=i) * np.float32(size) for i, size in enumerate((1, 0.01, 30))]
     for method in ("max", "mse"):
-        packed = quantize(iter(given), "int4", None, method, experts=True)
+        packed = quantize_weight(iter(given), "int4", None, method, experts=True)
         assert packed.form == form_of((3, 32, 64), "int4", experts=True)
         for expert, alone in zip(dequantize(packed), given, strict=True):
-            found = dequantize(quantize([alone], "int4", None, method))
+            found = dequantize(quantize_weight([alone], "int4", None, method))
             np.testing.assert_array_equal(expert, found)
 
 
@@ -182,7 +183,7 @@ def test_fp8_is_modelopt_s_fake_quantization(weights: str) -> None:
     from modelopt.torch.quantization.tensor_quant import scaled_e4m3
 
     given = weight(48, 64)
-    packed = quantize([given], "fp8", 3.0, weights=weights)
+    packed = quantize_weight([given], "fp8", 3.0, weights=weights)
     amax = np.abs(given).max(axis=-1, keepdims=True) if weights == "per_channel" else given.max()
     amax = torch.from_numpy(np.abs(given).max(keepdims=True) if weights == "per_tensor" else amax)
     theirs = scaled_e4m3(torch.from_numpy(given), amax, None, 4, 3).numpy()
@@ -211,7 +212,7 @@ def experts() -> list[np.ndarray]:
     ],
 )
 def test_experts_have_scales_of_their_own_behind_one(format, method, weights) -> None:
-    packed = quantize(iter(experts()), format, 3.0, method, weights, experts=True)
+    packed = quantize_weight(iter(experts()), format, 3.0, method, weights, experts=True)
     assert packed.form == form_of((4, 32, 48), format, weights, experts=True)
     assert packed.scale.shape == ()
     assert packed.factor is not None
@@ -222,7 +223,7 @@ def test_experts_have_scales_of_their_own_behind_one(format, method, weights) ->
     for expert, given in zip(found, experts(), strict=True):
         error = np.linalg.norm(expert - given) / max(np.linalg.norm(given), 1e-9)
         assert error < (0.03 if format == "fp8" else 0.12)
-        alone = quantize([given], format, 3.0, method, weights)
+        alone = quantize_weight([given], format, 3.0, method, weights)
         np.testing.assert_allclose(
             np.linalg.norm(dequantize(alone) - given), error * np.linalg.norm(given), rtol=0.1
         )
@@ -232,7 +233,7 @@ def test_experts_have_scales_of_their_own_behind_one(format, method, weights) ->
 def test_the_least_error_is_no_larger(format: str) -> None:
     given = weight(64, 64, seed=5)
     errors = [
-        np.square(dequantize(quantize([given], format, 3.0, method)) - given).sum()
+        np.square(dequantize(quantize_weight([given], format, 3.0, method)) - given).sum()
         for method in ("max", "mse")
     ]
     assert errors[1] <= errors[0] * 1.001
@@ -244,13 +245,13 @@ def test_the_least_error_may_saturate() -> None:
     """Nearly all numbers are 0.90625, which FP8 holds exactly at a scale under which the largest saturates."""
     given = np.full((32, 32), 0.90625, np.float32)
     given[3, 4] = 1
-    found = dequantize(quantize([given], "fp8", 3.0, "mse"))
+    found = dequantize(quantize_weight([given], "fp8", 3.0, "mse"))
     np.testing.assert_allclose(found, np.full((32, 32), 0.90625), rtol=1e-6)
 
 
 def test_zeros_have_a_scale() -> None:
     for format, method in itertools.product(FORMATS, ("max", "mse")):
-        packed = quantize([np.zeros((16, 32), np.float32)], format, 1.0, method)
+        packed = quantize_weight([np.zeros((16, 32), np.float32)], format, 1.0, method)
         scale = packed.block_scales if packed.scale is None else packed.scale
         assert np.isfinite(scale).all()
         assert (scale > 0).all()
@@ -261,15 +262,15 @@ def test_what_cannot_be_quantized_is_refused() -> None:
     good = weight(16, 32)
     for amax in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(CanvasError, match=r"mlp\.down: its input's largest magnitude"):
-            quantize([good], "fp8", amax, name="mlp.down")
+            quantize_weight([good], "fp8", amax, name="mlp.down")
     bad = good.copy()
     bad[3, 3] = np.nan
     with pytest.raises(CanvasError, match=r"mlp\.down contains numbers that are not finite"):
-        quantize([bad], "fp8", 1.0, name="mlp.down")
+        quantize_weight([bad], "fp8", 1.0, name="mlp.down")
     with pytest.raises(CanvasError, match=r"mlp\.down has rows of 24, but nvfp4 has blocks of 16"):
-        quantize([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
+        quantize_weight([weight(16, 24)], "nvfp4", 1.0, name="mlp.down")
     with pytest.raises(CanvasError, match="rows of 40, but int4 has blocks of 64, 32 or 16"):
-        quantize([weight(16, 40)], "int4", None)
+        quantize_weight([weight(16, 40)], "int4", None)
     one = np.ones((), np.float32)
     for scale in (-one, 0 * one, np.float32("nan") * one):
         with pytest.raises(CanvasError, match="scale contains numbers that are not positive"):

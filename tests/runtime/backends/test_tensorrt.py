@@ -249,11 +249,11 @@ def test_without_a_gpu_the_error_says_so() -> None:
 def test_on_a_gpu_the_demo_s_engines_answer(tmp_path: Path) -> None:
     """Build for this machine's GPU in bf16, and really run it once."""
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build
+    from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS
 
     target = next(t for t in TARGETS if t.capability == gpus()[0].capability)
-    bundle = build("demo", target, tmp_path / "engines", BuildOptions("bf16"))
+    bundle = build_bundle("demo", target, tmp_path / "engines", BuildOptions("bf16"))
     model = open_model(bundle.path)
     params = SamplingParams.from_defaults(model.sampler, model.config, seed=1, max_new_tokens=64)
     wanted = Request(list(range(3, 40)), params)

@@ -18,8 +18,8 @@ from canvasrt.build.precision import Precision
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import load_bundle
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.quantize import quantize
-from canvasrt.pipeline import build
+from canvasrt.export.quantize.quantize import quantize_graphs
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.model import Model
@@ -48,7 +48,7 @@ def graphs(demo: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fp8-cache")
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": TEXTS[0]}))
-    made = quantize(
+    made = quantize_graphs(
         demo.graphs, folder / "graphs", folder / "recipe.yaml", folder / "prompts.jsonl"
     )
     return made.path
@@ -64,7 +64,7 @@ def device(graphs: Path) -> DeviceModel:
 @pytest.fixture(scope="module")
 def on_cpu(graphs: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     out = tmp_path_factory.mktemp("fp8-cache-cpu") / "engines"
-    return open_model(build(graphs, "cpu", out).path, threads=1)
+    return open_model(build_bundle(graphs, "cpu", out).path, threads=1)
 
 
 def test_a_number_takes_a_byte(device: DeviceModel) -> None:

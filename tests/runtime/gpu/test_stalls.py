@@ -21,7 +21,7 @@ from canvasrt.runtime.generator import Finished, Generator
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Result
-from canvasrt.shapes import MAX_SHAPES
+from tests.helpers.configs import MAX_SHAPES
 from tests.helpers.fake_tensorrt import FakeCudaDevice, IRuntimeCache, engine_file, fake_tensorrt
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, requests, same

@@ -62,18 +62,6 @@ serving.kserve.io/inferenceservice: {{ include "canvasrt.name" . }}
 {{- end -}}
 {{- end -}}
 
-{{/* The names under which a server without keys answers: those of its service, and of a forwarded port. KServe has its own. */}}
-{{- define "canvasrt.hosts" -}}
-{{- $name := include "canvasrt.name" . -}}
-{{- $own := list "localhost" "127.0.0.1" "$(POD_IP)" $name -}}
-{{- range list .Release.Namespace (printf "%s.svc" .Release.Namespace) (printf "%s.svc.cluster.local" .Release.Namespace) -}}
-{{- $own = append $own (printf "%s.%s" $name .) -}}
-{{- end -}}
-{{- if or .Values.allowedHosts (not .Values.kserve.enabled) -}}
-{{- join "," (concat $own .Values.allowedHosts) -}}
-{{- end -}}
-{{- end -}}
-
 {{/* What a probe calls. A kubelet accepts any certificate, and has none of its own for mutual TLS. */}}
 {{- define "canvasrt.probe" -}}
 {{- $root := .root -}}
