@@ -52,6 +52,7 @@ WRONG = {
     "verify a --key key.pub": "--key needs an image",
     "package e -o out --base .": "--base . is a file or folder",
     "package e -o out --engines move": "--engines is 'move'",
+    "package e -o out --base server@sha256:abc": "whose digest is malformed",
     "package e -o out --tag Big:1": "'Big:1' is not a name for an image",
     "package e -o out --python three": "--python is 'three'",
     "package e -o out --max-batch 0": "--max-batch",
