@@ -17,8 +17,10 @@ import pytest
 
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry
+from canvasrt.containers.image.build import options_for
 from canvasrt.containers.image.layout import write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
+from canvasrt.containers.package.options import PackageOptions
 from canvasrt.errors import CanvasError
 
 CONFIG = {
@@ -331,3 +333,11 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     for layer in base.layers:
         layer.file.unlink()
     assert contents(base) == found  # remembered
+
+
+@pytest.mark.parametrize("names", [(), ("nvcr.io/nvidia/tritonserver:26.07-py3",)])
+def test_a_package_knows_the_digest_of_a_base_on_disk(names: tuple[str, ...]) -> None:
+    environment = ["NVIDIA_TRITON_SERVER_VERSION=26.07"]
+    config = {"architecture": "amd64", "config": {"Env": environment}}
+    base = Base(Path("triton"), config, (), "sha256:" + "b" * 64, names)
+    assert options_for(base, PackageOptions()).base_digest == "b" * 64
