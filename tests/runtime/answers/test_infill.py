@@ -126,7 +126,8 @@ def test_the_words_of_a_vocabulary_are_read_once(
 ) -> None:
     """Of a large one, that takes half a second."""
     params = SamplingParams.from_defaults(demo.model.sampler, demo.model.config)
-    infill_request("te{3}p", [2], params, demo.model, demo.tokenizer)
-    monkeypatch.setattr(type(demo.tokenizer), "token_bytes", None)
-    request = infill_request("te{3}p", [2], params, demo.model, demo.tokenizer)
+    tokenizer = demo.tokenizer
+    infill_request("te{3}p", [2], params, demo.model, tokenizer)
+    monkeypatch.setattr(type(tokenizer), "token_bytes", None)
+    request = infill_request("te{3}p", [2], params, demo.model, tokenizer)
     assert request.words.size > 50
