@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import struct
@@ -37,10 +38,10 @@ class Heartbeat:
         finally:
             os.close(descriptor)
 
-    def beat(self) -> None:
-        """Say that there is progress now."""
+    def beat(self, since: float = math.inf) -> None:
+        """Say that there is progress now, but for something that has been under way `since` then."""
         # All processes of a machine share the monotonic clock.
-        self._beat[0] = time.monotonic()
+        self._beat[0] = min(since, time.monotonic())
 
     def acknowledge(self) -> None:
         """Say that one more report of the parent has taken effect."""

@@ -18,7 +18,7 @@ from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
 # From the ground up. A room only imports from lower floors, never from another room of its own
 # floor.
 FLOORS = (
-    "errors types progress defaults chat_tokens children hashes formats option",
+    "errors types progress defaults chat_tokens children hashes formats option watch",
     "extras targets staging console checkpoints",
     "bundle machine recipes pages shapes",
     "profiles",

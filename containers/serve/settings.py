@@ -127,7 +127,9 @@ class Settings:
     stall_timeout: float = field(
         default=STALL_TIMEOUT,
         metadata=_seconds(
-            "How long one pass may take; after that, the server ends with exit code 4.", 1
+            "How long one pass may take, or preparing one request; after that, the server ends with exit"
+            " code 4.",
+            1,
         ),
     )
     dry_run: bool = field(

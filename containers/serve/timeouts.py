@@ -2,4 +2,6 @@
 
 READY_TIMEOUT = 600.0  # for loading tens of gigabytes
 EXIT_TIMEOUT = 10  # for requests in flight at shutdown
-STALL_TIMEOUT = 300.0  # for one pass; the first of a shape may compile kernels
+STALL_TIMEOUT = (
+    300.0  # for one pass, whose shape may need kernels compiled, or for preparing a request
+)

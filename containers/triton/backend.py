@@ -26,7 +26,6 @@ from canvasrt.containers.tensors import (
     ERROR_EVENT,
     ERRORS,
     GRAMMAR,
-    HINT,
     IMAGES,
     OWNER,
     STREAM_MODEL,
@@ -37,23 +36,27 @@ from canvasrt.containers.tensors import (
     read_inputs,
 )
 from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
+from canvasrt.containers.triton.grammar import prepare_grammars
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
 from canvasrt.containers.triton.prompts import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import ServedRequest, read_request
+from canvasrt.containers.triton.sink import FINAL, ResponseSink, describe, error_response
+from canvasrt.containers.triton.tickets import Overloaded, Ticket
 from canvasrt.containers.triton.tokens import tokenized
-from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Busy, Late, Overloaded, Worker
+from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError
+from canvasrt.runtime.answers.constrained import SEARCHES
 from canvasrt.runtime.answers.infill import GapRequest
-from canvasrt.runtime.generator import Event, Generator
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.tokenizer import Tokenizer
+from canvasrt.watch import Watch
 
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
 # Inputs that take long to read, however short.
 _SLOW = {IMAGES.name, GRAMMAR.name}
@@ -81,6 +84,8 @@ class StreamModel:
         bundle = load_bundle(engines, check=False)  # open_model has checked it
         manifest = bundle.manifest
         self._tokenizer = Tokenizer.load(bundle) if manifest.tokenizer else None
+        if self._tokenizer is not None:
+            prepare_grammars(self._model, self._tokenizer)
         max_batch = int(
             parameters.get("max_batch") or manifest.options.get("max_batch") or MAX_BATCH
         )
@@ -90,19 +95,20 @@ class StreamModel:
             prefixes.clear()  # what a failed pass wrote is not known
             return Generator(self._model, max_batch, prefixes)
 
+        # What takes long to prepare is prepared here, so that other requests need not wait for it.
+        self._preparing = Preparing()
+        self._executing = Watch()
         heartbeat = os.environ.get(HEARTBEAT_VARIABLE)
         self._worker = Worker(
             generator,
             Metrics(pb_utils).update,
-            Heartbeat.at(heartbeat).beat if heartbeat else lambda: None,
+            partial(self._beat, Heartbeat.at(heartbeat)) if heartbeat else lambda: None,
             _end_process,
             options.max_queue_tokens,
             options.request_timeout,
         )
         self._options = options
         self._encoder = PromptEncoder(self._tokenizer, self._model.max_context)
-        # What takes long to prepare is prepared here, so that other requests need not wait for it.
-        self._preparing = Preparing()
         self._cancelled_calls: dict[str, threading.Event] = {}
 
     def execute(self, requests: list[Any]) -> None:
@@ -114,18 +120,24 @@ class StreamModel:
                 sender.send(flags=FINAL)
                 continue
             call = parameters.get(CALL_PARAMETER)
-            sink = _Sink(sender, error_events=call is not None or ERRORS in parameters)
+            sink = ResponseSink(sender, error_events=call is not None or ERRORS in parameters)
             try:
-                self._admit(request, parameters, sink, call)
-            except Exception as error:
+                with self._executing.busy():
+                    self._admit(request, parameters, sink, call)
+            except BaseException as error:  # it would wait for ever
                 sink.fail(error)
+
+    def _beat(self, heartbeat: Heartbeat) -> None:
+        """Show the progress of passes, as far as no other thread hangs."""
+        watches = (self._executing, self._preparing.watch, SEARCHES)
+        heartbeat.beat(min(each.since for each in watches))
 
     def finalize(self) -> None:
         self._preparing.close()
         self._worker.close()
 
     def _admit(
-        self, request: Any, parameters: dict[str, Any], sink: _Sink, call: str | None
+        self, request: Any, parameters: dict[str, Any], sink: ResponseSink, call: str | None
     ) -> None:
         check_parameters(parameters, STREAM_MODEL)
         tensors = request.inputs()
@@ -141,10 +153,11 @@ class StreamModel:
             name: each[0] for name, each in arrays.items() if each.dtype == object and each.size
         }
         begin = min(time.monotonic(), int(parameters.get(ARRIVED, 2**63)) / 1e6)
-        submit = partial(self._submit, arrays, parameters, sink, call, begin)
+        owner = str(parameters.get(OWNER, ""))
+        ticket = self._worker.take_ticket(owner, sink, begin)
+        submit = partial(self._submit, arrays, parameters, sink, call, ticket)
         if is_long(texts) or not _SLOW.isdisjoint(arrays):
-            caller = str(parameters.get(OWNER, "")) or uuid.uuid4().hex
-            self._preparing.submit(caller, submit, sink.fail)
+            self._preparing.submit(owner or uuid.uuid4().hex, submit, sink.fail)
         else:
             submit()
 
@@ -152,23 +165,42 @@ class StreamModel:
         self,
         arrays: dict[str, np.ndarray],
         parameters: dict[str, Any],
-        sink: _Sink,
+        sink: ResponseSink,
         call: str | None,
-        begin: float,
+        ticket: Ticket,
     ) -> None:
+        """Prepare a request and queue it. Otherwise its ticket is given back."""
+        try:
+            served = self._prepared(arrays, parameters, sink, ticket)
+            if served is not None:
+                sink.replies = _replies(served, self._tokenizer, only_final=bool(call))
+        except BaseException:
+            ticket.leave()
+            raise
+        if served is None:
+            ticket.leave()
+        else:
+            self._worker.submit(served.request, ticket)
+
+    def _prepared(
+        self,
+        arrays: dict[str, np.ndarray],
+        parameters: dict[str, Any],
+        sink: ResponseSink,
+        ticket: Ticket,
+    ) -> ServedRequest | None:
+        """Return the request to run; None for one that is answered without."""
         if sink.cancelled():
             raise CanvasError("the request was cancelled")
-        self._worker.check_late(begin)
-        owner, answers = str(parameters.get(OWNER, "")), int(parameters.get(ANSWERS, 1))
+        ticket.check_late()
+        owner, answers = ticket.owner, int(parameters.get(ANSWERS, 1))
         if TOKENIZE.name in arrays:
             vocab_size = self._model.config.vocab_size
             sink.answer(tokenized(read_inputs(arrays), self._encoder, vocab_size, owner))
-            return
-        served = read_request(
+            return None
+        return read_request(
             arrays, self._model, self._encoder, self._options, owner, max(1, answers)
         )
-        sink.replies = _replies(served, self._tokenizer, only_final=bool(call))
-        self._worker.submit(served.request, sink, begin)
 
     def _cancel_call(self, call: str) -> None:
         cancel = self._cancelled_calls.get(call)
@@ -193,66 +225,6 @@ def _replies(
         control=served.control,
         opening=served.opening,
     )
-
-
-class _Sink:
-    """Sends one request's events through its response sender."""
-
-    def __init__(self, sender: Any, error_events: bool) -> None:
-        """`error_events` sends an error as an event with its code."""
-        self._sender = sender
-        self._error_events = error_events
-        self._ended = False
-        self.replies: ReplyBuilder | DecisionReplies | InfillReplies | None = None
-        self.cancel: threading.Event | None = None
-        self.on_end: Any = None
-
-    def event(self, event: Event) -> None:
-        assert self.replies is not None
-        if self._ended:  # by a stop string, before the generator finished
-            return
-        replies = self.replies.replies(event)
-        if self.replies.ended:
-            self._end()
-        for number, reply in enumerate(replies, 1):
-            tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
-            last = self._ended and number == len(replies)
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
-        if self._ended and not replies:
-            self._sender.send(flags=FINAL)
-
-    def answer(self, reply: dict[str, np.ndarray]) -> None:
-        """Send the one reply to a request that no pass is needed for."""
-        self._end()
-        tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
-        self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
-
-    def fail(self, error: Exception) -> None:
-        if self._ended:
-            return
-        self._end()
-        code, message = describe(error)
-        if self._error_events:
-            failure = json.dumps({"code": code, "message": message}).encode()
-            tensors = [
-                pb_utils.Tensor("event", np.array([ERROR_EVENT.encode()], object)),
-                pb_utils.Tensor("text", np.array([failure], object)),
-            ]
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
-        else:
-            self._sender.send(error_response(code, message), flags=FINAL)
-
-    def cancelled(self) -> bool:
-        return (
-            self._ended
-            or self._sender.is_cancelled()
-            or (self.cancel is not None and self.cancel.is_set())
-        )
-
-    def _end(self) -> None:
-        self._ended = True
-        if self.on_end is not None:
-            self.on_end()
 
 
 class AnswerModel:
@@ -296,7 +268,7 @@ class AnswerModel:
             self._open[call] = sender
         try:
             response = self._ask(call, request.inputs(), arrived)
-        except Exception as error:
+        except BaseException as error:
             response = error_response(*describe(error))
         with self._lock:
             del self._open[call]
@@ -349,24 +321,3 @@ def _end_process(error: EngineError) -> None:
         leave_reason(Path(reason), error.message, error.hint)
         time.sleep(_LAST_REPLIES)
         os._exit(error.exit_code)
-
-
-def describe(error: Exception) -> tuple[str, str]:
-    """Return Triton's code for an error, and a message with its hint."""
-    if isinstance(error, CanvasError) and not isinstance(error, EngineError):
-        codes = {Busy: "RESOURCE_EXHAUSTED", Late: "DEADLINE_EXCEEDED", Overloaded: "UNAVAILABLE"}
-        code = codes.get(type(error), "INVALID_ARG")
-        return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
-    if isinstance(error, EngineError):
-        return "INTERNAL", error.message
-    return "INTERNAL", f"{type(error).__name__}: {error}"
-
-
-def error_response(code: str, message: str) -> Any:
-    """Return an error reply."""
-    codes = pb_utils.TritonError
-    # Triton has none of its own for these two.
-    code = {"RESOURCE_EXHAUSTED": "UNAVAILABLE", "DEADLINE_EXCEEDED": "CANCELLED"}.get(code, code)
-    return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(message, getattr(codes, code, codes.INTERNAL))
-    )

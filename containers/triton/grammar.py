@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+import time
 from functools import lru_cache
+from typing import NamedTuple
 
 from canvasrt.containers.tensors import read_object
+from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.calls import call_grammar, control_ids
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
@@ -15,7 +19,23 @@ from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
-_lock = threading.Lock()  # for the vocabulary, which takes a second
+REFUSED_FOR = 60.0  # seconds: a limit of time may have been reached because the machine was busy
+_lock = threading.Lock()  # for the vocabulary
+
+
+class _Refusal(NamedTuple):
+    """Why a grammar cannot be used, and when that was found."""
+
+    message: str
+    hint: str
+    when: float
+
+
+class _Grammars(NamedTuple):
+    """A vocabulary, and the newest grammars over it."""
+
+    vocabulary: Vocabulary
+    known: Shared[GrammarState | _Refusal]
 
 
 def read_grammar(
@@ -33,18 +53,43 @@ def read_grammar(
         spec = {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}
     config = model.config
     with _lock:
-        vocabulary = _vocabulary(tokenizer, config.vocab_size, config.eos_token_ids, control)
+        grammars = _grammars(tokenizer, config.vocab_size, config.eos_token_ids, control)
     # The order of a schema's keys counts: answers have it too.
-    return _compiled(json.dumps(spec), vocabulary, share_of(owner))
+    return _compiled(json.dumps(spec), grammars, share_of(owner))
 
 
 @lru_cache(maxsize=2)
-def _vocabulary(
+def _grammars(
     tokenizer: Tokenizer, size: int, ends: tuple[int, ...], control: frozenset[int]
-) -> Vocabulary:
-    return Vocabulary(tokenizer, size, ends, control)
+) -> _Grammars:
+    vocabulary = _vocabulary(tokenizer, size, ends).with_control(control)
+    return _Grammars(vocabulary, Shared(_KEPT, _KEPT, lambda _: 1))
 
 
-@lru_cache(maxsize=_KEPT)
-def _compiled(text: str, vocabulary: Vocabulary, share: str) -> GrammarState:
-    return compile_grammar(json.loads(text), vocabulary, "grammar")
+@lru_cache(maxsize=1)
+def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocabulary:
+    return Vocabulary(tokenizer, size, ends)
+
+
+def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
+    """Do what takes seconds, and would hold up everybody, before the first grammar comes."""
+    _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+
+
+def _compiled(text: str, grammars: _Grammars, share: str) -> GrammarState:
+    """Return a grammar, compiled once for all who ask for it; refusals are kept for a while, too."""
+
+    def work() -> GrammarState | _Refusal:
+        try:
+            return compile_grammar(json.loads(text), grammars.vocabulary, "grammar")
+        except CanvasError as error:
+            return _Refusal(error.message, error.hint, time.monotonic())
+
+    key = hashlib.sha256(f"{len(share)} {share}{text}".encode()).digest()
+    found = grammars.known.get(key, work)
+    if isinstance(found, _Refusal) and time.monotonic() - found.when > REFUSED_FOR:
+        grammars.known.drop(key, found)
+        found = grammars.known.get(key, work)
+    if isinstance(found, _Refusal):
+        raise CanvasError(found.message, found.hint)
+    return found

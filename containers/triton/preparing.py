@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from canvasrt.containers.triton.worker import MAX_WAITING, Busy
+from canvasrt.watch import Watch
+
+log = logging.getLogger(__name__)
 
 PREPARING_THREADS = 2
 # Grammars are compiled by recursion, whose depth callers choose: 2,700 rules in a chain overflow the usual 8 MB.
-_STACK = 256 * 2**20
+STACK = 256 * 2**20
 
 
 class _Task(NamedTuple):
     run: Callable[[], None]
-    fail: Callable[[Exception], None]
+    fail: Callable[[BaseException], None]
 
 
 class Preparing:
-    """Threads that take one task of each caller in turn."""
+    """Threads that take one task of each caller in turn. How many may wait is up to whoever submits
+    them."""
 
-    def __init__(self, threads: int = PREPARING_THREADS, most: int = MAX_WAITING) -> None:
-        """most: tasks of all callers that may wait."""
-        self._most = most
+    def __init__(self, threads: int = PREPARING_THREADS) -> None:
+        self.watch = Watch()
         self._queues: OrderedDict[str, deque[_Task]] = OrderedDict()
         self._waiting = 0
         self._closed = False
@@ -33,7 +36,7 @@ class Preparing:
             threading.Thread(target=self._work, name="canvasrt-prepare", daemon=True)
             for _ in range(threads)
         ]
-        before = threading.stack_size(_STACK)
+        before = threading.stack_size(STACK)
         try:
             for thread in self._threads:
                 thread.start()
@@ -46,12 +49,10 @@ class Preparing:
         return self._waiting
 
     def submit(
-        self, caller: str, run: Callable[[], None], fail: Callable[[Exception], None]
+        self, caller: str, run: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
-        """Queue a task; `fail` gets what it raises. Busy when too many wait."""
+        """Queue a task; `fail` gets what it raises."""
         with self._changed:
-            if self._waiting >= self._most:
-                raise Busy(f"{self._most} requests are already being prepared", "try again later")
             self._queues.setdefault(caller, deque()).append(_Task(run, fail))
             self._waiting += 1
             self._changed.notify()
@@ -67,9 +68,13 @@ class Preparing:
     def _work(self) -> None:
         while (task := self._next()) is not None:
             try:
-                task.run()
-            except Exception as error:
-                task.fail(error)
+                with self.watch.busy():
+                    task.run()
+            except BaseException as error:  # a thread that ended would leave the others waiting
+                try:
+                    task.fail(error)
+                except Exception:
+                    log.exception("cannot fail a task")
 
     def _next(self) -> _Task | None:
         """Return the next caller's oldest task; None once this is closed."""

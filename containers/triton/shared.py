@@ -32,10 +32,17 @@ class Shared(Generic[Value]):
         if mine:
             try:
                 future.set_result(work())
-            except Exception as error:
+            except BaseException as error:  # others wait for it
                 future.set_exception(error)
             self._forget()
         return future.result()
+
+    def drop(self, key: bytes, value: Value) -> None:
+        """Forget a result, unless there is another one by now."""
+        with self._lock:
+            future = self._known.get(key)
+            if future is not None and future.done() and future.result() is value:
+                del self._known[key]
 
     def _forget(self) -> None:
         with self._lock:

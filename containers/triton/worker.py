@@ -9,9 +9,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from canvasrt.containers.triton.blame import MOST, WINDOW, Blame
+from canvasrt.containers.triton.tickets import (
+    MAX_WAITING,
+    Busy,
+    Overloaded,
+    Sink,
+    Ticket,
+    Tickets,
+    fail,
+)
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.read import ReadRequest
 from canvasrt.runtime.generator import Event, Finished, Generator, Work
@@ -21,34 +29,10 @@ log = logging.getLogger(__name__)
 # Asking Triton whether a request was cancelled takes about 0.1 ms, too long to do at each step.
 CANCEL_INTERVAL = 0.05
 CANCEL_CHECKS = 16  # waiting requests that are asked about each time
-MAX_WAITING = 1024
+ADMITTED = 16  # requests that join between two steps: each may have a long prompt
 MAX_FAILURES = 3  # failed passes in a row, after each of which the probe fails, too
 IDLE_BEAT = 0.5  # seconds
 _STOPPING = ("the server is stopping", "send the request to another server")
-
-
-class Sink(Protocol):
-    """Receives one request's events. Called only on the worker's thread."""
-
-    def event(self, event: Event) -> None: ...
-
-    def fail(self, error: Exception) -> None:
-        """End the request without a result."""
-        ...
-
-    def cancelled(self) -> bool: ...
-
-
-class Overloaded(CanvasError):
-    """The server cannot take the request now; nothing is wrong with it."""
-
-
-class Busy(Overloaded):
-    """A limit on what waits was reached."""
-
-
-class Late(CanvasError):
-    """A request took longer than the operator allows."""
 
 
 class Worker:
@@ -56,8 +40,8 @@ class Worker:
 
     `make` returns the generator. It is called again after a failed pass, whose requests all get an
     EngineError. A probe, a short request of the worker's own, then says whether the engines work: if
-    they do, the failure is counted against the callers whose requests had just begun. `observe` is called around each step, with the generator and the number of requests
-    in flight; `beat` whenever there is progress, and now and then while idle.
+    they do, the failure is counted against the callers whose requests had just begun. `observe` is
+    called around each step, with the generator and the number of requests in flight; `beat` whenever there is progress, and now and then while idle.
 
     When no pass can succeed any more, every request is failed and refused, and `lost` is called
     with the reason.
@@ -72,12 +56,8 @@ class Worker:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """max_tokens: of all requests together, prompts and new ones. timeout: seconds that one
-        request may take."""
-        self._max_tokens = max_tokens
-        self._timeout = timeout
-        self._tokens = 0
-        self._counting = threading.Lock()
+        """max_tokens, timeout: see `Tickets`."""
+        self.tickets = Tickets(MAX_WAITING, max_tokens, timeout)
         self._next_check = 0
         self._make = make
         self._observe = observe
@@ -87,7 +67,7 @@ class Worker:
         self._blame = Blame()
         self._refusal: Overloaded | None = None
         self._generator = make()
-        self._arrived: queue.SimpleQueue[tuple[Work, Sink, float] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[_Known | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._known: dict[int, _Known] = {}  # by id
         self._closing = False
@@ -95,54 +75,35 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Work, sink: Sink, begin: float | None = None) -> None:
-        """Queue a request that came at `begin`, by default now. Overloaded when too many wait; `sink`
-        gets the error of one that cannot run."""
+    def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
+        """Return a ticket for a request that came at `begin`, by default now: before it is prepared, if
+        that takes long. Overloaded when too many wait."""
         if self._refusal is not None:
             raise self._refusal
-        if self._blame.refuses(request.owner):
+        if self._blame.refuses(owner):
             raise _refused()
-        try:
-            self._generator.check(request)
-        except CanvasError as error:
-            _fail(sink, error)
-            return
-        if self._arrived.qsize() + len(self._sinks) >= MAX_WAITING:
-            raise Busy(f"{MAX_WAITING} requests are already waiting", "try again later")
-        if request.owner and (own := self._count(request.owner)) >= MAX_WAITING // 2:
-            raise Busy(f"{own} requests of this key are already waiting", "try again later")
         if self._closing:
             raise Overloaded(*_STOPPING)
-        self._take_tokens(_tokens_of(request))
-        self._arrived.put((request, sink, time.monotonic() if begin is None else begin))
-        if self._refusal is not None:  # perhaps since the check above: nobody would answer it
-            self._fail_arrived(self._refusal)
+        return self.tickets.take(owner, sink, time.monotonic() if begin is None else begin)
 
-    def _count(self, owner: str) -> int:
-        """Return how many of a caller's requests the generator has."""
-        return sum(known.request.owner == owner for known in list(self._known.values()))
-
-    def check_late(self, begin: float, now: float | None = None) -> None:
-        """Raise Late for a request that came at `begin`, if its time is over."""
-        now = time.monotonic() if now is None else now
-        if self._timeout is not None and now - begin > self._timeout:
-            raise Late(
-                f"the request took longer than {self._timeout:g} s", "ask for fewer tokens or steps"
-            )
-
-    def _take_tokens(self, count: int) -> None:
-        with self._counting:
-            # One request alone is let in, however long.
-            if self._max_tokens and self._tokens and self._tokens + count > self._max_tokens:
-                raise Busy(
-                    f"requests with {self._tokens} tokens are waiting, of {self._max_tokens} at most",
-                    "try again later",
-                )
-            self._tokens += count
-
-    def _give_tokens_back(self, count: int) -> None:
-        with self._counting:
-            self._tokens -= count
+    def submit(self, request: Work, ticket: Ticket) -> None:
+        """Queue a request, whose ticket is given back when it ends. Overloaded, with the ticket given
+        back, for one that is not queued; its sink gets the error of one that cannot run."""
+        try:
+            ticket.check_late()
+            self._generator.check(request)
+            ticket.take_tokens(_tokens_of(request))
+        except Overloaded:
+            ticket.leave()
+            raise
+        except CanvasError as error:
+            ticket.leave()
+            fail(ticket.sink, error)
+            return
+        self._arrived.put(_Known(request, ticket))
+        # Perhaps since the ticket was taken: nobody would answer it.
+        if self._refusal is not None or self._closing:
+            self._fail_arrived(self._refusal or Overloaded(*_STOPPING))
 
     def close(self) -> None:
         """Fail the requests that are still running, and end the thread."""
@@ -153,7 +114,7 @@ class Worker:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:
+        except BaseException as error:  # nobody would answer what waits
             log.exception("the worker failed")
             self._give_up(_engine_error(error))
 
@@ -183,42 +144,43 @@ class Worker:
     def _report(self) -> None:
         if self._observe is not None:
             try:
-                self._observe(self._generator, len(self._sinks) + self._arrived.qsize())
+                self._observe(self._generator, len(self.tickets))
             except Exception:
                 log.exception("cannot update the metrics")
 
     def _admit(self) -> None:
-        """Admit every request that has arrived; wait for one when idle."""
-        wait = self._generator.idle
-        while wait or not self._arrived.empty():
+        """Admit some of the requests that have arrived; wait for one when idle."""
+        wait, left = self._generator.idle, ADMITTED
+        while left and not self._closing and (wait or not self._arrived.empty()):
+            self._beat()
             try:
                 arrived = self._arrived.get(timeout=IDLE_BEAT)
             except queue.Empty:
-                self._beat()
+                self._drop_late()
                 continue
             wait = False
-            if arrived is None:
-                continue
-            request, sink, begin = arrived
-            self._take(_Known(request, begin), sink)
+            left -= 1
+            if arrived is not None:
+                self._take(arrived)
 
-    def _take(self, known: _Known, sink: Sink) -> None:
+    def _take(self, known: _Known) -> None:
         try:
+            known.ticket.check_late()
             if self._blame.refuses(known.request.owner):
                 raise _refused()
             id = self._generator.add(known.request, is_checked=True)
         except Exception as error:
-            self._give_tokens_back(_tokens_of(known.request))
-            _fail(sink, error)
+            known.ticket.leave()
+            fail(known.ticket.sink, error)
             return
-        self._sinks[id], self._known[id] = sink, known
+        self._sinks[id], self._known[id] = known.ticket.sink, known
 
     def _drop_cancelled(self) -> None:
         now = time.monotonic()
         if now < self._cancel_check:
             return
         self._cancel_check = now + CANCEL_INTERVAL
-        self._drop_late(now)
+        self._drop_late()
         # Those that wait cost nothing until they run, so they are asked about in turns.
         running = self._generator.running
         waiting = [id for id in self._sinks if id not in running]
@@ -228,14 +190,11 @@ class Worker:
             if id in self._sinks and _is_cancelled(self._sinks[id]):
                 self._generator.cancel(id)
 
-    def _drop_late(self, now: float) -> None:
-        for id, known in list(self._known.items()):
-            if id in self._sinks:
-                try:
-                    self.check_late(known.begin, now)
-                except Late as error:
+    def _drop_late(self) -> None:
+        if self.tickets.end_late():
+            for id, known in self._known.items():
+                if known.ticket.is_late and self._sinks.pop(id, None) is not None:
                     self._generator.cancel(id)
-                    _fail(self._sinks.pop(id), error)
 
     def _deliver(self, event: Event) -> None:
         sink = self._sinks.get(event.id)
@@ -254,7 +213,7 @@ class Worker:
 
     def _forget(self, id: int) -> None:
         if id in self._known:
-            self._give_tokens_back(_tokens_of(self._known.pop(id).request))
+            self._known.pop(id).ticket.leave()
 
     def _restart(self, error: EngineError) -> None:
         """Take a new generator after a failed pass, or give up."""
@@ -274,7 +233,9 @@ class Worker:
             for id, known in self._known.items()
             if id not in running and not known.begun and id in self._sinks
         }
-        waiting = [(self._known.pop(id), self._sinks.pop(id)) for id in untouched]
+        waiting = list(untouched.values())
+        for id in untouched:
+            del self._known[id], self._sinks[id]
         self._fail_all(error)
         try:
             self._generator.abandon()
@@ -288,13 +249,14 @@ class Worker:
                 self._generator = self._make()
         except Exception as again:
             log.exception("the generator cannot be replaced")
-            for known, sink in waiting:
-                self._give_tokens_back(_tokens_of(known.request))
-                _fail(sink, error)
+            for known in waiting:
+                known.ticket.leave()
+                fail(known.ticket.sink, error)
             self._give_up(_engine_error(again))
             return
-        for known, sink in waiting:
-            self._take(known, sink)
+        for known in waiting:
+            self._take(known)
+            self._beat()
 
     def _probe(self) -> bool:
         """Return whether the engines can run a request that no caller made."""
@@ -321,23 +283,23 @@ class Worker:
         for id in list(self._known):
             self._forget(id)
         for sink in sinks:
-            _fail(sink, error)
+            fail(sink, error)
 
     def _fail_arrived(self, error: Exception) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 arrived = self._arrived.get_nowait()
                 if arrived is not None:
-                    self._give_tokens_back(_tokens_of(arrived[0]))
-                    _fail(arrived[1], error)
+                    arrived.ticket.leave()
+                    fail(arrived.ticket.sink, error)
 
 
 @dataclass
 class _Known:
-    """A request that the generator has. `begun`: whether it has had an event."""
+    """A request that is prepared. `begun`: whether it has had an event."""
 
     request: Work
-    begin: float
+    ticket: Ticket
     begun: bool = False
 
 
@@ -355,7 +317,7 @@ def _tokens_of(request: Work) -> int:
     return len(request.prompt_token_ids) + new
 
 
-def _engine_error(error: Exception) -> EngineError:
+def _engine_error(error: BaseException) -> EngineError:
     """Return the error of a pass as one of the engines: its requests were checked beforehand."""
     if isinstance(error, EngineError):
         return error
@@ -370,11 +332,3 @@ def _is_cancelled(sink: Sink) -> bool:
     except Exception:
         log.exception("cannot tell whether a request was cancelled")
         return True
-
-
-def _fail(sink: Sink, error: Exception) -> None:
-    """Fail one request; its errors must not reach the others."""
-    try:
-        sink.fail(error)
-    except Exception:
-        log.exception("cannot send an error reply")

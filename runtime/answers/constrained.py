@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,9 +33,13 @@ from canvasrt.runtime.request import (
     Timings,
 )
 from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.watch import Watch
+
+log = logging.getLogger(__name__)
 
 # Searches run beside the passes, so that one request's grammar does not hold up another's step.
 _SEARCHERS = ThreadPoolExecutor(2, "canvasrt-grammar")
+SEARCHES = Watch()
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ class ActiveConstrained(Prompted):
     def take(self, output: DenoiseOutput) -> list[Event]:
         """Start the search that this step's result needs; `collect` returns its events."""
         assert output.hidden is not None
-        self.job = _SEARCHERS.submit(self._made, output.hidden)
+        self.job = _SEARCHERS.submit(self._search, output.hidden)
         return []
 
     def collect(self) -> list[Event]:
@@ -120,6 +125,9 @@ class ActiveConstrained(Prompted):
         try:
             step = job.result()
         except CanvasError:
+            return self._end("grammar")
+        except BaseException:  # it must not fail a pass, which others share
+            log.exception("a search failed")
             return self._end("grammar")
         if step is None:
             return self._end("length")
@@ -151,6 +159,10 @@ class ActiveConstrained(Prompted):
     def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         length, size = self._params.canvas(self._model.config), self._model.config.vocab_size
         return step_noise(self._params.seed, len(self._steps), step, length, size)
+
+    def _search(self, hidden: np.ndarray) -> _Step | None:
+        with SEARCHES.busy():
+            return self._made(hidden)
 
     def _made(self, hidden: np.ndarray) -> _Step | None:
         """Run the sampler over what the grammar allows. None if no answer ends within the budget."""

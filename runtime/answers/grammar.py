@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
+from canvasrt.runtime.answers.spelling import Speller, spelling_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 GRAMMAR_TYPES = ("json_schema", "json_object", "regex", "grammar")
@@ -28,24 +29,13 @@ LIMITS = {
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # bytes of all regular expressions in a schema: their cost is quadratic
 # The longest shortest answer: one that takes more tokens cannot be told from one without an end.
-MAX_SHORTEST = 1024
-MAX_SECONDS = 5.0  # to find it, for grammars that the limits above let through
-_TURNS = 2.0  # the rank from which on kinds of tokens take turns
-
-
-def _rank(text: bytes) -> float:
-    """Return how late a token is tried when an answer must come to its end."""
-    if set(text) <= set(b'}]"'):
-        return 0.0
-    if text in (b",", b":"):
-        return 1.0
-    if text.isdigit():
-        return _TURNS
-    return 64.0 if set(text) & set(b"{[") else 3.0
+MAX_SHORTEST = 2048
+MAX_SECONDS = 1.0  # to find it, for grammars that the limits above let through
 
 
 class Vocabulary:
-    """The tokens' bytes, as llguidance wants them. Building it takes a second for a large one."""
+    """The tokens' bytes, as llguidance wants them. Building it takes seconds for a large one, in which
+    no other thread runs."""
 
     def __init__(
         self,
@@ -61,12 +51,24 @@ class Vocabulary:
         self.special = [token for token, text in enumerate(found) if not text]
         names = [text or b"\xff<%d>" % n for n, text in enumerate(found)]
         wrapped = _Wrapped(ends[0], names, self.special, tokenizer)
-        # Strings of a grammar never are special tokens; `<[id]>` is.
-        self.masked = [token for token in self.special if token not in control]
         inner = llguidance.TokenizerWrapper(wrapped)
         self.tokenizer = llguidance.LLTokenizer(inner, n_vocab=size)
-        # What to try first when an answer must come to its end.
-        self.rank = np.array([_rank(text) for text in found])
+        # Looking for a way to end an answer, over all tokens, would take milliseconds for each of its.
+        self._spelling = spelling_of(
+            [b"" if token in ends else text for token, text in enumerate(found)]
+        )
+        self._allow(control)
+
+    def with_control(self, control: frozenset[int]) -> Vocabulary:
+        """Return the same tokens for grammars that may have these special ones."""
+        other = copy.copy(self)
+        other._allow(control)
+        return other
+
+    def _allow(self, control: frozenset[int]) -> None:
+        # Strings of a grammar never are special tokens; `<[id]>` is.
+        self.masked = [token for token in self.special if token not in control]
+        self.spelling = self._spelling.with_special(control.difference(self.ends))
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ class _Wrapped:
 class GrammarState:
     """A place in a grammar. `advanced` leaves it as it is."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
+        """least: the tokens of the shortest answer, for the first state of a grammar."""
+        self._matcher, self._vocabulary, self.least = matcher, vocabulary, least
         self._allowed: np.ndarray | None = None
 
     @property
@@ -126,15 +129,15 @@ class GrammarState:
     def shortest(self, most: int) -> list[int] | None:
         """Return tokens, at most that many, after which the answer may end; None if none are found.
 
-        Not always the fewest: it tries what closes first, then what it has used least. CanvasError if
-        that takes too long.
+        Not always the fewest: it spells with few tokens, tries what closes first, then what it has
+        used least. CanvasError if that takes too long.
         """
         deadline = time.monotonic() + MAX_SECONDS
-        rank = self._vocabulary.rank
+        spelling = self._vocabulary.spelling
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         path: list[int] = []
-        used, kinds = np.zeros(len(rank), np.int64), defaultdict[float, float](float)
+        speller = Speller(spelling)
         while not matcher.is_accepting():
             if time.monotonic() > deadline:
                 raise CanvasError(
@@ -145,21 +148,19 @@ class GrammarState:
                 return None
             if forced:
                 path += forced
+                speller.moved()
                 matcher.consume_tokens(forced)
                 state._check()
                 continue
-            choices = state._compute_allowed()
-            if len(path) >= most or not choices.size:
+            if len(path) >= most:
                 return None
-            # What closes comes first, however often; other kinds take turns, and so do their tokens.
-            order = rank[choices]
-            for kind, count in kinds.items():
-                order = np.where(rank[choices] == kind, order + count, order)
-            best = choices[order == order.min()]
-            token = int(best[used[best].argmin()])
-            if len(choices) > 1:
-                used[token] += 1
-                kinds[float(rank[token])] += float(rank[token] >= _TURNS)
+            # Asked about token by token: for some grammars, looking at all of them takes 30 ms.
+            token = speller.next(lambda token: bool(matcher.validate_tokens([token])))
+            if token is None:
+                choices = state._compute_allowed()
+                if not choices.size:
+                    return None
+                token = int(choices[0])
             path.append(token)
             matcher.consume_token(token)
             state._check()
@@ -221,7 +222,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
             f"{path} allows no answer of at most {MAX_SHORTEST} tokens",
             "give one that can be satisfied with this model's tokens and ends",
         )
-    return state
+    return GrammarState(matcher, vocabulary, len(shortest))
 
 
 def _pattern_bytes(source: Any) -> int:

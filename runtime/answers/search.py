@@ -37,10 +37,9 @@ class _Path:
 
 
 def near(start: GrammarState) -> int:
-    """Return from how many tokens before the budget's end an answer from `start` is watched: twice
-    what its shortest one takes."""
-    shortest = start.shortest(_FARTHEST) or []
-    return min(_FARTHEST, max(_NEAR, 2 * len(shortest)))
+    """Return from how many tokens before the budget's end an answer from `start`, a grammar's first
+    state, is watched: twice what its shortest one takes."""
+    return min(_FARTHEST, max(_NEAR, 2 * start.least))
 
 
 def search(

@@ -1,10 +1,22 @@
-"""Regular expressions and Lark grammars: good ones, damaged ones, and hostile ones."""
+"""Regular expressions and Lark grammars: good ones, damaged ones, and hostile ones.
+
+`python -m tests.faults.grammars --count 4000 --seed 1` compiles some, without a server, over 262,144
+made-up tokens. It fails for anything but a grammar or a message, and prints what took longest.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import threading
+import time
 from typing import Any
+
+from bench.vocabulary import SIZE, large_tokenizer
+from canvasrt.containers.triton.preparing import STACK
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 
 REGEXES = (
     r"[0-9]{2}",
@@ -111,3 +123,60 @@ def spec(draw: random.Random) -> dict[str, Any]:
 def tensor(draw: random.Random) -> bytes:
     """Return a grammar as the tensor's bytes."""
     return json.dumps(spec(draw)).encode()
+
+
+class Compiling:
+    """Compiles grammars, and notes how long each took and how long no other thread ran."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.taken: list[tuple[float, str]] = []  # CPU seconds
+        self.refused = 0
+        self.longest_hold = 0.0
+        self.error: BaseException | None = None
+        self._count, self._draw = count, random.Random(seed)
+        self._words = Vocabulary(large_tokenizer(), SIZE, (1, 3))
+
+    def run(self) -> None:
+        """Compile them all on a thread like the server's."""
+        before = threading.stack_size(STACK)
+        thread = threading.Thread(target=self._compile)
+        thread.start()
+        threading.stack_size(before)
+        while thread.is_alive():
+            begin = time.monotonic()
+            time.sleep(0.001)
+            self.longest_hold = max(self.longest_hold, time.monotonic() - begin)
+        if self.error is not None:
+            raise self.error
+
+    def _compile(self) -> None:
+        try:
+            for _ in range(self._count):
+                grammar, begin = spec(self._draw), time.thread_time()
+                try:
+                    compile_grammar(grammar, self._words, "grammar")
+                except CanvasError:
+                    self.refused += 1
+                self.taken.append((time.thread_time() - begin, json.dumps(grammar)[:100]))
+        except BaseException as error:
+            self.error = error
+
+
+def main() -> None:
+    """Run as a program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    compiling = Compiling(given.count, given.seed)
+    compiling.run()
+    taken = sorted(compiling.taken, reverse=True)
+    print(f"{len(taken)} grammars, {compiling.refused} of them refused")
+    print(f"no other thread ran for {compiling.longest_hold * 1e3:.0f} ms at most")
+    print(f"median {taken[len(taken) // 2][0] * 1e3:.1f} ms of CPU, the longest:")
+    for seconds, text in taken[:5]:
+        print(f"{seconds:.2f} s: {text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,64 +15,14 @@ from tests.faults.kills import left_behind, processes
 from tests.helpers.faulty import Faulty, faulty_package
 from tests.helpers.serving import eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
+from tests.helpers.watched import Watch, ask, end
 
 pytestmark = needs_triton
-SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
 
 
 @pytest.fixture
 def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
     return faulty_package(packaged, tmp_path / "faulty")
-
-
-def ask(running: Serving, **options: Any) -> tuple[int, Any]:
-    """One chat's status and body."""
-    body = {"model": "canvasrt", "messages": [{"role": "user", "content": "12+34="}]}
-    return call(running, "POST", "/v1/chat/completions", {**body, **SHORT, **options})
-
-
-def call(running: Serving, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    host = running.said["openai"].removeprefix("http://").partition("/")[0]
-    connection = http.client.HTTPConnection(host, timeout=60)
-    try:
-        headers = {"Content-Type": "application/json"}
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        reply = connection.getresponse()
-        return reply.status, json.loads(reply.read())
-    finally:
-        connection.close()
-
-
-class Watch:
-    """Asks for both health routes until the server is gone; the statuses seen, in order."""
-
-    def __init__(self, running: Serving) -> None:
-        self.seen: dict[str, list[int]] = {"live": [], "ready": []}
-        self._running = running
-        self._threads = [threading.Thread(target=self._run, args=(name,)) for name in self.seen]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, name: str) -> None:
-        while True:
-            try:
-                self.seen[name].append(call(self._running, "GET", f"/v1/health/{name}")[0])
-            except (OSError, http.client.HTTPException):
-                return
-            time.sleep(0.02)
-
-    def join(self) -> dict[str, set[int]]:
-        for thread in self._threads:
-            thread.join(60)
-        return {name: set(seen) for name, seen in self.seen.items()}
-
-
-def end(running: Serving) -> tuple[int, str]:
-    """The exit code, and what was written to stderr, of a server that ends by itself."""
-    errors = running.process.communicate(timeout=60)[1]
-    assert not running.stale()
-    assert not running.scratch()
-    return running.process.returncode, errors
 
 
 def test_one_failed_pass_is_the_servers_fault_and_ends_nothing(faulty: Faulty, tmp_path: Path):

@@ -1,6 +1,7 @@
 """A package whose engines fail on demand: what a file says happens to the next passes.
 
-The engines, the server and their supervisor are the real ones; only the pass is made to fail.
+The engines, the server and their supervisor are the real ones; only the pass is made to fail, or what
+is done beside it to hang.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from canvasrt.containers.triton import backend
 from canvasrt.containers.triton.backend import StreamModel as TritonPythonModel
+from canvasrt.runtime.answers import constrained
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
@@ -74,8 +77,25 @@ def make(self, *arguments, **options):
     init(self, *arguments, **options)
 
 
+def waits(name, function):
+    """Hold a function up while its name is in the switch, or for the seconds behind it."""
+
+    def held(*arguments):
+        begin = time.monotonic()
+        while fault().partition(" ")[0] == name:
+            seconds = float(fault().partition(" ")[2] or "inf")
+            if time.monotonic() - begin > seconds:
+                break
+            time.sleep(0.02)
+        return function(*arguments)
+
+    return held
+
+
 real = Model.denoise
 Model.denoise = denoise
+backend.read_request = waits("read", backend.read_request)
+constrained.search = waits("search", constrained.search)
 if RESTART:
     init = Generator.__init__
     Generator.__init__ = make
@@ -90,7 +110,8 @@ class Faulty:
     switch: Path
 
     def set(self, fault: str) -> None:
-        """Choose what happens to the passes from now on: cuda, fail, once, hang, nan, or nothing."""
+        """Choose what happens to the passes from now on: cuda, fail, once, hang, nan, or nothing. Or
+        what hangs instead of a pass: read, search; `read 2` takes two seconds."""
         fresh = self.switch.with_suffix(".new")
         fresh.write_text(fault)
         fresh.replace(self.switch)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,39 +13,26 @@ import pytest
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
 from canvasrt.containers.triton.blame import MOST, WINDOW
-from canvasrt.containers.triton.worker import Busy, Late, Overloaded, Worker
+from canvasrt.containers.triton.tickets import Busy, Late, Overloaded
+from canvasrt.containers.triton.worker import ADMITTED, Worker, _Known
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.generator import Event, Finished, Generator, Request
+from canvasrt.runtime.generator import Event, Generator, Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling import SamplingParams
+from tests.helpers.callers import Caller, submit
 from tests.helpers.serving import eventually
-
-
-@dataclass
-class Caller:
-    """A sink that keeps how its request ended."""
-
-    disconnected: bool = False
-    ends: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-
-    def event(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self.ends.put(event.result)
-
-    def fail(self, error: Exception) -> None:
-        self.ends.put(error)
-
-    def cancelled(self) -> bool:
-        return self.disconnected
 
 
 class Failing(Generator):
     """A generator whose first pass fails, as a device that runs out of memory does."""
 
     passes = 0
+    held = threading.Event()
+    held.set()
 
     def _denoise(self) -> list[Event]:
+        assert Failing.held.wait(10)
         Failing.passes += 1
         if Failing.passes == 1:
             raise MemoryError("out of memory")
@@ -63,15 +51,21 @@ def request(model: Model, **options: Any) -> Request:
     return Request([2, 5, 6], params)
 
 
+def arrive(worker: Worker, request: Work, caller: Caller) -> None:
+    """Queue a request without any checks."""
+    ticket = worker.tickets.take(request.owner, caller, time.monotonic())
+    worker._arrived.put(_Known(request, ticket))
+
+
 def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
     Failing.passes = 0
     worker = Worker(lambda: Failing(model))
     unlucky, next_one = Caller(), Caller()
-    worker.submit(request(model), unlucky)
+    submit(worker, request(model), unlucky)
     error = unlucky.ends.get(timeout=10)
     assert isinstance(error, EngineError)
     assert error.message == "MemoryError: out of memory"
-    worker.submit(request(model), next_one)
+    submit(worker, request(model), next_one)
     assert next_one.ends.get(timeout=10).finish_reason == "length"
     worker.close()
 
@@ -81,40 +75,84 @@ def test_requests_that_wait_outlive_a_failed_pass(model: Model):
     Failing.passes = 0
     alone = Generator(model).run([request(model, seed=each) for each in range(4)])
     worker = Worker(lambda: Failing(model, max_batch=1), max_tokens=4 * 7)
+    Failing.held.clear()  # all are there when the first pass begins
     callers = [Caller() for _ in range(4)]
-    with worker._counting:  # all are there when the first pass begins
-        for seed, caller in enumerate(callers):
-            worker._arrived.put((request(model, seed=seed), caller, 0.0))
-        worker._tokens = 4 * 7
+    for seed, caller in enumerate(callers):
+        submit(worker, request(model, seed=seed), caller)
+    Failing.held.set()
     assert isinstance(callers[0].ends.get(timeout=10), EngineError)
     for caller, result in zip(callers[1:], alone[1:], strict=True):
         assert caller.ends.get(timeout=10).token_ids == result.token_ids
     worker.close()
-    assert worker._tokens == 0
+    assert worker.tickets.tokens == len(worker.tickets) == 0
 
 
 def test_a_request_s_time_begins_when_it_comes(model: Model):
     worker = Worker(lambda: Generator(model), timeout=5)
     caller = Caller()
-    worker.submit(request(model), caller, time.monotonic() - 6)
+    submit(worker, request(model), caller, time.monotonic() - 6)
     assert isinstance(caller.ends.get(timeout=10), Late)
+    late = worker.take_ticket("", caller, time.monotonic() - 6)
     with pytest.raises(Late, match="longer than 5 s"):
-        worker.check_late(time.monotonic() - 6)
-    worker.check_late(time.monotonic())
+        late.check_late()
+    worker.take_ticket("", Caller()).check_late()
     worker.close()
 
 
-def test_one_key_cannot_take_every_place(model: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker_module, "MAX_WAITING", 4)
-    long = {"max_new_tokens": 500, "max_denoising_steps": 100, "stability_threshold": 10_000}
-    worker = Worker(lambda: Generator(model, max_batch=1))
-    for _ in range(2):
-        worker.submit(replace(request(model, **long), owner="a"), Caller())
-    assert eventually(lambda: len(worker._known) == 2)
-    with pytest.raises(Busy, match="2 requests of this key"):
-        worker.submit(replace(request(model), owner="a"), Caller())
-    worker.submit(replace(request(model), owner="b"), Caller())
+def test_requests_join_a_few_at_a_time(model: Model):
+    """Each may take a while to join: those that run get their steps between them, and every one of
+    them counts as progress."""
+    order: list[str] = []
+
+    class Slow(Generator):
+        def add(self, request: Work, is_checked: bool = False) -> int:
+            order.append("add")
+            return super().add(request, is_checked)
+
+        def step(self) -> list[Event]:
+            if order:
+                order.append("step")
+            return super().step()
+
+    worker = Worker(lambda: Slow(model), beat=lambda: order.append("beat") if order else None)
+    callers = [Caller() for _ in range(5 * ADMITTED)]
+    held = threading.Event()
+    first = Caller()
+    first.event = lambda event: held.wait(10)  # type: ignore[method-assign]
+    submit(worker, request(model), first)
+    for caller in callers:
+        submit(worker, request(model), caller)
+    order.clear()
+    order.append("begin")
+    held.set()
+    for caller in callers:
+        caller.ends.get(timeout=30)
     worker.close()
+    rounds = "".join(each[0] for each in order).replace("b", "").split("s")
+    assert max(len(each) for each in rounds) == ADMITTED
+    assert "aa" not in "".join(each[0] for each in order)
+
+
+def test_a_worker_that_ends_leaves_nobody_waiting(model: Model):
+    """Whatever its thread raises: a library's panic is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    class Ends(Generator):
+        def step(self) -> list[Event]:
+            if self.idle:
+                return []
+            raise Panic("at the disco")
+
+    lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
+    worker = Worker(lambda: Ends(model), lost=lost.put)
+    caller = Caller()
+    submit(worker, request(model), caller)
+    assert isinstance(caller.ends.get(timeout=10), EngineError)
+    assert "disco" in lost.get(timeout=10).message
+    with pytest.raises(Overloaded, match="disco"):
+        submit(worker, request(model), Caller())
 
 
 def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
@@ -123,9 +161,9 @@ def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
             raise OSError("disconnected")
 
     worker = Worker(lambda: Generator(model))
-    worker.submit(request(model, max_denoising_steps=10_000, stability_threshold=10_000), Broken())
+    submit(worker, request(model, max_denoising_steps=10_000, stability_threshold=10_000), Broken())
     caller = Caller()
-    worker.submit(request(model), caller)
+    submit(worker, request(model), caller)
     assert caller.ends.get(timeout=10).finish_reason == "length"
     worker.close()
 
@@ -133,7 +171,7 @@ def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
 def test_a_request_that_cannot_run_is_refused(model: Model):
     worker = Worker(lambda: Generator(model))
     caller = Caller()
-    worker.submit(request(model, max_new_tokens=4096), caller)
+    submit(worker, request(model, max_new_tokens=4096), caller)
     error = caller.ends.get(timeout=10)
     assert isinstance(error, CanvasError)
     assert "exceed the context" in error.message
@@ -146,9 +184,9 @@ def test_too_many_requests_are_refused(model: Model, monkeypatch: pytest.MonkeyP
     callers = [Caller(), Caller(), Caller()]
     endless = {"max_denoising_steps": 10_000, "stability_threshold": 10_000}
     for caller in callers[:2]:
-        worker.submit(request(model, **endless), caller)
+        submit(worker, request(model, **endless), caller)
     with pytest.raises(Overloaded, match="2 requests are already waiting"):
-        worker.submit(request(model), callers[2])
+        submit(worker, request(model), callers[2])
     worker.close()
     for caller in callers[:2]:
         assert isinstance(caller.ends.get(timeout=10), Overloaded)
@@ -158,7 +196,7 @@ def test_a_closed_worker_takes_nothing(model: Model):
     worker = Worker(lambda: Generator(model))
     worker.close()
     with pytest.raises(Overloaded, match="stopping"):
-        worker.submit(request(model), Caller())
+        submit(worker, request(model), Caller())
 
 
 def test_after_a_fatal_error_requests_are_refused(model: Model):
@@ -170,12 +208,12 @@ def test_after_a_fatal_error_requests_are_refused(model: Model):
     worker = Worker(lambda: Lost(model), lost=lost.put)
     callers = [Caller(), Caller()]
     for caller in callers:
-        worker.submit(request(model), caller)
+        submit(worker, request(model), caller)
     assert lost.get(timeout=10).fatal
     for caller in callers:
         assert "the device is lost" in caller.ends.get(timeout=10).message
     with pytest.raises(Overloaded, match="the device is lost"):
-        worker.submit(request(model), Caller())
+        submit(worker, request(model), Caller())
     worker.close()
 
 
@@ -204,16 +242,16 @@ def test_one_caller_s_requests_do_not_end_the_service(model: Model, owner: str):
     worker._blame._clock = lambda: now[0]
     for _ in range(MOST if owner else 2 * MOST):
         caller = Caller()
-        worker.submit(poison(model, owner), caller)
+        submit(worker, poison(model, owner), caller)
         assert isinstance(caller.ends.get(timeout=10), EngineError)
     if owner:
         assert eventually(lambda: worker._blame.refuses(owner))
         with pytest.raises(Busy, match="of this key failed"):
-            worker.submit(poison(model, owner), Caller())
+            submit(worker, poison(model, owner), Caller())
         now[0] = WINDOW + 1
     for each in (owner, "b"):
         caller = Caller()
-        worker.submit(replace(request(model), owner=each), caller)
+        submit(worker, replace(request(model), owner=each), caller)
         assert caller.ends.get(timeout=10).finish_reason == "length"
     assert lost.empty()
     worker.close()
@@ -225,14 +263,13 @@ def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
     endless = {"max_new_tokens": 200, "max_denoising_steps": 10_000, "stability_threshold": 10_000}
     for number in range(MOST):
         victim, bad = Caller(), Caller()
-        worker.submit(replace(request(model, **endless), owner="b"), victim)
+        submit(worker, replace(request(model, **endless), owner="b"), victim)
         assert eventually(lambda: any(each.begun for each in list(worker._known.values())))
         waiting = [Caller() for _ in range(6)]
-        with worker._counting:
-            worker._arrived.put((poison(model, "a"), bad, 0.0))
-            if number == MOST - 1:
-                for each in waiting:
-                    worker._arrived.put((poison(model, "a"), each, 0.0))
+        arrive(worker, poison(model, "a"), bad)
+        if number == MOST - 1:
+            for each in waiting:
+                arrive(worker, poison(model, "a"), each)
         for each in (victim, bad):
             assert isinstance(each.ends.get(timeout=10), EngineError)
     ends = [each.ends.get(timeout=10) for each in waiting]
@@ -258,7 +295,7 @@ def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
         assert lost.empty()
         caller = Caller()
         left[0] = failing
-        worker.submit(request(model), caller)
+        submit(worker, request(model), caller)
         assert isinstance(caller.ends.get(timeout=10), EngineError) == bool(failing)
     assert "3 passes in a row" in lost.get(timeout=10).message
     worker.close()
@@ -280,7 +317,7 @@ def test_a_failed_pass_gives_its_slots_back(model: Model):
     try:
         worker = Worker(lambda: Later(model))
         caller = Caller()
-        worker.submit(request(model, max_denoising_steps=100), caller)
+        submit(worker, request(model, max_denoising_steps=100), caller)
         assert isinstance(caller.ends.get(timeout=10), EngineError)
         worker.close()
     finally:

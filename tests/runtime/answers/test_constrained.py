@@ -3,12 +3,10 @@ the grammar can make them valid."""
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,23 +14,24 @@ from hypothesis import strategies as st
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers import constrained, grammar
-from canvasrt.runtime.answers.constrained import ConstrainedRequest
-from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.search import search
-from canvasrt.runtime.generator import Draft, Finished, Generator, Request, Result
+from canvasrt.runtime.answers.spelling import Speller
+from canvasrt.runtime.generator import Draft, Finished, Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
-from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.constrained import (
+    END,
+    SCHEMAS,
+    check,
+    request,
+    schema,
+    text_of,
+    untrained_model,
+    vocabulary,
+)
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
-
-END = 5  # the demo's token that closes a turn
-
-
-def vocabulary(pair: Pair) -> Vocabulary:
-    config = pair.model.config
-    return Vocabulary(pair.tokenizer, config.vocab_size, config.eos_token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -42,81 +41,7 @@ def demo_words(demo: Pair) -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def untrained(undertrained: Pair) -> Model:
-    """The demo's model before it learned anything, its tokens in random order besides."""
-    model = open_model(undertrained.bundle, threads=1)
-    order = np.random.default_rng(0).permutation(model.config.vocab_size)
-    model.host_head._table = np.asarray(model._table[order], np.float32)
-    return model
-
-
-def schema(of: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "schema": of}
-
-
-def request(
-    pair: Pair, start: GrammarState, text: str = "12+34=", **options: Any
-) -> ConstrainedRequest:
-    given = {"max_new_tokens": 160, "max_denoising_steps": 6} | options
-    params = SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **given)
-    ids = pair.tokenizer.encode_chat([{"role": "user", "content": text}])
-    return ConstrainedRequest(ids, params, start, END)
-
-
-def text_of(tokenizer: Tokenizer, result: Result) -> str:
-    return tokenizer.decode([token for token in result.token_ids if token != END], False)
-
-
-SCHEMAS: list[dict[str, Any]] = [
-    {"type": "boolean"},
-    {"enum": ["red", "green", 3, None, {"a": [1]}]},
-    {"const": {"x": "y"}},
-    {"type": "integer", "minimum": -3, "maximum": 120},
-    {"type": "string", "minLength": 2, "maxLength": 6},
-    {"type": "string", "pattern": "^[a-f]{2}-[0-9]+$"},
-    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 5},
-            "size": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 9}, {"type": "null"}]},
-            "more": {"type": "boolean"},
-        },
-        "required": ["name", "size"],
-        "additionalProperties": False,
-    },
-    {
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {
-                    "value": {"enum": ["a", "b"]},
-                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
-                },
-                "required": ["value", "next"],
-                "additionalProperties": False,
-            }
-        },
-        "$ref": "#/$defs/node",
-    },
-    {
-        "type": "object",
-        "properties": {
-            "outer": {
-                "type": "object",
-                "properties": {"inner": {"type": "array", "items": {"type": "number"}}},
-                "required": ["inner"],
-            }
-        },
-        "required": ["outer"],
-    },
-    {"type": "string", "enum": ['quote " and \\', "tab\there"]},
-]
-
-
-def check(of: dict[str, Any], tokenizer: Tokenizer, result: Result) -> None:
-    """A result validates, or says why it could not."""
-    assert result.finish_reason == "stop", (of, text_of(tokenizer, result))
-    jsonschema.validate(json.loads(text_of(tokenizer, result)), of)
+    return untrained_model(undertrained)
 
 
 @pytest.mark.parametrize("of", SCHEMAS, ids=str)
@@ -229,7 +154,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (schema({"$ref": "#"}), "g.schema cannot be used: .* no token may follow"),
     (
         schema({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}),
-        r"limit 50000|allows no answer of at most 1024 tokens",
+        r"limit 50000|allows no answer of at most 2048 tokens",
     ),
     (schema({"type": "array", "uniqueItems": True}), "Unimplemented keys"),
     (schema({"enum": ["a" * 70_000]}), "g.schema has 70"),
@@ -244,7 +169,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         schema({"items": [{"pattern": "a" * 5000}, {"patternProperties": {"b" * 5000: {}}}]}),
         "g.schema has patterns of 10000 bytes",
     ),
-    ({"type": "regex", "regex": "a{2000}"}, "allows no answer of at most 1024 tokens"),
+    ({"type": "regex", "regex": "a{3000}"}, "allows no answer of at most 2048 tokens"),
     ({"type": "regex", "regex": "é"}, "g.regex"),  # the demo has no token for it
 ]
 
@@ -260,10 +185,10 @@ def test_grammars_that_cannot_be_used_are_refused(
 def test_compiling_is_bounded(demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"type": "regex", "regex": "[ab]{40}"}
     compile_grammar(spec, demo_words, "g")
-    rounds: list[GrammarState] = []
-    allowed = GrammarState._compute_allowed
-    monkeypatch.setattr(GrammarState, "_compute_allowed", lambda s: rounds.append(s) or allowed(s))
-    with pytest.raises(CanvasError, match="no answer of at most 1024 tokens"):
+    rounds: list[Speller] = []
+    choose = Speller.next
+    monkeypatch.setattr(Speller, "next", lambda s, allows: rounds.append(s) or choose(s, allows))
+    with pytest.raises(CanvasError, match="no answer of at most 2048 tokens"):
         compile_grammar({"type": "regex", "regex": "a" * 8_000}, demo_words, "g")
     assert len(rounds) < 10  # what must follow is not searched for
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)

@@ -119,3 +119,15 @@ def test_gaps_are_read() -> None:
 def test_wrong_gaps_are_refused(demo: Pair, text: str, message: str) -> None:
     with pytest.raises(CanvasError, match=message):
         ask(demo, text, "x")
+
+
+def test_the_words_of_a_vocabulary_are_read_once(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large one, that takes half a second."""
+    params = SamplingParams.from_defaults(demo.model.sampler, demo.model.config)
+    tokenizer = demo.tokenizer
+    infill_request("te{3}p", [2], params, demo.model, tokenizer)
+    monkeypatch.setattr(type(tokenizer), "token_bytes", None)
+    request = infill_request("te{3}p", [2], params, demo.model, tokenizer)
+    assert request.words.size > 50

@@ -1,0 +1,150 @@
+"""Who waits: every request has a ticket, from its arrival to its end, by its caller and deadline."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from typing import Protocol
+
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.generator import Event
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1024
+
+
+class Sink(Protocol):
+    """Receives one request's events. `fail` is called from several threads, and only the first call
+    counts; the rest is called on the worker's thread alone."""
+
+    def event(self, event: Event) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        """End the request without a result."""
+        ...
+
+    def cancelled(self) -> bool: ...
+
+
+class Overloaded(CanvasError):
+    """The server cannot take the request now; nothing is wrong with it."""
+
+
+class Busy(Overloaded):
+    """A limit on what waits was reached."""
+
+
+class Late(CanvasError):
+    """A request took longer than the operator allows."""
+
+
+class Ticket:
+    """Counts one request, from before it is prepared until it has ended."""
+
+    def __init__(self, tickets: Tickets, owner: str, sink: Sink, begin: float) -> None:
+        self.owner, self.sink, self.begin = owner, sink, begin
+        self.tokens = 0
+        self.is_late = False
+        self._tickets = tickets
+
+    def take_tokens(self, count: int) -> None:
+        """Count the tokens of a request that is prepared. Busy when there are too many."""
+        self._tickets.count_tokens(self, count)
+
+    def check_late(self) -> None:
+        """Raise Late if the request's time is over."""
+        self._tickets.check_late(self.begin)
+
+    def leave(self) -> None:
+        """Give the ticket back; once more does no harm."""
+        self._tickets.remove(self)
+
+
+class Tickets:
+    """Everybody's tickets. May be used from several threads."""
+
+    def __init__(self, most: int, max_tokens: int | None, timeout: float | None) -> None:
+        """most: requests of all callers; one key may have half of them. max_tokens: of all requests
+        together, prompts and new ones. timeout: seconds that one request may take."""
+        self._most, self._max_tokens, self._timeout = most, max_tokens, timeout
+        self._lock = threading.Lock()
+        self._taken: dict[Ticket, None] = {}
+        self._by_owner: Counter[str] = Counter()
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, owner: str, sink: Sink, begin: float) -> Ticket:
+        """Return a ticket for a request that came at `begin`. Busy when too many are taken."""
+        ticket = Ticket(self, owner, sink, begin)
+        with self._lock:
+            if len(self._taken) >= self._most:
+                raise Busy(f"{self._most} requests are already waiting", "try again later")
+            if owner and (own := self._by_owner[owner]) >= self._most // 2:
+                raise Busy(f"{own} requests of this key are already waiting", "try again later")
+            self._taken[ticket] = None
+            self._by_owner[owner] += 1
+        return ticket
+
+    def count_tokens(self, ticket: Ticket, count: int) -> None:
+        """Count a request's tokens. Busy when all of them together are too many."""
+        with self._lock:
+            # One request alone is let in, however long.
+            if self._max_tokens and self.tokens and self.tokens + count > self._max_tokens:
+                raise Busy(
+                    f"requests with {self.tokens} tokens are waiting, of {self._max_tokens} at most",
+                    "try again later",
+                )
+            if ticket in self._taken:
+                ticket.tokens += count
+                self.tokens += count
+
+    def remove(self, ticket: Ticket) -> None:
+        """Give a ticket back, with its tokens."""
+        with self._lock:
+            if ticket not in self._taken:
+                return
+            del self._taken[ticket]
+            self.tokens -= ticket.tokens
+            self._by_owner[ticket.owner] -= 1
+            if not self._by_owner[ticket.owner]:
+                del self._by_owner[ticket.owner]
+
+    def check_late(self, begin: float, now: float | None = None) -> None:
+        """Raise Late for a request that came at `begin`, if its time is over."""
+        now = time.monotonic() if now is None else now
+        if self._timeout is not None and now - begin > self._timeout:
+            raise Late(
+                f"the request took longer than {self._timeout:g} s", "ask for fewer tokens or steps"
+            )
+
+    def end_late(self) -> list[Ticket]:
+        """Tell the callers whose time is over, wherever their requests are; return their tickets.
+
+        Whoever holds such a request gives the ticket back.
+        """
+        if self._timeout is None:
+            return []
+        now, found = time.monotonic(), []
+        with self._lock:
+            taken = [ticket for ticket in self._taken if not ticket.is_late]
+        for ticket in taken:
+            try:
+                self.check_late(ticket.begin, now)
+            except Late as error:
+                ticket.is_late = True
+                found.append(ticket)
+                fail(ticket.sink, error)
+        return found
+
+
+def fail(sink: Sink, error: BaseException) -> None:
+    """Fail one request; its errors must not reach the others."""
+    try:
+        sink.fail(error)
+    except Exception:
+        log.exception("cannot send an error reply")

@@ -1,0 +1,141 @@
+"""The few tokens that any text can be spelled with, in the order in which to try them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+TURNS = 2.0  # the rank from which on kinds of tokens take turns
+_QUOTE = 0.5
+_FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
+# What formats such as dates, addresses and URLs need comes first.
+_MARKS = b"@.-/:_+ "
+_LATE = 64.0
+_PATIENCE = 0.5  # the rank that closing loses each time
+_LETTERS = 3.0
+_WORDS = {16: 12, 8: 4, 4: 2}  # how many are kept, by their length
+
+
+class Spelling(NamedTuple):
+    """Token ids, int64 `[n]`, the first to try first among those of one rank, and their ranks
+    `[n]`: how late a token is tried when an answer must come to its end."""
+
+    tokens: np.ndarray
+    rank: np.ndarray
+
+    def with_special(self, tokens: Collection[int]) -> Spelling:
+        """Return the same with special tokens, which close something."""
+        special = np.array(sorted(tokens), np.int64)
+        return Spelling(
+            np.concatenate([special, self.tokens]),
+            np.concatenate([np.zeros(len(special)), self.rank]),
+        )
+
+
+def spelling_of(found: Sequence[bytes]) -> Spelling:
+    """Return the spelling of a vocabulary, whose tokens stand for the bytes `found`; none for a
+    special token.
+
+    It has every token of one byte, and some longer ones, so that answers get shorter. Where a byte
+    has no token of its own, it has every token with that byte.
+    """
+    single = {text[0] for text in found if len(text) == 1}
+    missing = bytes(set(range(256)) - single)
+    words = _words(found)
+    # Of two tokens for the same text, one may be a byte that stands for any text; it comes first.
+    by_text = {
+        text: token
+        for token, text in enumerate(found)
+        if len(text) == 1 or token in words or len(text.translate(None, missing)) < len(text)
+    }
+    kept = by_text.values()
+    ranked = sorted((_rank(found[token]), _order(found[token]), token) for token in kept)
+    return Spelling(
+        np.array([token for _, _, token in ranked], np.int64),
+        np.array([rank for rank, _, _ in ranked]),
+    )
+
+
+def _words(found: Sequence[bytes]) -> set[int]:
+    """Return some long tokens of small letters: a text of a certain length needs fewer of them."""
+    kept: dict[int, list[int]] = {length: [] for length in _WORDS}
+    for token, text in enumerate(found):
+        size = len(text)
+        if size in kept and len(kept[size]) < _WORDS[size] and text.isalpha() and text.islower():
+            kept[size].append(token)
+    return {token for same in kept.values() for token in same}
+
+
+def _rank(text: bytes) -> float:
+    if text in _FIRST:
+        return _FIRST[text]
+    if text.isdigit():
+        return TURNS
+    if text.isalpha():
+        return _LETTERS
+    if any(each in b"{[" or each < 32 or each > 126 for each in text):
+        return _LATE
+    return 4.0
+
+
+def _order(text: bytes) -> tuple[int, int]:
+    """Return how late a token comes among those of its rank."""
+    known = len(text) == 1 and text in _MARKS
+    return (_MARKS.index(text) if known else len(_MARKS), -len(text))
+
+
+class Speller:
+    """Chooses what may follow, again and again: what closes first, then what was used least."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._tokens, self._rank = spelling
+        # Where all of these may follow, nearly anything may.
+        self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
+        self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
+        self._last = self._bound
+
+    def moved(self) -> None:
+        """Say that something followed that was not chosen."""
+        self._free = _Used(len(self._rank))  # each text begins anew
+        self._bound.closed = 0
+
+    def next(self, allows: Callable[[int], bool]) -> int | None:
+        """Return the first token that is allowed; None if none of the spelling's is."""
+        rank, used = self._rank, self._bound
+        if all(map(allows, self._probes)):
+            # In such a text, brackets close nothing.
+            rank, used = np.where((rank < TURNS) & (rank != _QUOTE), _LATE, rank), self._free
+        if used is not self._last:
+            self._last, used.closed = used, 0
+        for place in used.order(rank):
+            if allows(token := int(self._tokens[place])):
+                used.count(place, float(rank[place]), reset=used is self._bound)
+                return token
+        return None
+
+
+class _Used:
+    """How often each token was chosen, and each kind; and how often something closed in a row."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens = np.zeros(size, np.int64)
+        self.kinds: dict[float, float] = {}
+        self.closed = 0
+
+    def order(self, rank: np.ndarray) -> np.ndarray:
+        """Return the places of all tokens, those to try first at the beginning."""
+        # Closing again and again may lead nowhere, too.
+        order = np.where(rank < TURNS, rank + _PATIENCE * self.closed, rank)
+        for kind, count in self.kinds.items():
+            order[rank == kind] += count
+        return np.lexsort((self.tokens, order))
+
+    def count(self, place: int, kind: float, reset: bool) -> None:
+        self.tokens[place] += 1
+        if kind < TURNS:
+            self.closed += 1
+            return
+        self.kinds[kind] = self.kinds.get(kind, 0.0) + kind
+        self.closed = 0 if reset else self.closed

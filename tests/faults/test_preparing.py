@@ -1,0 +1,156 @@
+"""What is done beside the passes: it hangs, takes long, or is refused again and again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.triton import grammar
+from canvasrt.containers.triton.shared import Shared
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.grammar import GrammarState
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.faulty import Faulty, faulty_package
+from tests.helpers.one_caller import model
+from tests.helpers.serving import needs_triton
+from tests.helpers.serving_process import ANY_PORTS, serving
+from tests.helpers.watched import Watch, ask, end
+
+__all__ = ["model"]
+DIGITS = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
+
+
+@pytest.fixture
+def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
+    return faulty_package(packaged, tmp_path / "faulty")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [("read", {}), ("read", DIGITS), ("search", DIGITS)],
+    ids=["Triton's thread", "a preparing thread", "a search"],
+)
+def test_a_thread_that_hangs_is_noticed(
+    faulty: Faulty, tmp_path: Path, fault: str, options: dict[str, Any]
+):
+    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "3") as running:
+        assert ask(running, **options)[0] == 200
+        faulty.set(fault)
+        watch = Watch(running)
+        begin = time.monotonic()
+        assert ask(running, **options)[0] in (500, 503)
+        code, errors = end(running)
+        assert time.monotonic() - begin < 20
+        assert code == 4
+        assert "no progress for 3 s" in errors
+        assert all(503 in seen for seen in watch.join().values())
+
+
+@needs_triton
+def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
+    """Even if many wait for it for longer than one may take."""
+    with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running:
+        faulty.set("read 2")
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, running, seed=each, **DIGITS) for each in range(8)]
+            assert [each.result()[0] for each in asked] == [200] * 8
+
+
+@needs_triton
+def test_time_that_is_over_is_told_while_a_request_is_prepared(faulty: Faulty, tmp_path: Path):
+    with serving(faulty.path, tmp_path, *ANY_PORTS, "--request-timeout", "2") as running:
+        assert ask(running, **DIGITS)[0] == 200
+        faulty.set("read 6")
+        with ThreadPoolExecutor(3) as pool:
+            begin = time.monotonic()
+            asked = [
+                pool.submit(ask, running, **DIGITS) for _ in range(3)
+            ]  # one waits for a thread
+            assert [each.result()[0] for each in asked] == [504] * 3
+            assert time.monotonic() - begin < 5
+        faulty.set("")
+        time.sleep(5)
+        assert ask(running, **DIGITS)[0] == 200
+
+
+def test_a_refused_grammar_is_compiled_once_for_a_while(
+    model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+    compiled = grammar.compile_grammar
+    monkeypatch.setattr(
+        grammar, "compile_grammar", lambda *given: made.append("") or compiled(*given)
+    )
+    tokenizer = Tokenizer.load(engines)
+
+    def refused(owner: str) -> None:
+        text = '{"type": "regex", "regex": "a{3000}"}'
+        with pytest.raises(CanvasError, match="no answer of at most"):
+            grammar.read_grammar(text, model, tokenizer, owner)
+
+    for owner in ("a", "a", "b", "b"):
+        refused(owner)
+    assert len(made) == 2
+    monkeypatch.setattr(grammar, "REFUSED_FOR", 0.0)
+    refused("a")
+    assert len(made) == 3
+
+
+def test_answers_to_one_request_wait_for_one_compilation(
+    model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+    compiled = grammar.compile_grammar
+
+    def slow(*given: Any) -> GrammarState:
+        made.append("")
+        time.sleep(0.5)
+        return compiled(*given)
+
+    monkeypatch.setattr(grammar, "compile_grammar", slow)
+    tokenizer = Tokenizer.load(engines)
+    text = '{"type": "regex", "regex": "[0-9]{3}"}'
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(grammar.read_grammar, text, model, tokenizer) for _ in range(4)]
+        assert len({id(each.result()) for each in asked}) == 1
+    assert len(made) == 1
+
+
+def test_a_panic_is_raised_for_all_who_wait():
+    """It is no Exception, and a result that never came would be waited for without end."""
+
+    class Panic(BaseException):
+        pass
+
+    shared = Shared[int](4, 4, lambda _: 1)
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> int:
+        begun.set()
+        assert go.wait(10)
+        raise Panic
+
+    def get() -> BaseException | None:
+        try:
+            shared.get(b"key", work)
+        except BaseException as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(get)
+        assert begun.wait(10)
+        second = pool.submit(get)
+        time.sleep(0.1)
+        go.set()
+        assert isinstance(first.result(10), Panic)
+        assert isinstance(second.result(10), Panic)
+    assert shared.get(b"key", lambda: 3) == 3
