@@ -18,7 +18,7 @@ from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 TEXT = "the train to the coast is late again"

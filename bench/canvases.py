@@ -12,7 +12,7 @@ from canvasrt.demo.tasks import TASKS, Task
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 QUESTIONS = 400

@@ -28,7 +28,7 @@ from canvasrt.containers.tensors import ANSWER_MODEL
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 CLIENTS, ROUNDS = 64, 12

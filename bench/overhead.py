@@ -24,7 +24,7 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.runtime.generator import Block, Generator, Request
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 ROUNDS, WARM = 200, 20

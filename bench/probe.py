@@ -261,7 +261,7 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.open import open_model
-    from canvasrt.runtime.sampling import SamplingParams
+    from canvasrt.runtime.sampling_params import SamplingParams
 
     cpu = open_model(_in_fp32(folder), check=False)
     wanted = [

@@ -23,7 +23,7 @@ from canvasrt.runtime.gpu.workspace import DeviceSegment
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import map_table
 
 WARM_UP = 4  # a call is captured when it comes a third time

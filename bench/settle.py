@@ -11,7 +11,7 @@ from canvasrt.demo.tasks import TASKS, Task
 from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request, Settled
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 QUESTIONS = 300

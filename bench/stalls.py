@@ -19,7 +19,7 @@ from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_g
 from canvasrt.runtime.generator import Event, Finished, Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 PROMPT = [2, *range(1000, 1020)]
 PERSON = {

@@ -14,7 +14,7 @@ from canvasrt.runtime.bench import random_prompts
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 SYSTEM, QUESTION, ANSWER, TURNS = 400, 50, 100, 4  # tokens; every turn repeats those before it
 STEPS, ROUNDS = 8, 25

@@ -28,7 +28,7 @@ def large_tokenizer(size: int = SIZE, seed: int = 0) -> Tokenizer:
     """Return a tokenizer of `size` tokens. As in the released model's vocabulary, no token has two
     digits. The ids of `SPECIAL` are 0, 1, 2, 3."""
     tokens = dict.fromkeys(SPECIAL)
-    for token in _tokens(random.Random(seed)):  # noqa: S311: nothing secret
+    for token in _tokens(random.Random(seed)):
         if len(tokens) == size:
             break
         tokens[token] = None

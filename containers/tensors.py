@@ -12,7 +12,7 @@ import numpy as np
 
 from canvasrt.containers.untrusted import load_json
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.sampling import PARAMETERS
+from canvasrt.runtime.sampling_params import PARAMETERS
 
 ANSWER_MODEL = "canvasrt"
 STREAM_MODEL = "canvasrt_stream"

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 
 class EarlyStopping:

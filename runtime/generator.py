@@ -19,7 +19,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache, share_of
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.schedule import Schedule
 from canvasrt.runtime.scored import ActiveScored, check_scores
 

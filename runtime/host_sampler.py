@@ -10,7 +10,7 @@ import numpy as np
 from canvasrt.runtime.candidates import biased, draw
 from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import DenoiseOutput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 # Entropies of low precision are off by less.
 _MARGIN = 1e-3

@@ -13,7 +13,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.conditions import Conditions
 from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.pictures import Picture, groups_of
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "grammar"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from canvasrt.runtime.passes import DenoiseOutput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 
 class SettledPrefix:

@@ -34,7 +34,7 @@ FLOORS = (
 # The same inside the runtime and the containers.
 RUNTIME = (
     "passes capacity noise tables tokenizer pictures conditions",
-    "engine sampling host_head",
+    "engine sampling_params host_head",
     "model request backends inputs candidates",
     "kv_cache gpu settled prefix host_sampler early_stop",
     "active answers",

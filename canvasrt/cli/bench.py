@@ -256,7 +256,7 @@ def _requests(model: Model, work: Workload) -> list[list[Request]]:
     """Return the requests of each round, and of one to warm up; prompts and seeds differ."""
     from canvasrt.runtime.bench import random_prompts
     from canvasrt.runtime.generator import Request
-    from canvasrt.runtime.sampling import SamplingParams
+    from canvasrt.runtime.sampling_params import SamplingParams
 
     params = SamplingParams.from_defaults(
         model.sampler,

@@ -77,7 +77,7 @@ def generate(
 
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.open import open_model
-    from canvasrt.runtime.sampling import SamplingParams
+    from canvasrt.runtime.sampling_params import SamplingParams
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=given.ids is None or infill is not None)

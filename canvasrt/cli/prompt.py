@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.runtime.sampling import MAX_INT32
+from canvasrt.runtime.sampling_params import MAX_INT32
 
 PromptText = Annotated[
     str | None,

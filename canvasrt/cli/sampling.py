@@ -10,7 +10,7 @@ import typer
 
 from canvasrt.cli.fields import with_options
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.runtime.sampling import PARAMETERS, Parameter, SamplingParams, check_sampling
+from canvasrt.runtime.sampling_params import PARAMETERS, Parameter, SamplingParams, check_sampling
 
 # What errors call the parameters.
 LABELS = {each.name: each.option.partition("/")[0] for each in PARAMETERS}

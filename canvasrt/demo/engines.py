@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from canvasrt.demo.reply import MAX_NEW_TOKENS, Reply
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 

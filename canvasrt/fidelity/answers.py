@@ -14,7 +14,7 @@ from canvasrt.fidelity.stats import paired_loss, ratio_interval, wilson
 from canvasrt.progress import Progress
 from canvasrt.runtime.generator import Finished, Generator, Request, Result
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 # Seeds of generations. The compared steps use seeds from 0.

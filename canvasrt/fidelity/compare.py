@@ -17,7 +17,7 @@ from canvasrt.fidelity.stats import RelativeError, Series
 from canvasrt.progress import Progress
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

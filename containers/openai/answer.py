@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, QUOTE, THOUGHT, THOUGHT_END
-from canvasrt.containers.openai.calls import CallError, read_arguments
+from canvasrt.containers.openai.tool_arguments import CallError, read_arguments
 
 _OPENING = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _NAME = re.compile(r"\s*call:([\w.:-]+)\s*(?=\{)")

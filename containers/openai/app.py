@@ -58,7 +58,7 @@ from canvasrt.containers.openai.schema import (
     read_body,
 )
 from canvasrt.containers.openai.state import ServerState
-from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest, Tokens
+from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
 from canvasrt.runtime.prefix import ANYBODY
 

@@ -14,8 +14,9 @@ from starlette.responses import JSONResponse, Response
 
 from canvasrt.containers.client.triton import StreamEvent
 from canvasrt.containers.openai.aside import Aside
-from canvasrt.containers.openai.disconnect import EventStream, unless_disconnected
+from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.event_stream import EventStream
 from canvasrt.containers.openai.formats import named_format
 from canvasrt.containers.openai.inputs import RequestLimits, inputs_of
 from canvasrt.containers.openai.metrics import FrontMetrics

@@ -13,7 +13,7 @@ import canvasrt
 from canvasrt.containers.openai.decisions import DecisionRequest, InfillRequest, SystemOneRequest
 from canvasrt.containers.openai.responses import ResponsesRequest
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
-from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest
+from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from canvasrt.types import Json
 
 _REF = "#/components/schemas/"

@@ -26,7 +26,7 @@ from canvasrt.containers.openai.parts import Messages
 from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH
 from canvasrt.containers.untrusted import load_json
 from canvasrt.runtime.pictures import BUDGETS
-from canvasrt.runtime.sampling import MAX_INT32, PARAMETERS, Parameter
+from canvasrt.runtime.sampling_params import MAX_INT32, PARAMETERS, Parameter
 
 MAX_ANSWERS = 128  # prompts times n
 OPENAI_MAX_STOPS = 4  # as in OpenAI's API

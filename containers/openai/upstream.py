@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from canvasrt.containers.client.triton import StreamEvent, direct_channel
 from canvasrt.containers.openai.errors import ApiError, bad_request, too_late, too_many, unavailable
-from canvasrt.containers.openai.streams import Stream, Streams, decode, encode
+from canvasrt.containers.openai.triton_streams import Stream, Streams, decode, encode
 from canvasrt.containers.tensors import (
     ANSWER_MODEL,
     ANSWERS,

@@ -45,7 +45,7 @@ from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import ServedRequest, read_request
 from canvasrt.containers.triton.sink import FINAL, ResponseSink, describe, error_response
 from canvasrt.containers.triton.tickets import Overloaded, Ticket
-from canvasrt.containers.triton.tokens import tokenized
+from canvasrt.containers.triton.tokenize import tokenized
 from canvasrt.containers.triton.worker import CANCEL_INTERVAL, Worker
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError, EngineError

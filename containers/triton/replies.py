@@ -13,7 +13,7 @@ from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result, Settled
 from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.request import BlockScore
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 

@@ -32,7 +32,7 @@ from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
 from canvasrt.runtime.prefix import share_of
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 # The images of `n` answers are the same.
 _seen = Shared[list[Picture]](

@@ -16,7 +16,7 @@ from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
 from canvasrt.recipes.recipe import CalibrationSettings
 from canvasrt.runtime.request import Request
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_ids")

@@ -32,7 +32,7 @@ from canvasrt.runtime.request import (
     Result,
     Timings,
 )
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.watch import Watch
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
 from canvasrt.runtime.request import Event, Finished, FinishReason, Request, Result, Timings
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 MAX_VARIANTS = 16

@@ -16,7 +16,7 @@ from canvasrt.runtime.answers.read import ReadRequest
 from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Message, Tokenizer
 
 LAYOUTS = ("letters", "bare")

@@ -20,7 +20,7 @@ from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden, hidden_input
 from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.request import Event, Finished, FinishReason, Result, Timings
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.shapes import ROOMY
 from canvasrt.targets import Target, find_target, parse_targets
 from tests.helpers.fake_tensorrt import FakeCudaDevice, engine_file, fake_tensorrt

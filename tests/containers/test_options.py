@@ -50,7 +50,7 @@ _NEW_FIELD = (
     _REPLACED
     + """
 replace(
-    "canvasrt.runtime.sampling",
+    "canvasrt.runtime.sampling_params",
     "    seed: int =",
     ' _parameter(0, "UINT64", "seed", most=MAX_UINT64)\\n'
     '    haste: float = _parameter(0.5, "FP32", "how fast to go")\\n    unused: int =',

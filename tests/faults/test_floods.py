@@ -21,7 +21,7 @@ import pytest
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.connections import RESERVED
-from canvasrt.containers.openai.turns import SLICE, TURN, Turns
+from canvasrt.containers.openai.parse_turns import SLICE, TURN, Turns
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.faults import attack
 from tests.faults.flood import CHUNKED, HEAD, TINY, flood, health_delays

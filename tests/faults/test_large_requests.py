@@ -20,7 +20,7 @@ from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 from tests.helpers.one_caller import address, ask
 from tests.helpers.serving import needs_triton

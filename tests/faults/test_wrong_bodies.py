@@ -16,7 +16,7 @@ from canvasrt.containers.openai.schema import (
     parse_leniently,
     read_body,
 )
-from canvasrt.containers.openai.tokens import DetokenizeRequest, TokenizeRequest
+from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from canvasrt.containers.tensors import MAX_CANVAS
 from canvasrt.containers.triton.prompts import is_long
 from canvasrt.containers.triton.request import read_conditions_of

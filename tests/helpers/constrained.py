@@ -13,7 +13,7 @@ from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary
 from canvasrt.runtime.generator import Result
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.reference import Pair
 

@@ -14,7 +14,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.runtime.generator import Request
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
 
 SHORT: dict[str, Any] = {"max_tokens": 3, "max_denoising_steps": 2}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from canvasrt.runtime.generator import Request, Result
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.reference import Pair
 
 Prompt = Callable[..., list[int]]

@@ -17,7 +17,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
 )
 
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.reference import Reference, inverse_cdf
 
 Noise = Callable[[int], tuple[np.ndarray, np.ndarray]]  # step → uniforms and tokens

@@ -22,7 +22,7 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.ci import in_ci
 

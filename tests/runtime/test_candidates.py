@@ -17,7 +17,7 @@ from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.host_sampler import host_step, redrawn
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseOutput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair, warpers_of
 

@@ -18,7 +18,7 @@ from canvasrt.runtime.generator import Draft, Generator, Request, Result
 from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair, Reference, ReferenceOutput
 

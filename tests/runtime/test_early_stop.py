@@ -16,7 +16,7 @@ from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.request import Block, Event, Request
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 CONFIDENT, UNSURE = 0.001, 0.1
 

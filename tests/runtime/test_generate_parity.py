@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from canvasrt.runtime.request import Result
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 # Settings under which the tiny model stops early in some blocks and not in others.
 BASE = SamplingParams(

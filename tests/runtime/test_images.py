@@ -15,7 +15,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert, read_picture, uncut
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair, ReferenceOutput
 

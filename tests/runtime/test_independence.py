@@ -10,7 +10,7 @@ from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Result
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import pass_work
 
 BASE = SamplingParams(

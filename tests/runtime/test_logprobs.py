@@ -12,7 +12,7 @@ from canvasrt.runtime.generator import Block, Generator, Request, Settled
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.restricted import cache_of, restricted_steps

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.sampling import MAX_UINT64 as MAX_SEED
+from canvasrt.runtime.sampling_params import MAX_UINT64 as MAX_SEED
 
 
 def test_the_published_values() -> None:

@@ -14,7 +14,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.prefix import PrefixCache, chunks_of
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
 

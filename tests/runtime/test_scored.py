@@ -18,7 +18,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import PAD, Pair, Reference
 from tests.helpers.restricted import cache_of, restricted_steps

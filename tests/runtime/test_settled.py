@@ -21,7 +21,7 @@ from canvasrt.runtime.generator import (
     Settled,
 )
 from canvasrt.runtime.passes import DenoiseOutput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 CALM, UNSURE = 0.001, 0.1
 EOS = 1

@@ -14,7 +14,7 @@ from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.generator import Block, Generator, Request, Settled
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.shapes import canvas_sizes
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair

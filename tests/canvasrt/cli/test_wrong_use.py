@@ -15,7 +15,7 @@ import pytest
 
 from canvasrt.cli.app import COMMANDS, parsed_command, run
 from canvasrt.errors import UsageError
-from canvasrt.runtime.sampling import PARAMETERS
+from canvasrt.runtime.sampling_params import PARAMETERS
 from tests.helpers.wrong_use import ELSEWHERE, FILES, VARIABLES, WRONG
 
 ROOT = Path(__file__).parents[3]

@@ -23,7 +23,7 @@ from canvasrt.fidelity import failures, measure_quality, write_report
 from canvasrt.fidelity.observe import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.runtime.generator import Generator, Request
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 
 Edit = Callable[[np.ndarray], np.ndarray]
 

@@ -22,7 +22,7 @@ from canvasrt.runtime.answers.read import ReadResult
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import read_picture
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Reference

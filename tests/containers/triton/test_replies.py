@@ -13,7 +13,7 @@ from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.runtime.generator import Block, Draft, Finished, Result, Settled
 from canvasrt.runtime.request import BlockScore, Timings
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
 EOS = 1

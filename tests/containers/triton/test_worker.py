@@ -19,7 +19,7 @@ from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.generator import Event, Generator, Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.callers import Caller, submit
 from tests.helpers.serving import eventually
 

@@ -19,7 +19,7 @@ from canvasrt.runtime.answers.infill import (
 )
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.reference import Pair
 from tests.helpers.restricted import cache_of, restricted_steps
 

@@ -18,7 +18,7 @@ from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.request import Finished
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair

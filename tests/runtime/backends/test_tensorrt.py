@@ -18,7 +18,7 @@ from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import host_dtype
 from tests.helpers.fake_tensorrt import API, FakeCudaDevice, engine_file, fake_tensorrt
 from tests.helpers.reference import Pair

@@ -26,7 +26,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.targets import find_target
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair

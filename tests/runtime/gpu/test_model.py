@@ -17,7 +17,7 @@ from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend, FakeDevice
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, WINDOW, Prompt, body_profiles, requests, same

@@ -12,7 +12,7 @@ from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.gpu.model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import BUDGETS, insert, read_picture
-from canvasrt.runtime.sampling import SamplingParams
+from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
 from tests.helpers.reference import Pair

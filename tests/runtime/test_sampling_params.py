@@ -13,7 +13,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.sampling import COLDEST, SamplingParams
+from canvasrt.runtime.sampling_params import COLDEST, SamplingParams
 
 CONFIG = ModelConfig(
     hidden_size=8,

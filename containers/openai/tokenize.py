@@ -20,7 +20,7 @@ from canvasrt.containers.openai.parts import Messages
 from canvasrt.containers.openai.schema import ChatRequest, Strict, only
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.containers.openai.upstream import Upstream
-from canvasrt.runtime.sampling import MAX_INT32
+from canvasrt.runtime.sampling_params import MAX_INT32
 
 
 class TokenizeRequest(Strict):

@@ -10,7 +10,7 @@ import tritonclient.grpc
 from tritonclient.grpc._utils import _get_inference_request
 
 from canvasrt.containers.client.triton import Client, StreamEvent, make_tensors
-from canvasrt.containers.openai.streams import encode
+from canvasrt.containers.openai.triton_streams import encode
 from canvasrt.containers.openai.upstream import Upstream
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.tensors import STREAM_MODEL
