@@ -12,9 +12,6 @@ ONE_MEANING = {
     "accept": "the sampler's rule, in torch for graphs and in numpy for hosts",
     "draw": "the sampler's draw, in torch for graphs and in numpy for hosts",
     "build_engines": "what a builder of engines does, for each kind of target",
-    "call_grammar": "the grammar of tool calls, as the front end asks for it and as the model reads it",
-    "explained": "a library's error as one of the API's, for each library",
-    "inputs_of": "the inputs of a served model: their tensors, and their values for a request",
     "main": "what a module does when Python runs it",
 }
 

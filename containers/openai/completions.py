@@ -18,7 +18,7 @@ from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.event_stream import EventStream
 from canvasrt.containers.openai.formats import named_format
-from canvasrt.containers.openai.inputs import RequestLimits, inputs_of
+from canvasrt.containers.openai.inputs import RequestLimits, triton_inputs
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import MORE, parameters_of
 from canvasrt.containers.openai.remote import Fetcher, inline
@@ -69,7 +69,7 @@ class Completions:
         size = len(await request.body())
         if isinstance(body, ChatRequest) and self._fetcher is not None:
             size += await inline(body.messages, self._fetcher)
-        inputs = await self.aside.run(size, inputs_of, body, self._limits)
+        inputs = await self.aside.run(size, triton_inputs, body, self._limits)
         request.scope[MORE](len(inputs) - 1)
         chat = isinstance(body, ChatRequest)
         seed = inputs[0]["seed"]

@@ -36,7 +36,7 @@ class RequestLimits:
     max_context: int | None = None
 
 
-def inputs_of(
+def triton_inputs(
     request: ChatRequest | CompletionRequest, limits: RequestLimits | None = None
 ) -> list[dict[str, Any]]:
     """Return the inputs of each Triton request: `n` per prompt, with consecutive seeds.

@@ -27,7 +27,7 @@ from canvasrt.containers.openai.schema import (
     LEFT_OUT,
     ChatRequest,
     CompletionRequest,
-    explained,
+    body_error,
     note,
 )
 from canvasrt.containers.untrusted import load_json
@@ -128,14 +128,14 @@ def _generation(
         found = error.errors(include_url=False, include_context=False)
         names = {str(each["loc"][-1]) for each in found}
         if ignored is None or any(each["type"] not in LEFT_OUT for each in found):
-            raise explained(error) from None
+            raise body_error(error) from None
         kept = {k: v for k, v in body["options"].items() if _OPTIONS.get(k, k) not in names}
         for name in sorted(set(body["options"]) - set(kept)):
             note(ignored, f"options.{name} is not supported.")
         try:
             generation = read({**body, "options": kept}, ignored)
         except ValidationError as again:
-            raise explained(again) from None
+            raise body_error(again) from None
     generation._ignored = ignored
     return generation
 

@@ -16,7 +16,7 @@ from canvasrt.containers.openai.schema import (
     Note,
     Sampling,
     Whole,
-    explained,
+    body_error,
     only,
 )
 
@@ -112,7 +112,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     try:
         chat = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
     except ValidationError as error:
-        raise renamed(explained(error)) from None
+        raise renamed(body_error(error)) from None
     chat._ignored = request.ignored
     return chat
 

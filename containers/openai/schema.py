@@ -256,7 +256,7 @@ def parse_body(kind: type[Kind], body: bytes) -> Kind:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise explained(error) from None
+        raise body_error(error) from None
 
 
 def parse_leniently(kind: type[BodyT], body: bytes) -> BodyT:
@@ -268,7 +268,7 @@ def parse_leniently(kind: type[BodyT], body: bytes) -> BodyT:
         try:
             request = kind.model_validate_json(body)
         except ValidationError as error:
-            if (reply := explained(error)).code == "invalid_json":
+            if (reply := body_error(error)).code == "invalid_json":
                 raise reply from None
             data = json.loads(body)
             for each in error.errors(include_url=False, include_context=False):
@@ -334,7 +334,7 @@ def _check_budgets(request: Sampling) -> None:
         )
 
 
-def explained(error: ValidationError) -> ApiError:
+def body_error(error: ValidationError) -> ApiError:
     """Return the reply to a body that is wrong."""
     return _explain(error.errors(include_url=False, include_context=False)[0])
 

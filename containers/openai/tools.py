@@ -60,7 +60,7 @@ def template_inputs(request: ChatRequest) -> dict[str, Any]:
     inputs: dict[str, Any] = {"control": True}
     if variables:
         inputs["template"] = json.dumps(variables)
-    grammar = call_grammar(request)
+    grammar = tools_grammar(request)
     if isinstance(request.tool_choice, NamedTool):
         # Behind a name, only the grammar can tell where the arguments begin.
         brace = "" if grammar else "{"
@@ -72,7 +72,7 @@ def template_inputs(request: ChatRequest) -> dict[str, Any]:
     return inputs
 
 
-def call_grammar(request: ChatRequest) -> dict[str, Any] | None:
+def tools_grammar(request: ChatRequest) -> dict[str, Any] | None:
     """Return the grammar that makes calls follow the tools' schemas, or None if none is wanted.
 
     A call that must come follows its schema unless `strict` is false; one that may come, only if it

@@ -80,13 +80,13 @@ class Upstream:
                 if response is grpc.aio.EOF:
                     raise await _end_of(stream)
                 if response.error_message:
-                    raise explained("INTERNAL", response.error_message)
+                    raise triton_error("INTERNAL", response.error_message)
                 values = decode(response.infer_response)
                 last = values["event"]
                 if last != ERROR_EVENT:
                     yield StreamEvent(**values)
         except grpc.aio.AioRpcError as error:
-            raise explained(error.code().name, error.details() or "") from error
+            raise triton_error(error.code().name, error.details() or "") from error
         except TimeoutError:  # whatever the model is doing
             raise too_late(self._timeout or 0) from None
         except asyncio.InvalidStateError:  # the stream ended before the request was written
@@ -98,7 +98,7 @@ class Upstream:
                 stream.cancel()
         if last == ERROR_EVENT:
             failure = json.loads(values["text"])
-            raise explained(failure["code"], failure["message"])
+            raise triton_error(failure["code"], failure["message"])
 
     def _deadline(self, parameters: Mapping[str, int | str]) -> float | None:
         """Return when a request's time is over, in monotonic seconds."""
@@ -113,7 +113,7 @@ async def _end_of(stream: Stream) -> ApiError:
     """Return why a stream ended before its request did."""
     code = await stream.code()
     if code is not grpc.StatusCode.OK:
-        return explained(code.name, await stream.details() or "")
+        return triton_error(code.name, await stream.details() or "")
     return unavailable("The request was aborted: the server is stopping.", "stopping")
 
 
@@ -171,12 +171,12 @@ class Answers:
             if task is None or task.cancelling():
                 raise
             # gRPC also raises this for a call that was ended on this side.
-            self._queue.put_nowait(explained("CANCELLED", "the call was cancelled"))
+            self._queue.put_nowait(triton_error("CANCELLED", "the call was cancelled"))
         except Exception as error:
             self._queue.put_nowait(error)
 
 
-def explained(code: str, details: str) -> ApiError:
+def triton_error(code: str, details: str) -> ApiError:
     """Return Triton's error as an ApiError; `code` is its name in Triton or gRPC."""
     message = details.replace(HINT, ": ") if HINT in details else details
     if code in ("INVALID_ARG", "INVALID_ARGUMENT"):

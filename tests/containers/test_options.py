@@ -56,7 +56,7 @@ replace(
     '    haste: float = _parameter(0.5, "FP32", "how fast to go")\\n    unused: int =',
 )
 from canvasrt.cli.app import parsed_command, run
-from canvasrt.containers.openai.inputs import inputs_of as openai_inputs
+from canvasrt.containers.openai.inputs import triton_inputs
 from canvasrt.containers.openai.schema import ChatRequest, read_body
 from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.tensors import STREAM_MODEL, inputs_of
@@ -66,7 +66,7 @@ assert ("haste", "FP32") in [(each.name, each.datatype) for each in inputs_of(ST
 assert "haste" in [each.name for each in OPTIONS]
 assert 'name: "haste" data_type: TYPE_FP32' in model_config(STREAM_MODEL, {})
 body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "haste": 0.75}'
-assert openai_inputs(read_body(ChatRequest, body))[0]["haste"] == 0.75
+assert triton_inputs(read_body(ChatRequest, body))[0]["haste"] == 0.75
 for command in ("generate", "infer"):
     assert "--haste" in [name for each in parsed_command(command).params for name in each.opts]
 assert run(["infer", "x", "--haste", "nan"]) == 2

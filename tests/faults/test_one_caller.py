@@ -21,7 +21,7 @@ from starlette.responses import Response
 from canvasrt.bundle import Bundle
 from canvasrt.containers.openai.auth import Callers
 from canvasrt.containers.openai.errors import ApiError
-from canvasrt.containers.openai.inputs import inputs_of
+from canvasrt.containers.openai.inputs import triton_inputs
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import Middleware, parameters_of
 from canvasrt.containers.openai.schema import ChatRequest
@@ -228,9 +228,9 @@ def test_all_inputs_count_times_their_answers(name: str):
     elif name == "messages":
         chat["content"] = big
     body = {"model": "m", "messages": [chat], **{k: v for k, v in fields.items() if k == name}}
-    assert len(inputs_of(ChatRequest.model_validate({**body, "n": 100}))) == 100
+    assert len(triton_inputs(ChatRequest.model_validate({**body, "n": 100}))) == 100
     with pytest.raises(ApiError, match="more than this server handles") as refused:
-        inputs_of(ChatRequest.model_validate({**body, "n": 128}))
+        triton_inputs(ChatRequest.model_validate({**body, "n": 128}))
     assert refused.value.status == 400
 
 

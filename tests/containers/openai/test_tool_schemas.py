@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from canvasrt.bundle import load_bundle
 from canvasrt.containers.openai.schema import ChatRequest
-from canvasrt.containers.openai.tools import call_grammar
+from canvasrt.containers.openai.tools import tools_grammar
 from canvasrt.export.graphs import export_graphs
-from canvasrt.runtime.answers.calls import call_grammar as lark
+from canvasrt.runtime.answers.calls import call_grammar
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.random_models import random_model
@@ -198,7 +198,7 @@ def test_what_cannot_be_enforced(client: OpenAI) -> None:
 def test_when_it_is_enforced(strict: bool | None, choice: Any, enforced: bool) -> None:
     body = {"model": "m", "messages": HELLO, "tool_choice": choice}
     request = ChatRequest(**body, tools=[tool("weather", strict=strict)])
-    assert (call_grammar(request) is not None) == enforced
+    assert (tools_grammar(request) is not None) == enforced
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,9 @@ def test_the_grammar(begun: str, text: str, fits: bool) -> None:
     control = frozenset(range(20))
     spec = {"tools": {"lamp": FLAG}, "begun": begun, "parallel": True, "strict": True}
     words = Vocabulary(tokenizer, size, (1,), control)
-    state = compile_grammar({"type": "grammar", "grammar": lark(spec, tokenizer)}, words, "grammar")
+    state = compile_grammar(
+        {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}, words, "grammar"
+    )
     for token in tokenizer.encode(text, False):
         if token not in state.allowed():
             assert not fits
