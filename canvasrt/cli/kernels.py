@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.console import emit, size, table
+from canvasrt.targets import TARGETS
 from canvasrt.types import Json
 
 # How many kernels to list; equal ones of different layers count once.
@@ -29,7 +30,7 @@ def show(
 
     predictor = Predictor(bundle)
     target = bundle.manifest.target or {}
-    found = rates.find_gpu(gpu or target.get("name", ""))
+    found = rates.find_gpu(gpu or _usual_gpu(target))
     if measured is not None:
         found = rates.measured(found, measured)
     data = prediction_report(predictor, found, batch, context, capacity)
@@ -53,6 +54,18 @@ def show(
             console.print(f"page: {page / 'kernels.html'}", markup=False)
 
     emit(data, as_json, render)
+
+
+def _usual_gpu(target: Json) -> str:
+    """Return the GPU to predict for: of a target with several capabilities, one with the first."""
+    from canvasrt.kernels.rates import GPUS
+
+    name, capabilities = target.get("name", ""), target.get("compute_capability", "")
+    if name in GPUS:
+        return name
+    first = capabilities.partition(",")[0]
+    alike = [each.name for each in TARGETS if each.capability_text == first and each.name in GPUS]
+    return alike[0] if alike else name
 
 
 def _heading(data: Json) -> list[str]:

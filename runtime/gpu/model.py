@@ -214,7 +214,9 @@ class DeviceModel(Model):
     def _encode_pass(self, batch: Sequence[EncodeInput], roomy: bool = False) -> None:
         (item,) = batch
         row, count = item.row, len(item.tokens)
-        shape = self.shapes.encode(count, row.width)
+        if roomy:
+            self._cache.make_widest(row)
+        shape = self.shapes.roomy() if roomy else self.shapes.encode(count, row.width)
         this = replace(self._pass(shape, [row]), pictured=item.groups is not None)
         tokens = np.full((1, this.length), self.config.pad_token_id, np.int64)
         tokens[0, :count] = item.tokens
@@ -227,9 +229,8 @@ class DeviceModel(Model):
         if this.pictured:
             place(space, this, batch, hidden)
         self.device.upload(space.hidden[0], self._as_hidden(hidden))
-        capacity = this.length if roomy else shape.capacity
-        if self._run(this, [capacity] * len(self.segments[:-1])) is not None:
-            self._encode_again(item, capacity == this.length)
+        if self._run(this, [shape.capacity] * len(self.segments[:-1])) is not None:
+            self._encode_again(item, shape.capacity == this.length)
             return
         if item.keep is not None:
             states = self.workspace.last_hidden(this.batch, this.length)[0, :count]

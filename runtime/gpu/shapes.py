@@ -42,6 +42,14 @@ class PassShapes:
         capacity = length if roomy else usual_capacity(self._config, length)
         return PassShape("encode", 1, length, capacity, width)
 
+    def roomy(self) -> PassShape:
+        """Return the shape of an encoding pass that no expert overflows: the longest, with a slot for each token.
+
+        It is rare. To be one shape and not many, it has the widest past.
+        """
+        length = self.lengths[-1]
+        return PassShape("encode", 1, length, length, self.widths[-1])
+
     def denoise(self, width: int, load: int = 0) -> PassShape:
         """Return the shape of one request's denoising pass, given the most tokens that an expert got so far."""
         sizes = capacities(self._config)
@@ -74,4 +82,5 @@ class PassShapes:
             if self._batch > 1:
                 shapes.append(self.shared(width))
             shapes += [self.denoise(width, load) for load in capacities(self._config)]
+        shapes.append(self.roomy())
         yield from dict.fromkeys(shapes)

@@ -234,7 +234,13 @@ class DeviceCache:
 
     def make_room(self, row: DeviceRow, count: int) -> None:
         """Widen a request's caches if they are too narrow for `count` more tokens."""
-        wanted = round_up(row.length + count, self.widths)
+        self._widen(row, round_up(row.length + count, self.widths))
+
+    def make_widest(self, row: DeviceRow) -> None:
+        """Widen a request's caches as far as possible."""
+        self._widen(row, self.widths[-1])
+
+    def _widen(self, row: DeviceRow, wanted: int) -> None:
         if wanted <= row.width:
             return
         before, row.width = row.width, wanted

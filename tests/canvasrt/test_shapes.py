@@ -52,7 +52,7 @@ def test_passes_that_are_shared_have_one_width() -> None:
     shapes = PassShapes(RELEASED, 512, 32_768, 4)
     assert shapes.widths == (32_768,)
     assert shapes.shared(32_768).batch == 4
-    assert len(list(shapes)) == 8
+    assert len(list(shapes)) == 9
 
 
 @pytest.mark.parametrize("most", [2048, 5000, 32_768, 262_144])

@@ -96,7 +96,8 @@ class FakeEngine:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = ort.InferenceSession(str(file), options, ["CPUExecutionProvider"])
         # By input: sizes, and the names of those that a call decides.
-        self.shapes: dict[str, list[int | str]] = {v.name: v.shape for v in session.get_inputs()}
+        known = (*session.get_inputs(), *session.get_outputs())
+        self.shapes: dict[str, list[int | str]] = {v.name: v.shape for v in known}
         self._bound = OrtCudaEngine(name, session, device_type="cpu")
         self._device = device
         self.profiles = Profiles(profiles) if profiles else self._bound.profiles

@@ -27,6 +27,7 @@ from tests.helpers.fake_engine import FakeDevice, FakeEngine
 ACTIVATIONS = 4096
 # What makes a request wait, in seconds: a guess at the order of magnitude.
 COMPILE, CONTEXT, CAPTURE = 2.0, 0.05, 0.01
+SQUARE = 9  # patches per soft token
 
 
 def engine_file(graph: Path, profiles: Any) -> bytes:
@@ -255,6 +256,11 @@ class IExecutionContext:
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the inputs' shapes, and the outputs', which TensorRT infers."""
         given = self.shapes
+        if "pixel_values" in given:
+            images, patches = given["pixel_values"][:2]
+            tokens = patches // SQUARE
+            size = self._engine.fake.shapes["features"][-1]
+            return dict(given) | {"features": (images, tokens, size), "valid": (images, tokens)}
         batch, length = given["hidden"][:2]
         shapes = dict(given) | dict.fromkeys(
             ("canvas", "argmax", "entropy", "accepted"), (batch, length)

@@ -19,7 +19,9 @@ from canvasrt.errors import EngineError
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.generator import Finished, Generator
 from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from canvasrt.runtime.request import Result
 from tests.helpers.configs import MAX_SHAPES
 from tests.helpers.fake_tensorrt import FakeCudaDevice, IRuntimeCache, engine_file, fake_tensorrt
@@ -141,6 +143,29 @@ def test_no_request_meets_a_new_shape(
     calls = BATCH * len(server.model.segments) * 2 * len(server.model.shapes.widths)
     assert server.device.count("capture") <= calls
     assert server.device.count("context") <= calls
+
+
+def test_tokens_that_stay_in_one_pass_meet_no_new_shape(
+    few_slots: None, folder: Path, tiny: Pair
+) -> None:
+    """Equal tokens go to the same experts, so they overflow. Those of an image, or of a scored block, are not split."""
+    server = Server(folder)
+    server.model.warm_up()
+    server.device.stalls.clear()
+    random = np.random.default_rng(5)
+    before, canvas = random.integers(6, 500, 40), random.integers(6, 500, CANVAS)
+    outputs = []
+    for model in (server.model, tiny.model):
+        row = model.new_row()
+        model.encode([EncodeInput(row, before)])
+        model.encode([EncodeInput(row, np.full(400, 7), keep=lambda states: True, whole=True)])
+        given = step_noise(1, 0, 1, CANVAS, model.config.vocab_size)
+        hidden = model.first_hidden(canvas)
+        outputs += model.denoise([DenoiseInput(row, hidden, np.float32(0.6), 0.1, *given)])
+    assert server.model.counters.overflows >= 1
+    assert not server.compiled()
+    np.testing.assert_array_equal(outputs[0].argmax, outputs[1].argmax)
+    np.testing.assert_allclose(outputs[0].entropy, outputs[1].entropy, atol=1e-4)
 
 
 @pytest.mark.parametrize("rtx", [True, False], ids=["tensorrt_rtx", "tensorrt"])
