@@ -107,7 +107,7 @@ class Children:
         """Start a process whose output is a single text stream. Raises CanvasError after `kill`."""
         with self._lock:
             if self._stopped:
-                raise CanvasError("the build was stopped")
+                raise CanvasError("the build was stopped", "start it again")
             process = subprocess.Popen(
                 command,
                 # The child must import what this process does, from any working directory.
@@ -186,13 +186,13 @@ def compile_engine(job: Job) -> None:
     )  # the default is a running number, which would end up in the engine
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(job.graph)):
-        raise CanvasError("the graph cannot be parsed")
+        raise CanvasError("the graph cannot be parsed", "see the builder's messages above")
     _let_attention_be_decomposed(trt, network)
     config = _config(trt, builder, network, job)
     # Straight to the file: the whole engine in memory next to its weights would need a third more.
     with job.engine.open("wb") as file:
         if not builder.build_serialized_network_to_stream(network, config, _writer(trt, file)):
-            raise CanvasError("no engine was built")
+            raise CanvasError("no engine was built", "see the builder's messages above")
     _keep_timings(config, job.timing)
     _write_kernels(trt, network, job, capture)
 
@@ -274,7 +274,10 @@ def _optimization_profile(builder: Any, network: Any, sizes: Profile) -> Any:
         for axis, size in enumerate(value.shape):
             name = value.get_dimension_name(axis)
             if size < 0 and name not in sizes:
-                raise CanvasError(f"input {value.name} has an unknown dimension {name}")
+                raise CanvasError(
+                    f"input {value.name} has an unknown dimension {name}",
+                    "export the graphs again with this version",
+                )
             known = sizes[name] if size < 0 else Range(size, size, size)
             for kind, wanted in known.to_json().items():
                 shapes[kind].append(wanted)
@@ -298,7 +301,7 @@ def main() -> None:
     """Run the job in the first argument. The second is the number of the waiting process."""
     try:
         if not signal_at_death_of(int(sys.argv[2]), signal.SIGKILL):
-            raise CanvasError("the build has ended")
+            raise CanvasError("the build has ended", "start it again")
         compile_engine(Job.from_json(sys.argv[1]))
     except (CanvasError, OSError) as error:
         print(f"ERROR: {error}", flush=True)

@@ -40,7 +40,7 @@ Samples = Annotated[
         metavar="N",
         min=1,
         max=MAX_SAMPLES,
-        help="Number of noise samples to average over.",
+        help="Draws of noise to average over.",
     ),
 ]
 Steps = Annotated[

@@ -41,7 +41,7 @@ CanvasJson = Annotated[
         "--canvas",
         metavar="JSON",
         show_default=False,
-        help='Tokens that positions begin with, hold, or may have, such as {"pin": {"0": 17}}.',
+        help='Seed, pin or restrict the tokens at positions, as in {"pin": {"0": 17}}.',
     ),
 ]
 

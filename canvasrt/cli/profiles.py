@@ -13,7 +13,7 @@ from canvasrt.console import emit, size
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.options import ServerPhase
 from canvasrt.containers.serve.prepare import engines_folder, prepare
-from canvasrt.containers.serve.profiles import (
+from canvasrt.containers.serve.serving_profiles import (
     ServingProfile,
     choose_profile,
     open_source,

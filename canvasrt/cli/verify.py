@@ -60,7 +60,7 @@ Samples = Annotated[
         metavar="N",
         min=1,
         max=MAX_SAMPLES,
-        help="Draws per labelled question.",
+        help="Draws of noise to average over, per labelled question.",
     ),
 ]
 Steps = Annotated[

@@ -17,12 +17,12 @@ from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError
 from canvasrt.containers.openai.event_stream import EventStream
-from canvasrt.containers.openai.formats import named_format
 from canvasrt.containers.openai.inputs import RequestLimits, triton_inputs
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import MORE, parameters_of
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.replies import ReplyShape
+from canvasrt.containers.openai.response_formats import named_format
 from canvasrt.containers.openai.schema import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.tools import reader_of
 from canvasrt.containers.openai.upstream import Answers, Upstream

@@ -19,7 +19,7 @@ from canvasrt.containers.openai.inputs import image_inputs
 from canvasrt.containers.openai.messages import Chat, read_messages
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import parameters_of
-from canvasrt.containers.openai.parts import MAX_MESSAGES, check_parts
+from canvasrt.containers.openai.part_limits import MAX_MESSAGES, check_parts
 from canvasrt.containers.openai.remote import Fetcher, inline
 from canvasrt.containers.openai.responses import renamed
 from canvasrt.containers.openai.schema import Note, Strict

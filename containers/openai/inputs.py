@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.formats import grammar_of
 from canvasrt.containers.openai.messages import Chat, read_messages
+from canvasrt.containers.openai.response_formats import grammar_of
 from canvasrt.containers.openai.schema import (
     MAX_ANSWERS,
     OWN,

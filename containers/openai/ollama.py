@@ -22,7 +22,7 @@ from canvasrt.containers.openai.completions import Completions, Run, streamed
 from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.event_stream import EventStream
-from canvasrt.containers.openai.parts import check_parts
+from canvasrt.containers.openai.part_limits import check_parts
 from canvasrt.containers.openai.schema import (
     LEFT_OUT,
     ChatRequest,

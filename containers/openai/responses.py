@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import MAX_TOOLS, Effort
-from canvasrt.containers.openai.parts import MAX_MESSAGES, Messages
+from canvasrt.containers.openai.part_limits import MAX_MESSAGES, Messages
 from canvasrt.containers.openai.schema import (
     ChatRequest,
     Note,

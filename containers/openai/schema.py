@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Effort, ToolChoice, Tools
-from canvasrt.containers.openai.parts import Messages
+from canvasrt.containers.openai.part_limits import Messages
 from canvasrt.containers.tensors import MAX_BIASED, MAX_CANVAS, MAX_STOP_LENGTH
 from canvasrt.containers.untrusted import load_json
 from canvasrt.runtime.pictures import BUDGETS

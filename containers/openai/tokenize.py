@@ -16,7 +16,7 @@ from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.functions import Tools
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.middleware import parameters_of
-from canvasrt.containers.openai.parts import Messages
+from canvasrt.containers.openai.part_limits import Messages
 from canvasrt.containers.openai.schema import ChatRequest, Strict, only
 from canvasrt.containers.openai.tools import template_inputs
 from canvasrt.containers.openai.upstream import Upstream

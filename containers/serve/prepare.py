@@ -21,7 +21,7 @@ from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.openai.options import ServerPhase
 from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.containers.serve.build_engines import EngineBuild, report_in
-from canvasrt.containers.serve.profiles import ServingProfile
+from canvasrt.containers.serve.serving_profiles import ServingProfile
 from canvasrt.errors import CanvasError
 from canvasrt.progress import Progress, no_progress
 

@@ -16,8 +16,8 @@ from canvasrt.containers.serve.checks import check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import prepare, set_aside_damaged
-from canvasrt.containers.serve.profiles import ServingProfile, choose_profile, open_source
 from canvasrt.containers.serve.server import Server
+from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_profile, open_source
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
 from canvasrt.containers.serve.supervisor import Supervisor

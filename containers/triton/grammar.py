@@ -12,8 +12,8 @@ from typing import NamedTuple
 from canvasrt.containers.tensors import read_object
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.calls import call_grammar, control_ids
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.tool_grammar import call_grammar, control_ids
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer

@@ -29,6 +29,7 @@ pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 TARGETS = {
     "cpu": "fp32",
+    "rtx": "int4",
     "rtx-4090": "int4",
     "rtx-5090": "nvfp4",
     "rtx-pro-6000": "nvfp4",

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from canvasrt.containers.openai.app import make_app
 from canvasrt.containers.openai.options import FrontOptions, FrontSettings
-from canvasrt.containers.openai.parts import MAX_PARTS
+from canvasrt.containers.openai.part_limits import MAX_PARTS
 from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.serve.frontend import FrontEnd
 from tests.helpers.alone import Alone

@@ -20,7 +20,7 @@ import canvasrt.containers.serve.output as output_module
 from canvasrt.bundle import Bundle
 from canvasrt.containers.serve.output import ServerOutput
 from canvasrt.containers.serve.prepare import engines_folder
-from canvasrt.containers.serve.profiles import profiles_of
+from canvasrt.containers.serve.serving_profiles import profiles_of
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.staging import staging
 from tests.helpers.serving import eventually, needs_triton

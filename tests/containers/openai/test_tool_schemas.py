@@ -16,8 +16,8 @@ from canvasrt.bundle import load_bundle
 from canvasrt.containers.openai.schema import ChatRequest
 from canvasrt.containers.openai.tools import tools_grammar
 from canvasrt.export.graphs import export_graphs
-from canvasrt.runtime.answers.calls import call_grammar
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
+from canvasrt.runtime.answers.tool_grammar import call_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.random_models import random_model
 from tests.helpers.scripted import client_of, core, gemma_template, serving

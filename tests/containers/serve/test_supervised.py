@@ -22,7 +22,7 @@ from openai import OpenAI
 
 from canvasrt.bundle import Bundle
 from canvasrt.containers.serve.prepare import engines_folder
-from canvasrt.containers.serve.profiles import profiles_of
+from canvasrt.containers.serve.serving_profiles import profiles_of
 from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving

@@ -17,7 +17,7 @@ from canvasrt.build.memory import estimate
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.containers.serve import prepare as preparing
 from canvasrt.containers.serve.prepare import engines_folder, prepare
-from canvasrt.containers.serve.profiles import ServingProfile, choose_profile, profiles_of
+from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_profile, profiles_of
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
 from canvasrt.recipes.recipe import Recipe, load_recipe
