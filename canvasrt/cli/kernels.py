@@ -78,7 +78,7 @@ def _heading(data: Json) -> list[str]:
         f" {gpu['bandwidth'] / 1e9:,.0f}, {gpu['arithmetic']:.0%} of "
         + ", ".join(f"{rate / 1e12:,.0f} T {name}" for name, rate in gpu["rates"].items())
         + f", {gpu['launch'] * 1e6:.1f} µs per launch ({source})",
-        f"batch {sizes['batch']}, {sizes['length']} tokens each, context {sizes['context']},"
+        f"batch {sizes['batch']} in passes of {sizes['rows']}, {sizes['length']} tokens each, context {sizes['context']},"
         f" {sizes['capacity']} slots per expert",
     ]
 

@@ -116,8 +116,11 @@ class Predictor:
     def denoise(
         self, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
     ) -> PredictedPass:
-        """Return a denoising pass of `batch` canvases: every body segment and the head."""
-        length = self.model.canvas_length
+        """Return a denoising pass of `batch` canvases: every body segment and the head.
+
+        A pass that requests share always has as many rows as its engines take; those without a request are padding.
+        """
+        length, batch = self.model.canvas_length, self._rows(batch)
         capacity = capacity or usual_capacity(self.model, batch * length)
         sizes = CallSizes(batch, length, context, capacity)
         return self._pass(DENOISE, gpu, sizes, [*self._bodies(), "head"])
@@ -142,6 +145,11 @@ class Predictor:
         denoised = self.denoise(gpu, batch, context, capacity).seconds
         encoded = self.encode(gpu, 1, self.model.canvas_length, context).seconds
         return PREDICTED_STEPS * denoised + batch * encoded
+
+    def _rows(self, batch: int) -> int:
+        """Return the rows of a pass of `batch` canvases; `batch` itself if the engines do not take so many."""
+        each = (p["batch"] for name in self._bodies() for p in self.entries[name]["profiles"])
+        return min((rows["max"] for rows in each if batch <= rows["max"]), default=batch)
 
     def _most(self) -> int:
         """Return the tokens that the engines take of a full layer's past."""
@@ -189,7 +197,7 @@ class Predictor:
         dims = sizes.dims(model, self._most())
         computing = sum(
             row.cost.operations
-            * (min(1.0, needed / _rows(row, dims)) if row.place.part == EXPERTS else 1.0)
+            * (min(1.0, needed / _written_rows(row, dims)) if row.place.part == EXPERTS else 1.0)
             / gpu.rate(row.cost.format)
             for row in made.rows
             if row.cost.is_product
@@ -198,7 +206,7 @@ class Predictor:
         return max(read / gpu.bytes_per_second(), computing)
 
 
-def _rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
+def _written_rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
     """Return the rows that a product writes."""
     written = row.kernel.outputs[0].dims
     return volume(written, dims) // evaluate(written[-1], dims)

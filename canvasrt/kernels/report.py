@@ -31,7 +31,7 @@ def prediction_report(
     return {
         "note": _NOTE,
         "gpu": {**asdict(gpu), "rates": dict(gpu.rates)},
-        "sizes": asdict(denoise.sizes),
+        "sizes": asdict(denoise.sizes) | {"batch": batch, "rows": denoise.sizes.batch},
         "passes": {each.kind: _pass(each, predictor.model) for each in (denoise, encode)},
         "block": {
             "steps": PREDICTED_STEPS,

@@ -89,6 +89,11 @@ def test_layers_that_are_repeated_count_as_often(engines: Bundle, predictor: Pre
     assert weight_bytes(more.rows) > weight_bytes(once.rows)
 
 
+def test_a_pass_has_as_many_rows_as_the_engines_take(predictor: Predictor) -> None:
+    two, four = (predictor.denoise(GPU, batch, 1024) for batch in (2, 4))
+    assert (two.sizes, two.seconds) == (four.sizes, four.seconds)
+
+
 def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
     with pytest.raises(UsageError, match="no profile of body_0 holds batch 9"):
         predictor.denoise(GPU, batch=9, context=1024)
