@@ -129,12 +129,14 @@ def _row(row: TimedKernel) -> Json:
 
 
 def _growth(predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int]]) -> list[Json]:
-    """Return denoising passes at these batches and contexts, without those that no profile holds."""
+    """Return denoising passes at these batches and contexts, without those that no profile holds, or that are padded."""
     found = []
     for batch, context in sizes:
         try:
             made = predictor.denoise(gpu, batch, context)
         except UsageError:
+            continue
+        if made.sizes.batch != batch:
             continue
         found.append(
             {

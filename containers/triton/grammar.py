@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -73,7 +74,9 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocab
 
 def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
     """Do what takes seconds, and would hold up everybody, before the first grammar comes."""
-    _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+    # If the model cannot follow grammars, whoever sends one is told.
+    with contextlib.suppress(CanvasError):
+        _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
 
 
 def _compiled(text: str, grammars: _Grammars, share: str) -> GrammarState:

@@ -46,6 +46,11 @@ class Vocabulary:
     ) -> None:
         """`control` are the special tokens that grammars may have."""
         llguidance = require("llguidance", "serve")
+        if not ends:
+            raise CanvasError(
+                "the model has no token that ends an answer, so it cannot follow grammars",
+                "leave it out",
+            )
         self.size, self.ends = size, ends
         found = [tokenizer.token_bytes(token) for token in range(size)]
         self.special = [token for token, text in enumerate(found) if not text]

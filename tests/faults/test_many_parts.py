@@ -57,7 +57,7 @@ ROUTES = {
         ["decisions._own_question"],
     ),
     "infill": ("/v1/infill", {"model": "canvasrt", "text": LONG}, ["decisions.default_prompt"]),
-    "tokenize": ("/tokenize", CHAT, ["tokens.read_messages", "app.parse_body"]),
+    "tokenize": ("/tokenize", CHAT, ["tokenize.read_messages", "app.parse_body"]),
 }
 
 

@@ -102,7 +102,7 @@ CASES: list[tuple[dict[str, Any], str | None, str, str]] = [
         "Unsat",
     ),
     (by_schema({"$ref": "#"}), SCHEMA, "invalid_value", "no token may follow"),
-    (by_schema(ENDLESS), SCHEMA, "invalid_value", "no answer of at most 1024 tokens"),
+    (by_schema(ENDLESS), SCHEMA, "invalid_value", "no answer of at most 2048 tokens"),
     (by_schema(COSTLY), SCHEMA, "invalid_value", "takes more than llguidance allows"),
     ({"nothing": 1}, "nothing", "unknown_parameter", "Unknown parameter: 'nothing'"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value", "greater than or equal to 1"),
