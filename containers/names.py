@@ -43,4 +43,10 @@ CONTAINER_VARIABLES: dict[str, Callable[[str], str]] = {
     ALLOWED_HOSTS: lambda name: ",".join((*LOOPBACK, name)),
 }
 # Variables with secrets, which no child process needs.
-SECRETS = ("CANVASRT_API_KEYS", "CANVASRT_API_KEYS_FILE", "HF_TOKEN", "NGC_API_KEY")
+SECRETS = (
+    "CANVASRT_API_KEYS",
+    "CANVASRT_API_KEYS_FILE",
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "NGC_API_KEY",
+)

@@ -158,6 +158,7 @@ def _config(app: Any, protocol: Any) -> uvicorn.Config:
         backlog=_ACCEPT,
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # what a caller says of its address must not decide anything
         server_header=False,
         loop="asyncio",
         ws="none",

@@ -35,7 +35,10 @@ class Keys:
 
 
 class Callers:
-    """Counts the answers that each key is waiting for: at most `most` at once; None for any number."""
+    """Counts the answers that each key is waiting for: at most `most` at once; None for any number.
+
+    Without keys, callers cannot be told apart, and none is limited.
+    """
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -48,20 +51,21 @@ class Callers:
         ApiError 429, from both, when its caller has too many; 400 when the request alone has.
         """
         counted = 0
+        most = self._most if caller else None
 
         def more(answers: int) -> None:
             nonlocal counted
             others = self._count[caller] - counted
-            if self._most is not None and counted + answers > self._most:
+            if most is not None and counted + answers > most:
                 raise bad_request(
                     f"The request wants {counted + answers} answers; this server gives a key"
-                    f" {self._most} at once.",
+                    f" {most} at once.",
                     "n",
                     "invalid_value",
                 )
-            if self._most is not None and self._count[caller] + answers > self._most:
+            if most is not None and self._count[caller] + answers > most:
                 raise too_many(
-                    f"This key may wait for {self._most} answers at once, and waits for {others}."
+                    f"This key may wait for {most} answers at once, and waits for {others}."
                 )
             self._count[caller] += answers
             counted += answers

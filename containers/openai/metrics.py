@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import http.client
 import urllib.request
 from collections import defaultdict
 
@@ -97,6 +98,6 @@ def _fetch(url: str) -> str:
     try:
         with _DIRECT.open(url, timeout=_TIMEOUT) as reply:
             text: str = reply.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException, ValueError):
         return ""
     return text

@@ -62,6 +62,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
+        self._unclosed: set[str] = set()  # marks after which no string ends
 
     def skip(self) -> None:
         match = _SPACE.match(self.text, self.place)
@@ -151,13 +152,14 @@ class _Reader:
             self.place = end + len(QUOTE)
             return text[begin + len(QUOTE) : end]
         mark = text[begin : begin + 1]
-        if mark not in ('"', "'"):
+        if mark not in ('"', "'") or mark in self._unclosed:
             return None
         # The end is a mark before a delimiter; others belong to the text, as in 'it's'.
         match = re.compile(rf"{mark}((?:\\.|[^\\])*?){mark}(?=\s*[,:=}}\]])", re.DOTALL).match(
             text, begin
         )
         if match is None:
+            self._unclosed.add(mark)  # looking again from each value would take quadratic time
             return None
         self.place = match.end()
         return _unescaped(match[1], mark)

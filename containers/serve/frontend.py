@@ -28,6 +28,7 @@ _CALM = 60.0  # seconds after which earlier deaths are forgotten
 _BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)
 _POLL = 0.05
 _SILENCE = 10.0  # seconds without a turn of the event loop until the process is replaced
+_FIRST_BEAT = 60.0  # seconds from its start on
 _END = 5.0  # for a process without work left
 
 
@@ -118,6 +119,7 @@ class FrontEnd:
         """Start the process, which then answers `/v1/health/live`."""
         inherited = [each.fileno() for each in (self._socket, self._health) if each]
         os.ftruncate(self._heartbeat, 0)  # until the new process beats
+        self._started = time.monotonic()
         output: IO[bytes] | None = None
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +161,7 @@ class FrontEnd:
         """Restart the process if it has died or hangs. CanvasError when that happens too often."""
         if self._process is None:
             return
-        hangs = self._process.poll() is None and (silence(self._heartbeat) or 0.0) > _SILENCE
+        hangs = self._process.poll() is None and self._is_silent()
         if hangs:
             self._process.kill()
             self._process.wait()
@@ -180,6 +182,12 @@ class FrontEnd:
         time.sleep(pause)
         self._close_input()
         self.start()
+
+    def _is_silent(self) -> bool:
+        silent = silence(self._heartbeat)
+        if silent is None:
+            return time.monotonic() - self._started > _FIRST_BEAT
+        return silent > _SILENCE
 
     def stop(self, grace: float, force: threading.Event | None = None) -> bool:
         """Refuse new requests, let those in flight finish, and end; return whether all finished.

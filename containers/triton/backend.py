@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
@@ -56,6 +57,8 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.prefix import PrefixCache
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.watch import Watch
+
+log = logging.getLogger(__name__)
 
 _LAST_REPLIES = 0.3  # seconds for Triton to take the last error replies
 # Inputs that take long to read, however short.
@@ -299,16 +302,22 @@ class AnswerModel:
     def _watch(self) -> None:
         """Report cancelled requests to the stream model; calls between models do not pass that on."""
         while not self._stopping.wait(CANCEL_INTERVAL):
-            with self._lock:
-                cancelled = {call for call, sender in self._open.items() if sender.is_cancelled()}
-            for call in cancelled:
-                request = pb_utils.InferenceRequest(
-                    model_name=STREAM_MODEL,
-                    requested_output_names=["event"],
-                    inputs=[],
-                    parameters={CANCEL_PARAMETER: call},
-                )
-                self._recent.extend(request.exec(decoupled=True))
+            try:
+                self._pass_on_cancelled()
+            except Exception:  # a thread that ended would cancel nothing any more
+                log.exception("cannot report a cancelled request")
+
+    def _pass_on_cancelled(self) -> None:
+        with self._lock:
+            cancelled = {call for call, sender in self._open.items() if sender.is_cancelled()}
+        for call in cancelled:
+            request = pb_utils.InferenceRequest(
+                model_name=STREAM_MODEL,
+                requested_output_names=["event"],
+                inputs=[],
+                parameters={CANCEL_PARAMETER: call},
+            )
+            self._recent.extend(request.exec(decoupled=True))
 
 
 def _end_process(error: EngineError) -> None:

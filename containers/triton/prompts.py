@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ class PromptEncoder:
                     f"prompt has {len(values['prompt'])} characters",
                     f"send at most {_MOST_COUNTED}",
                 )
-            with self._long:
+            with self._turn(values):
                 return tokenizer.encode(values["prompt"], add_special_tokens)
         self._check_length(chosen, values[chosen])
         if add_generation_prompt:
@@ -108,8 +109,12 @@ class PromptEncoder:
         else:
             messages = check_messages(values["messages"])
         variables = read_template(values.get("template", "{}"))
-        with self._long:
+        with self._turn(values):
             return tokenizer.closed_chat(messages, variables)
+
+    def _turn(self, values: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Let long texts be encoded one at a time. Short ones do not wait."""
+        return self._long if is_long(values) else nullcontext()
 
     def _check_length(self, chosen: str, text: str) -> None:
         """Raise CanvasError for a text that cannot fit the context, however its tokens fall."""
@@ -125,10 +130,8 @@ class PromptEncoder:
             )
 
     def _encode(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
-        if is_long(values):
-            with self._long:
-                return self._prompt(values, chosen)
-        return self._prompt(values, chosen)
+        with self._turn(values):
+            return self._prompt(values, chosen)
 
     def _prompt(self, values: Mapping[str, Any], chosen: str) -> EncodedPrompt:
         tokenizer = self._tokenizer

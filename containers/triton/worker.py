@@ -100,6 +100,9 @@ class Worker:
             ticket.leave()
             fail(ticket.sink, error)
             return
+        except BaseException:
+            ticket.leave()
+            raise
         self._arrived.put(_Known(request, ticket))
         # Perhaps since the ticket was taken: nobody would answer it.
         if self._refusal is not None or self._closing:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,9 @@ LIMITS = {
 }
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # bytes of all regular expressions in a schema: their cost is quadratic
+MAX_PATTERN_KEYS = 64  # in all `patternProperties`, each of which excludes the others
+# The least common multiple of all `multipleOf`, without decimal points: an automaton has as many states.
+MAX_MULTIPLE = 10_000
 # The longest shortest answer: one that takes more tokens cannot be told from one without an end.
 MAX_SHORTEST = 2048
 MAX_SECONDS = 1.0  # to find it, for grammars that the limits above let through
@@ -193,10 +200,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         raise CanvasError(
             f"{path} has {size} bytes", f"give at most {MAX_GRAMMAR_BYTES[kind]} bytes"
         )
-    if (size := _pattern_bytes(source)) > MAX_PATTERNS:
-        raise CanvasError(
-            f"{path} has patterns of {size} bytes", f"give at most {MAX_PATTERNS} bytes of them"
-        )
+    _check_schemas(source, path)
     matcher_type = llguidance.LLMatcher
     try:
         if kind == "regex":
@@ -230,20 +234,52 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     return GrammarState(matcher, vocabulary, len(shortest))
 
 
-def _pattern_bytes(source: Any) -> int:
-    """Return the bytes of a schema's regular expressions."""
-    total, left = 0, [source]
+def _check_schemas(source: Any, path: str) -> None:
+    """Raise CanvasError for what takes llguidance long however short it is: many patterns, and large divisors."""
+    patterns = keys = 0
+    multiple, left = 1, [source] if isinstance(source, dict) else _schemas_in(source)
     while left:
         part = left.pop()
         if isinstance(part, dict):
-            pattern = part.get("pattern")
-            total += len(pattern.encode()) if isinstance(pattern, str) else 0
-            keyed = part.get("patternProperties")
-            total += sum(len(each.encode()) for each in keyed) if isinstance(keyed, dict) else 0
+            pattern, keyed = part.get("pattern"), part.get("patternProperties")
+            patterns += len(pattern.encode()) if isinstance(pattern, str) else 0
+            if isinstance(keyed, dict):
+                patterns += sum(len(each.encode()) for each in keyed)
+                keys += len(keyed)
+            multiple = math.lcm(multiple, _divisor(part.get("multipleOf")))
             left += part.values()
         elif isinstance(part, list):
             left += part
-    return total
+    for size, most, what in (
+        (patterns, MAX_PATTERNS, "bytes of patterns"),
+        (keys, MAX_PATTERN_KEYS, "patternProperties"),
+    ):
+        if size > most:
+            raise CanvasError(f"{path} has {size} {what}", f"give at most {most}")
+    if multiple > MAX_MULTIPLE:
+        raise CanvasError(
+            f"{path} has multipleOf whose least common multiple exceeds {MAX_MULTIPLE}",
+            "give smaller ones",
+        )
+
+
+def _schemas_in(text: str) -> list[Any]:
+    """Return the JSON schemas in a Lark grammar; llguidance names those that cannot be read."""
+    found, decoder = [], json.JSONDecoder()
+    for match in re.finditer(r"%json\s*", text):
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(decoder.raw_decode(text, match.end())[0])
+    return found
+
+
+def _divisor(value: Any) -> int:
+    """Return a number without its decimal point; 1 for what is none, which llguidance refuses."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return 1
+    number = Decimal(repr(value)).normalize()
+    numerator, denominator = number.as_integer_ratio()
+    scale = 10 ** max(0, -int(number.as_tuple().exponent))
+    return max(1, abs(numerator) * scale // denominator)
 
 
 def _source(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:

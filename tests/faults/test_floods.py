@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.openai.__main__ import _config
 from canvasrt.containers.openai.connections import RESERVED
 from canvasrt.containers.openai.parse_turns import SLICE, TURN, Turns
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -255,3 +256,8 @@ def test_slow_metrics_hold_up_nothing_else(alone: Alone):
         slow.setblocking(False)
         with slow.accept()[0], pytest.raises(BlockingIOError):  # it was asked once
             slow.accept()
+
+
+def test_nobody_says_which_caller_he_is() -> None:
+    """The reserved places know callers by their addresses, which `X-Forwarded-For` must not change."""
+    assert not _config(None, None).proxy_headers

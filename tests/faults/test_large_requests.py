@@ -54,6 +54,13 @@ def test_text_beyond_any_context_is_not_encoded(tokenizer: Tokenizer):
     assert encoder.encode({"prompt": "a" * most, "raw": True}).ids.size > 0
 
 
+def test_short_texts_do_not_wait_for_long_ones(tokenizer: Tokenizer):
+    encoder = PromptEncoder(tokenizer, 100)
+    short = {"prompt": "ab", "raw": True}
+    with ThreadPoolExecutor(1) as pool, encoder._long:
+        assert pool.submit(encoder.tokens, short, False, False).result(timeout=10)
+
+
 def test_other_threads_run_while_a_text_is_encoded(tokenizer: Tokenizer):
     pauses, done = [], threading.Event()
 

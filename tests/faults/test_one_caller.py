@@ -209,6 +209,8 @@ def test_answers_that_a_key_waits_for_are_counted():
         more(1)
     with callers.one("a") as more:
         more(2)
+    with callers.one("") as more:  # without keys
+        more(9)
 
 
 @pytest.mark.parametrize("name", ["tools", "images", "response_format", "messages"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -154,3 +155,10 @@ def test_any_text_is_read_in_time_and_gives_json() -> None:
         except CallError:
             continue
     assert 20 < read < 5000
+
+
+def test_quotes_that_do_not_close_take_linear_time() -> None:
+    begin = time.process_time()
+    with pytest.raises(CallError):
+        read_arguments("{" + "a:'b," * 40_000)
+    assert time.process_time() - begin < 10  # looking for each one's end would take minutes

@@ -153,6 +153,22 @@ def test_a_front_end_that_dies_is_replaced_and_no_caller_is_turned_away(server: 
         assert front.pid != first
 
 
+def test_a_front_end_that_hangs_before_its_first_beat_is_replaced(server: Server, monkeypatch: Any):
+    monkeypatch.setattr(frontend, "_FIRST_BEAT", 0.5)
+    front = FrontEnd.over(server, FrontOptions(port=0))
+    front.start()
+    try:
+        first = front.pid
+        assert first
+        os.kill(first, signal.SIGSTOP)
+        time.sleep(0.6)
+        front.check_alive()
+        assert front.pid != first
+        assert status(front, "/v1/health/live")[0] == 200
+    finally:
+        front.stop(grace=0)
+
+
 def test_a_front_end_that_cannot_live_is_given_up(server: Server, monkeypatch: Any):
     monkeypatch.setattr(frontend, "_BACKOFF", (0.0,))
     front = FrontEnd.over(server, FrontOptions(port=0, log_level="NONSENSE"))

@@ -167,8 +167,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"type": "grammar", "grammar": "start: /" + "a?" * 9000 + "/"}, "g.grammar has 18009 bytes"),
     (
         schema({"items": [{"pattern": "a" * 5000}, {"patternProperties": {"b" * 5000: {}}}]}),
-        "g.schema has patterns of 10000 bytes",
+        "g.schema has 10000 bytes of patterns",
     ),
+    (schema({"type": "integer", "multipleOf": 999_983}), "g.schema has multipleOf"),
+    (
+        schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 0.991}]}),
+        "whose least common multiple exceeds 10000",
+    ),
+    (
+        {"type": "grammar", "grammar": 'start: %json {"type": "integer", "multipleOf": 999983}'},
+        "g.grammar has multipleOf",
+    ),
+    (schema({"patternProperties": {f"^{n}": {} for n in range(65)}}), "has 65 patternProperties"),
     ({"type": "regex", "regex": "a{3000}"}, "allows no answer of at most 2048 tokens"),
     ({"type": "regex", "regex": "é"}, "g.regex"),  # the demo has no token for it
 ]
