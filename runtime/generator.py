@@ -118,6 +118,7 @@ class Generator:
         events = self._drop_cancelled()
         self._give_places()
         events += self._collect()
+        self._give_places()  # what has just been searched for can make room
         events += self._encode()
         events += self._denoise()
         self._leave([each for each in self._running if each.finished])

@@ -88,7 +88,7 @@ class ActiveConstrained(Prompted):
         self.id = id
         self.finished = False
         self.job: Future[_Step | None] | None = None
-        self._request, self._params, self._model = request, request.params, model
+        self._request, self._params = request, request.params
         self._added = added
         self._first_block: float | None = None
         self._state = request.start
@@ -96,9 +96,13 @@ class ActiveConstrained(Prompted):
         self._tokens: list[int] = []
         self._steps: list[int] = []
         self._step = 0
-        self._hidden: np.ndarray = np.empty(0)
         # Without entropy, the grammar leaves nothing to choose.
         self._early = EarlyStopping(self._params, when_certain=True)
+
+    @property
+    def parks(self) -> bool:
+        """Whether it can make room for another request: not while a search is under way."""
+        return self.job is None and super().parks
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step."""
@@ -213,7 +217,7 @@ class ActiveConstrained(Prompted):
             self.finished = True
             events.append(Finished(self.id, self.result(reason)))
         else:
-            self.pending = step.argmax
+            self.encode_next(step.argmax)
         return events
 
     def _end(self, reason: FinishReason) -> list[Event]:

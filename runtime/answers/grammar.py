@@ -237,7 +237,8 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
 def _check_schemas(source: Any, path: str) -> None:
     """Raise CanvasError for what takes llguidance long however short it is: many patterns, and large divisors."""
     patterns = keys = 0
-    multiple, left = 1, [source] if isinstance(source, dict) else _schemas_in(source)
+    multiple = 1
+    left: list[Any] = [source] if isinstance(source, dict) else _schemas_in(source)
     while left:
         part = left.pop()
         if isinstance(part, dict):

@@ -174,12 +174,11 @@ class ActiveInfill(Prompted):
         super().__init__(request.prompt_token_ids, model)
         self.id = id
         self.finished = False
-        self._request, self._params, self._model = request, request.params, model
+        self._request, self._params = request, request.params
         self._added = added
         self._done: list[tuple[float, np.ndarray]] = []
         self._steps: list[int] = []
         self._step = 0
-        self._hidden = np.empty(0)
         self._early = EarlyStopping(self._params)
 
     def next_step(self) -> DenoiseInput:

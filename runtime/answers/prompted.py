@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.passes import EncodeInput
+from canvasrt.runtime.passes import EncodeInput, Hidden
 from canvasrt.runtime.pictures import Picture, groups_of, next_part
 from canvasrt.runtime.prefix import Chunk, chunks_of
 
@@ -18,16 +18,18 @@ class Prompted:
     A prompt with `pictures` is all that is ever encoded.
     """
 
-    # It keeps its place in the batch until it has ended: a search may be under way.
-    parks = False
-
     def __init__(
         self, prompt: Sequence[int], model: Model, pictures: Sequence[Picture] = ()
     ) -> None:
         self.row = model.new_row()
+        self._model = model
+        self._hidden: Hidden = None
         self.owner = ""
         self.passes = self.turn = 0  # in all, and since it got its place
         self.pending = np.array(prompt, np.int64)
+        self._clean = [self.pending]  # all that was to be encoded, part by part
+        self._later: list[np.ndarray] = []  # parts behind the pending one
+        self._again = self._returning = False  # encodes what it had encoded before it was parked
         # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
         self.shares = not pictures
         self.chunks = chunks_of(self.pending, model.prefill_chunk) if self.shares else []
@@ -38,9 +40,24 @@ class Prompted:
         self.cached = 0
         self._chunk_size = model.prefill_chunk
 
+    @property
+    def parks(self) -> bool:
+        """Whether it can make room for another request: not before it has got back to where it was."""
+        return not self._returning
+
     def park(self) -> None:
-        """It never makes room for another request."""
-        raise AssertionError("it keeps its place")
+        """Make room for another request. What must be encoded again is cut into the same chunks."""
+        self._hidden, lost = self._model.park(self.row, self._hidden)
+        if lost:
+            self.pending, *self._later = self._clean
+            if self.shares:
+                self.chunks = chunks_of(self.pending, self._chunk_size)
+            self._again = self._returning = True
+
+    def encode_next(self, tokens: np.ndarray) -> None:
+        """Let tokens that are final now be encoded."""
+        self.pending = tokens
+        self._clean.append(tokens)
 
     @property
     def cacheable(self) -> list[Chunk]:
@@ -50,8 +67,9 @@ class Prompted:
     def skip(self, count: int) -> None:
         """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
         size = sum(chunk.size for chunk in self.chunks[:count])
-        self.chunks, self.pending = self.chunks[count:], self.pending[size:]
-        self.cached += size
+        self.chunks = self.chunks[count:]
+        self.cached += 0 if self._again else size
+        self._advance(size)
 
     def next_chunk(self) -> EncodeInput:
         """Return the tokens to encode next."""
@@ -64,5 +82,12 @@ class Prompted:
 
     def encoded(self, count: int) -> Chunk | None:
         """Count `count` tokens as encoded; return their chunk if they are part of the prompt."""
-        self.pending = self.pending[count:]
+        self._advance(count)
         return self.chunks.pop(0) if self.chunks else None
+
+    def _advance(self, count: int) -> None:
+        self.pending = self.pending[count:]
+        if not self.pending.size and self._later:
+            self.pending = self._later.pop(0)
+        elif not self.pending.size and self._returning:
+            self._returning, self.turn = False, 0

@@ -17,7 +17,7 @@ from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.host_sampler import host_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Hidden, hidden_input
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
 from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.request import Event, Finished, FinishReason, Result, Timings
 from canvasrt.runtime.sampling_params import SamplingParams
@@ -87,13 +87,11 @@ class ActiveRead(Prompted):
         self.id = id
         self.finished = False
         self._request = request
-        self._model = model
         self._added = added
         self._reads = self._order()
         self._read = next(self._reads)
         self._step = 0
         self._passes = 0
-        self._hidden: Hidden = None
         self._logs: dict[tuple[int, int, int], np.ndarray] = {}
 
     def next_step(self) -> DenoiseInput:
