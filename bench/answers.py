@@ -75,6 +75,7 @@ def _read(model: Model, tokenizer: Tokenizer, count: int) -> tuple[Ask, Any]:
 SUMS = [f"{a}+{b}=" for a, b in ((12, 34), (51, 7), (80, 19), (33, 33), (6, 85))]
 GRAMMARS: dict[str, dict[str, Any]] = {
     "digits": {"type": "regex", "regex": "[0-9]{1,3}"},
+    "80 letters": {"type": "regex", "regex": "[a-z]{80}"},
     "JSON": {
         "type": "json_schema",
         "schema": {
@@ -97,7 +98,7 @@ def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> None:
         text = SUMS[round % len(SUMS)]
         a, b = text.rstrip("=").split("+")
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-        params = SamplingParams.from_defaults(model.sampler, config, seed=round)
+        params = SamplingParams.from_defaults(model.sampler, config, seed=round, max_new_tokens=100)
         requests: dict[str, Any] = {"free": Request(ids, params)}
         end = end_of_answer(model, tokenizer)
         requests |= {name: ConstrainedRequest(ids, params, s, end) for name, s in starts.items()}

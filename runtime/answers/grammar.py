@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -137,6 +137,14 @@ class GrammarState:
         following = GrammarState(matcher, self._vocabulary)
         following._check()
         return following
+
+    def ends_after(self, tokens: Sequence[int]) -> bool:
+        """Return whether these tokens may follow, and the answer end behind them."""
+        if self._matcher.validate_tokens(list(tokens)) < len(tokens):
+            return False
+        matcher = self._matcher.deep_copy()
+        matcher.consume_tokens(list(tokens))
+        return bool(matcher.is_accepting())
 
     def shortest(self, most: int) -> list[int] | None:
         """Return tokens, at most that many, after which the answer may end; None if none are found.

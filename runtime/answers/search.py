@@ -56,7 +56,7 @@ def search(
     Returns None if the answer cannot end within `room`.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
-    paths = [_Path(0.0, (), (start,), _close(start, room, near))]
+    paths = [_Path(0.0, (), (start,), _close(start, (), room, near))]
     if room <= near and paths[0].close is None:
         return None
     for place in range(length):
@@ -112,20 +112,23 @@ def _kept(
             kept.append(_Path(score, tokens, (*path.states, state), None, True))
             continue
         following = state.advanced(token)
-        close: tuple[int, ...] | None = None
-        if room <= near:
-            # The token that the path would close with needs no new search.
-            known = path.close if path.close and path.close[0] == token else None
-            close = known[1:] if known else _close(following, room, near)
-            if close is None or len(close) + 1 > room:
-                continue
+        close = _close(following, path.close or (), room, near)
+        if room <= near and (close is None or len(close) + 1 > room):
+            continue
         kept.append(_Path(score, tokens, (*path.states, following), close))
     return kept
 
 
-def _close(state: GrammarState, room: int, near: int) -> tuple[int, ...] | None:
+def _close(
+    state: GrammarState, before: tuple[int, ...], room: int, near: int
+) -> tuple[int, ...] | None:
+    """Return tokens that end the answer; `before` are those that would have a token earlier."""
     if room > near:
         return None
+    # To look for them anew takes a hundred times as long as to check what is known.
+    for known in (before[1:], before):
+        if before and len(known) < room and state.ends_after(known):
+            return known
     found = state.shortest(max(0, room - 1))
     return None if found is None else tuple(found)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers import constrained, grammar
-from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
-from canvasrt.runtime.answers.search import search
+from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.spelling import Speller
 from canvasrt.runtime.generator import Draft, Finished, Generator, Request
 from canvasrt.runtime.model import Model
@@ -253,3 +253,20 @@ def test_the_search_finds_the_likeliest_string(demo_words: Vocabulary, demo: Pai
         }
         text = demo.tokenizer.decode(found.tokens[:-1])
         assert scores[text] == pytest.approx(max(scores.values()))
+
+
+def test_one_ending_serves_many_strings(
+    demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long answer's strings end alike, so that the way to end them is not looked for each time."""
+    start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, demo_words, "g")
+    looked: list[int] = []
+    shortest = GrammarState.shortest
+    monkeypatch.setattr(
+        GrammarState, "shortest", lambda s, most: looked.append(most) or shortest(s, most)
+    )
+    logs = np.log(np.random.default_rng(0).dirichlet(np.full(112, 0.2), 128) + 1e-30)
+    found = search(start, logs, 128, 130, near(start), END, 0)
+    assert found is not None
+    assert (found.ended, len(found.tokens)) == (True, 81)
+    assert len(looked) == 1
