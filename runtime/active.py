@@ -14,9 +14,8 @@ from canvasrt.runtime.host_head import TokenScore
 from canvasrt.runtime.host_sampler import host_step, redrawn
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Wants
-from canvasrt.runtime.pictures import groups_of, next_part
-from canvasrt.runtime.prefix import Chunk, chunks_of
+from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, Wants
+from canvasrt.runtime.prompted import Prompted
 from canvasrt.runtime.request import (
     Block,
     Draft,
@@ -31,98 +30,30 @@ from canvasrt.runtime.request import (
 from canvasrt.runtime.settled import SettledPrefix
 
 
-class ActiveRequest:
+class ActiveRequest(Prompted):
     """The state of one request between passes.
 
     Follows transformers' `DiffusionGemmaGenerationMixin.generate` for a batch of one.
     """
 
     def __init__(self, id: int, request: Request, model: Model, added: float) -> None:
+        super().__init__(request.prompt_token_ids, model, request.pictures)
         self.id = id
         self.finished = False
-        self.row = model.new_row()
-        # Tokens not in the cache yet: first the prompt, then each finished block that another one
-        # follows.
-        self.pending = np.array(request.prompt_token_ids, np.int64)
-        # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
-        self.shares = request.is_text
-        self.chunks = chunks_of(self.pending, model.prefill_chunk) if self.shares else []
-        self._cached = 0
-        self._whole = self.pending
-        self._pictures = request.pictures
-        self._groups = groups_of(self._whole, self._pictures, model.config)
-        self._clean = [self.pending]  # all tokens that were ever pending
-        self._later: list[np.ndarray] = []
-        self._again = False  # whether they were in the cache before
-        self._returning = False  # they are being encoded again
-        self._prompt = request.prompt_token_ids
         self.owner = request.owner
-        self.passes = self.turn = 0  # in all, and since it last got a place
         self._params = request.params
         self._length = request.params.canvas(model.config)
         self._blocks = request.params.blocks(model.config)
-        self._model = model
         self._added = added
         self._first_block: float | None = None
         self._tokens: list[int] = []
         self._scores: list[TokenScore] = []
         self._steps: list[int] = []
         self._step = 0
-        self._hidden: Hidden = None
         self._early = EarlyStopping(request.params)
         self._settled = SettledPrefix(request.params)
         self._conditions = request.conditions or Conditions()
         self._allowed: dict[int, np.ndarray] = {}  # tokens by position of the canvas
-
-    @property
-    def parks(self) -> bool:
-        """Whether it can make room for another request: not before it has got back to where it was."""
-        return not self._returning
-
-    @property
-    def cacheable(self) -> list[Chunk]:
-        """The next chunks that the prefix cache may hold."""
-        return self.chunks if self.shares else []
-
-    def skip(self, count: int) -> None:
-        """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
-        size = sum(chunk.size for chunk in self.chunks[:count])
-        self.chunks = self.chunks[count:]
-        self._cached += 0 if self._again else size
-        self._advance(size)
-
-    def next_chunk(self) -> EncodeInput:
-        """Return the tokens to encode next. An image's tokens see each other, so they stay together."""
-        most = self._model.prefill_chunk
-        in_prompt = self.pending is self._whole or self.pending.base is self._whole
-        if not (self._pictures and in_prompt):
-            size = self.chunks[0].size if self.chunks else most
-            return EncodeInput(self.row, self.pending[:size])
-        groups = self._groups[len(self._whole) - len(self.pending) :]
-        part = next_part(self.pending, groups, self._pictures, most, self._model.see)
-        return EncodeInput(self.row, *part)
-
-    def encoded(self, count: int) -> Chunk | None:
-        """Count `count` tokens as encoded; return their chunk if they are part of a prompt of text."""
-        self._advance(count)
-        return self.chunks.pop(0) if self.chunks else None
-
-    def _advance(self, count: int) -> None:
-        self.pending = self.pending[count:]
-        if not self.pending.size and self._later:
-            self.pending = self._later.pop(0)
-        elif not self.pending.size and self._returning:
-            self._returning, self.turn = False, 0
-
-    def park(self) -> None:
-        """Make room for another request. The tokens stay the same: what must be encoded again is
-        cut into the same chunks."""
-        self._hidden, lost = self._model.park(self.row, self._hidden)
-        if lost:
-            self.pending, *self._later = self._clean
-            most = self._model.prefill_chunk
-            self.chunks = chunks_of(self.pending, most) if self.shares else []
-            self._again = self._returning = True
 
     def next_step(self) -> DenoiseInput:
         """Return the input of the next denoising step. The first step of a block creates its
@@ -172,7 +103,7 @@ class ActiveRequest:
                 output.accepted,
                 output.canvas,
                 len(self._settled.tokens),
-                self._cached,
+                self.cached,
             ),
         ]
         self._hidden = output.next_hidden
@@ -205,12 +136,12 @@ class ActiveRequest:
         """Return the result so far."""
         return Result(
             token_ids=self._tokens,
-            prompt_token_ids=[int(token) for token in self._prompt],
+            prompt_token_ids=self.prompt,
             finish_reason=reason,
             seed=self._params.seed,
             steps=self._steps,
             timings=Timings(self._first_block, time.perf_counter() - self._added),
-            cached_tokens=self._cached,
+            cached_tokens=self.cached,
             logprobs=self._scores,
         )
 
@@ -257,8 +188,7 @@ class ActiveRequest:
             self.finished = True
             events.append(Finished(self.id, self.result(block.finish)))
         else:
-            self.pending = canvas
-            self._clean.append(canvas)
+            self.encode_next(canvas)
         return events
 
     def _cut(self, canvas: np.ndarray, blocks: int) -> tuple[list[int], FinishReason | None]:

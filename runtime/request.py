@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -28,12 +28,6 @@ class Request:
     pictures: Sequence[Picture] = ()
     owner: str = ""  # the caller, between whom the passes are shared
     conditions: Conditions | None = None  # on the answer's positions
-
-    @property
-    def is_text(self) -> bool:
-        """Whether nothing but tokens decides the prompt's keys and values."""
-        other = set(vars(self)) - {"prompt_token_ids", "params", "owner", "conditions"}
-        return all(_is_empty(getattr(self, name)) for name in other)
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for an empty or foreign prompt, or one that does not fit the context."""
@@ -62,10 +56,6 @@ class Request:
                 f"prompt token {foreign[0]} is not in the vocabulary",
                 f"give token ids from 0 to {config.vocab_size - 1}",
             )
-
-
-def _is_empty(value: Any) -> bool:
-    return value is None or value is False or (isinstance(value, Sized) and len(value) == 0)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ RUNTIME = (
     "engine sampling_params host_head",
     "model request backends inputs candidates",
     "kv_cache gpu settled prefix host_sampler early_stop",
+    "prompted",
     "active answers",
     "scored",
     "cpu schedule",

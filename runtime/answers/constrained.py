@@ -13,7 +13,6 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import GrammarState
-from canvasrt.runtime.answers.prompted import Prompted
 from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.candidates import biased
 from canvasrt.runtime.early_stop import EarlyStopping
@@ -22,6 +21,7 @@ from canvasrt.runtime.host_sampler import accept
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
+from canvasrt.runtime.prompted import Prompted
 from canvasrt.runtime.request import (
     Block,
     Draft,

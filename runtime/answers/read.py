@@ -11,7 +11,6 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.prompted import Prompted
 from canvasrt.runtime.answers.template import Fork, Template
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.host_sampler import host_step
@@ -19,6 +18,7 @@ from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
 from canvasrt.runtime.pictures import Picture, groups_of
+from canvasrt.runtime.prompted import Prompted
 from canvasrt.runtime.request import Event, Finished, FinishReason, Result, Timings
 from canvasrt.runtime.sampling_params import SamplingParams
 

@@ -40,7 +40,7 @@ def grammar(pair: Pair, words: Vocabulary) -> Any:
 
 def read(pair: Pair, words: Vocabulary) -> Any:
     params = SamplingParams.from_defaults(pair.model.sampler, pair.model.config, seed=5)
-    return ReadRequest(list(range(6, 46)), (TEMPLATE,), params, samples=40)
+    return ReadRequest(list(range(6, 46)), (TEMPLATE,), params, samples=16)
 
 
 def infill(pair: Pair, words: Vocabulary) -> Any:

@@ -1,4 +1,4 @@
-"""A prompt on its way into the cache, as every kind of running request has it."""
+"""Tokens on their way into the cache, as every kind of running request has them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ from canvasrt.runtime.prefix import Chunk, chunks_of
 
 
 class Prompted:
-    """Tokens that wait for their encoding, prompt first; the generator takes them chunk by chunk.
-
-    A prompt with `pictures` is all that is ever encoded.
-    """
+    """Tokens that wait for their encoding: first the prompt, then each finished block that another one
+    follows. The generator takes them chunk by chunk."""
 
     def __init__(
         self, prompt: Sequence[int], model: Model, pictures: Sequence[Picture] = ()
     ) -> None:
         self.row = model.new_row()
-        self._model = model
-        self._hidden: Hidden = None
         self.owner = ""
-        self.passes = self.turn = 0  # in all, and since it got its place
+        self.passes = self.turn = 0  # in all, and since it last got a place
+        self.prompt = [int(token) for token in prompt]
         self.pending = np.array(prompt, np.int64)
-        self._clean = [self.pending]  # all that was to be encoded, part by part
-        self._later: list[np.ndarray] = []  # parts behind the pending one
-        self._again = self._returning = False  # encodes what it had encoded before it was parked
         # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
         self.shares = not pictures
         self.chunks = chunks_of(self.pending, model.prefill_chunk) if self.shares else []
+        self.cached = 0
+        self._model = model
+        self._hidden: Hidden = None
         self._pictures = pictures
         self._groups = groups_of(self.pending, pictures, model.config)
-        self._see = model.see
-        self.prompt = [int(token) for token in prompt]
-        self.cached = 0
-        self._chunk_size = model.prefill_chunk
+        self._clean = [self.pending]  # all tokens that were ever pending, part by part
+        self._later: list[np.ndarray] = []  # parts behind the pending one
+        self._again = False  # whether they were in the cache before
+        self._returning = False  # they are being encoded again
 
     @property
     def parks(self) -> bool:
@@ -46,12 +43,13 @@ class Prompted:
         return not self._returning
 
     def park(self) -> None:
-        """Make room for another request. What must be encoded again is cut into the same chunks."""
+        """Make room for another request. The tokens stay the same: what must be encoded again is
+        cut into the same chunks."""
         self._hidden, lost = self._model.park(self.row, self._hidden)
         if lost:
             self.pending, *self._later = self._clean
-            if self.shares:
-                self.chunks = chunks_of(self.pending, self._chunk_size)
+            most = self._model.prefill_chunk
+            self.chunks = chunks_of(self.pending, most) if self.shares else []
             self._again = self._returning = True
 
     def encode_next(self, tokens: np.ndarray) -> None:
@@ -72,13 +70,15 @@ class Prompted:
         self._advance(size)
 
     def next_chunk(self) -> EncodeInput:
-        """Return the tokens to encode next."""
-        if self._pictures:
-            groups = self._groups[-self.pending.size :]
-            part = next_part(self.pending, groups, self._pictures, self._chunk_size, self._see)
-            return EncodeInput(self.row, *part)
-        size = self.chunks[0].size if self.chunks else self._chunk_size
-        return EncodeInput(self.row, self.pending[:size])
+        """Return the tokens to encode next. An image's tokens see each other, so they stay together."""
+        most, whole = self._model.prefill_chunk, self._clean[0]
+        in_prompt = self.pending is whole or self.pending.base is whole
+        if not (self._pictures and in_prompt):
+            size = self.chunks[0].size if self.chunks else most
+            return EncodeInput(self.row, self.pending[:size])
+        groups = self._groups[len(whole) - len(self.pending) :]
+        part = next_part(self.pending, groups, self._pictures, most, self._model.see)
+        return EncodeInput(self.row, *part)
 
     def encoded(self, count: int) -> Chunk | None:
         """Count `count` tokens as encoded; return their chunk if they are part of the prompt."""
