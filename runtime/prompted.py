@@ -17,7 +17,7 @@ class Prompted:
     follows. The generator takes them chunk by chunk."""
 
     def __init__(
-        self, prompt: Sequence[int], model: Model, pictures: Sequence[Picture] = ()
+        self, prompt: Sequence[int] | np.ndarray, model: Model, pictures: Sequence[Picture] = ()
     ) -> None:
         self.row = model.new_row()
         self.owner = ""

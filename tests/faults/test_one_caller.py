@@ -41,6 +41,8 @@ from tests.helpers.one_caller import address, ask, request
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
 
+YES_OR_NO = {"type": "predicate", "instructions": "Is it?"}
+
 
 @needs_triton
 def test_a_long_prompt_does_not_hold_up_its_neighbours(running: Serving):
@@ -57,17 +59,38 @@ def test_a_long_prompt_does_not_hold_up_its_neighbours(running: Serving):
     assert max(waited) < alone + 1.0
 
 
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+LETTERS = {"type": "regex", "regex": "[a-z]{90}"}
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {**CHAT, **ENDLESS, "n": 4, "max_tokens": 4000}),
+    "grammar": (
+        "chat/completions",
+        {**CHAT, **ENDLESS, "n": 4, "max_tokens": 100, "response_format": LETTERS},
+    ),
+    "infill": ("infill", {"text": "a {9} b", "max_denoising_steps": 10_000}),
+    "decisions": (
+        "decisions",
+        {"input": "a", "samples": 64, "steps": 48, "questions": [YES_OR_NO] * 100},
+    ),
+}
+
+
 @needs_triton
-def test_n_long_answers_do_not_starve_a_short_request(running: Serving):
-    hog = http.client.HTTPConnection(address(running), timeout=120)
-    body = {"model": "canvasrt", "messages": [{"role": "user", "content": "a"}], "n": 4}
-    text = json.dumps({**body, **ENDLESS, "max_tokens": 4000})
-    hog.request("POST", "/v1/chat/completions", text, {"Content-Type": "application/json"})
-    time.sleep(0.5)
+@pytest.mark.parametrize("kind", LONG)
+def test_long_answers_do_not_starve_a_short_request(running: Serving, kind: str):
+    path, body = LONG[kind]
+    text = json.dumps({"model": "canvasrt", **body})
+    hogs = [http.client.HTTPConnection(address(running), timeout=120) for _ in range(4)]
+    for hog in hogs[: 1 if "n" in body else None]:
+        hog.request("POST", f"/v1/{path}", text, {"Content-Type": "application/json"})
+        hog.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # it is under way
+            hog.getresponse()
     try:
         status, _, seconds, _ = ask(running)
     finally:
-        hog.close()
+        for hog in hogs:
+            hog.close()
     assert status == 200
     assert seconds < 3
 
@@ -145,14 +168,8 @@ def test_an_operators_limits(packaged: Bundle, tmp_path: Path, monkeypatch: pyte
             assert "tokens are waiting" in body["error"]["message"]
             assert int(headers["retry-after"]) > 0
             for each in first:
-                assert each.result()[0] in (200, 504)
+                assert each.result()[0] in (200, 504)  # as fast as the machine is
         assert ask(running, key="a")[0] == 200  # everything was given back
-        begin = time.monotonic()
-        for name in ("stream", "whole"):
-            ends = {"max_denoising_steps": 100, "stability_threshold": 10_000, "max_tokens": 190}
-            if name == "whole":
-                assert ask(running, key="a", **ends)[0] in (200, 504)
-        assert time.monotonic() - begin < 20
 
 
 @needs_triton
@@ -321,6 +338,9 @@ def test_time_that_is_over_on_arrival_is_over(packaged: Bundle, tmp_path: Path):
         assert "longer than 5 s" in call(int(now - 6e6))
         assert call(int(now + 1e12)) == "answered"
         assert "canvasrt_arrived is 'x'" in call("x")
+        status, body, seconds, _ = ask(running, max_tokens=4000, **ENDLESS)
+        assert (status, body["error"]["code"]) == (504, "request_timeout")
+        assert seconds < 8
 
 
 def test_a_request_has_a_deadline(model: Model):
