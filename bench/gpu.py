@@ -253,8 +253,8 @@ def _mixtures(prepared: shape.Prepared, folder: Path, small: bool) -> dict[str, 
 
     def tensorrt() -> experts.ExpertLayer:
         from canvasrt.build.compile import Job, compile_graph
+        from canvasrt.pass_shapes import Range
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
-        from canvasrt.shapes import Range
 
         target = _target()
         module = require(*BUILDER_MODULES[target.builder])

@@ -29,9 +29,9 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
+from canvasrt.pass_shapes import capacities, round_up, usual_capacity
 from canvasrt.pipeline import build_bundle
 from canvasrt.recipes.recipe import load_recipe
-from canvasrt.shapes import capacities, round_up, usual_capacity
 from canvasrt.targets import Target, find_target
 
 # How often each layer counts: every sixth of the released 30 layers is a full one.

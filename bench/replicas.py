@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.profiles import Profiles
+from canvasrt.engine_profiles import Profiles
 from canvasrt.runtime.engine import Arrays, Engine, EngineCall, Segment
 
 _LAYER = re.compile(r"^((?:past|new)_(?:key|value)_)(\d+)$")

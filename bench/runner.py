@@ -18,7 +18,7 @@ from canvasrt.runtime.bench import measure_round, random_prompts
 from canvasrt.runtime.cpu import CpuBody, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.generator import Request
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.workspace import DeviceSegment
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise

@@ -21,12 +21,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from canvasrt.build.profiles import Profile
+from canvasrt.build.profile_ranges import Profile
 from canvasrt.children import signal_at_death_of
 from canvasrt.errors import CanvasError
 from canvasrt.kernels import store
-from canvasrt.kernels.capture import Capture
-from canvasrt.shapes import Range
+from canvasrt.kernels.builder_log import Capture
+from canvasrt.pass_shapes import Range
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from canvasrt.defaults import (
     PREFILL_CHUNK,
 )
 from canvasrt.formats import FORMATS, NumberFormat
+from canvasrt.pass_shapes import in_units, roomy_capacity, usual_capacity
 from canvasrt.recipes.recipe import load_recipe, quantizable
-from canvasrt.shapes import in_units, roomy_capacity, usual_capacity
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}

@@ -15,11 +15,11 @@ from canvasrt.build.compile import Children, Job
 from canvasrt.build.needs import SHARE, builder_memory, check_memory_here
 from canvasrt.build.parallel import ParallelTask, run_all
 from canvasrt.build.plan import Plan
-from canvasrt.build.profiles import Profile, profiles, to_json
+from canvasrt.build.profile_ranges import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.extras import require
-from canvasrt.kernels import capture, dims, parse, resolve, shapes, store
+from canvasrt.kernels import builder_log, dims, parse, resolve, store, tensor_shapes
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
@@ -205,5 +205,5 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 @cache
 def _code() -> str:
     """Return a hash of how engines are built, so that a change of it invalidates the cache."""
-    listing = (capture, dims, parse, resolve, shapes, store)
+    listing = (builder_log, dims, parse, resolve, tensor_shapes, store)
     return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

@@ -11,15 +11,15 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
-from canvasrt.runtime.capacity import Capacity, rounded
+from canvasrt.pass_shapes import canvas_sizes
+from canvasrt.runtime.body_inputs import expert_slots
+from canvasrt.runtime.cpu_capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
-from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
 from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
-from canvasrt.shapes import canvas_sizes
 
 
 @dataclass

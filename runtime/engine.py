@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from canvasrt.profiles import Profiles
+from canvasrt.engine_profiles import Profiles
 
 Arrays = dict[str, np.ndarray]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.runtime.body_inputs import past_in_octets
 from canvasrt.runtime.engine import Arrays
-from canvasrt.runtime.inputs import past_in_octets
 
 
 class RequestCache:

@@ -40,7 +40,7 @@ def open_model(
     limit = _limit(supported_context(bundle.manifest), max_context)
     backend = backend or choose_backend(bundle.manifest, device, threads, share_passes)
     if isinstance(backend, DeviceBackend):
-        from canvasrt.runtime.gpu.model import DeviceModel
+        from canvasrt.runtime.gpu.device_model import DeviceModel
 
         return DeviceModel.open(bundle, backend, limit)
     return HostModel.open(bundle, backend, limit)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.shapes import canvas_sizes
+from canvasrt.pass_shapes import canvas_sizes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,8 +20,8 @@ from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
 FLOORS = (
     "errors types progress defaults chat_tokens children hashes formats option watch",
     "extras targets staging console checkpoints",
-    "bundle machine recipes pages shapes",
-    "profiles",
+    "bundle machine recipes pages pass_shapes",
+    "engine_profiles",
     "cache graphs kernels",
     "runtime",
     "demo",
@@ -33,9 +33,9 @@ FLOORS = (
 )
 # The same inside the runtime and the containers.
 RUNTIME = (
-    "passes capacity noise tables tokenizer pictures conditions",
+    "passes cpu_capacity noise tables tokenizer pictures conditions",
     "engine sampling_params host_head",
-    "model request backends inputs candidates",
+    "model request backends body_inputs candidates",
     "kv_cache gpu settled prefix host_sampler early_stop",
     "prompted",
     "active answers",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.fields import with_fields
+from canvasrt.cli.field_options import with_fields
 from canvasrt.cli.options import ServedBundle
 from canvasrt.containers.serve.settings import Settings
 
@@ -28,6 +28,6 @@ def create_model_store(
     bundle: ServedBundle = None,
 ) -> None:
     """Copy one serving profile's engines from a package into a folder that can be served by itself."""
-    from canvasrt.cli.profiles import write_store
+    from canvasrt.cli.serving_profiles import write_store
 
     write_store(bundle, given["profile"], model_store, given["cache"])

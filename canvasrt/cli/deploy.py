@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.fields import with_fields
+from canvasrt.cli.field_options import with_fields
 from canvasrt.cli.options import AsJson
 from canvasrt.containers.deploy.options import (
     DEPLOY_TIMEOUT,

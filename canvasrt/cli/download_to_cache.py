@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.fields import with_fields
+from canvasrt.cli.field_options import with_fields
 from canvasrt.cli.options import ServedBundle
 from canvasrt.containers.serve.settings import Settings
 
@@ -23,6 +23,6 @@ def download_to_cache(
 
     Nothing is downloaded: a package contains its engines, or graphs from which this builds them.
     """
-    from canvasrt.cli.profiles import fill_cache
+    from canvasrt.cli.serving_profiles import fill_cache
 
     fill_cache(bundle, given["profile"], every, given["cache"])

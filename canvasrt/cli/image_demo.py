@@ -13,9 +13,9 @@ from pathlib import Path
 
 from canvasrt.console import print_error, progress, size
 from canvasrt.containers.deploy.command import run_command
+from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine
 from canvasrt.containers.deploy.daemon import docker
 from canvasrt.containers.deploy.deploy import check_ports, wait_ready
-from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import load, open_package
 from canvasrt.containers.image.build import write_image

@@ -35,7 +35,7 @@ def show(
         found = rates.measured(found, measured)
     data = prediction_report(predictor, found, batch, context, capacity)
     if page is not None:
-        from canvasrt.kernels.page import write_page
+        from canvasrt.kernels.kernels_page import write_page
 
         write_page(data, bundle.path.resolve().name, page)
 

@@ -7,6 +7,6 @@ from canvasrt.cli.options import AsJson, ServedBundle
 
 def list_model_profiles(bundle: ServedBundle = None, as_json: AsJson = False) -> None:
     """List the serving profiles of a package, and which of them run on this machine."""
-    from canvasrt.cli.profiles import show_profiles
+    from canvasrt.cli.serving_profiles import show_profiles
 
     show_profiles(bundle, as_json)

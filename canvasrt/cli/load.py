@@ -12,10 +12,10 @@ from rich.console import Console
 
 from canvasrt.console import emit, progress, table
 from canvasrt.containers.client.openai import KEY_VARIABLE
-from canvasrt.containers.load import page as shown
+from canvasrt.containers.load import load_page as shown
 from canvasrt.containers.load.calls import Endpoint, first_model, root_of
 from canvasrt.containers.load.measure import Load, LoadSummary, ratios, take_turns
-from canvasrt.containers.load.prompts import SETS, Session, built_in, from_file
+from canvasrt.containers.load.sessions import SETS, Session, built_in, from_file
 from canvasrt.errors import UsageError
 
 AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"

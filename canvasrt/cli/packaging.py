@@ -12,7 +12,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.console import size
 from canvasrt.containers.image.attest import attestation_of
 from canvasrt.containers.image.build import IMAGE_FORMATS, WrittenImage, write_image
-from canvasrt.containers.image.layout import check_tag
+from canvasrt.containers.image.oci_layout import check_tag
 from canvasrt.containers.names import MODEL_REPOSITORY
 from canvasrt.containers.package import releases
 from canvasrt.containers.package.options import PackageOptions

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.fields import with_options
+from canvasrt.cli.field_options import with_options
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling_params import PARAMETERS, Parameter, SamplingParams, check_sampling
 

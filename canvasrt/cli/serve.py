@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.fields import with_fields
+from canvasrt.cli.field_options import with_fields
 from canvasrt.cli.options import AsJson
 from canvasrt.cli.serve_output import show_build, show_decisions, show_ready, unbuilt
 from canvasrt.containers.serve.settings import OPTION_CLASSES, PASSTHROUGH, read_settings

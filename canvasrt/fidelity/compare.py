@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.fidelity.capture import CapturedPass, captured
-from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
 from canvasrt.fidelity.stats import RelativeError, Series

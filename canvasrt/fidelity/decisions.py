@@ -14,7 +14,7 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.demo.labelled import labelled
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.calibration import Scored, cross_fitted, fit_temperatures, summary
+from canvasrt.fidelity.calibration_error import Scored, cross_fitted, fit_temperatures, summary
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.fields import read_yaml
 from canvasrt.runtime.answers.layout import Ask

@@ -15,8 +15,8 @@ from canvasrt.errors import CanvasError
 from canvasrt.fidelity.answers import AnswerScores, Pace, ask_questions, compare_pace
 from canvasrt.fidelity.compare import COMPARED_STEPS, PHASES, Steps, compare_steps
 from canvasrt.fidelity.limits import check_limits, limits_of
-from canvasrt.fidelity.observe import ObservedModel
-from canvasrt.fidelity.parts import DENOISE, part_errors
+from canvasrt.fidelity.observed_model import ObservedModel
+from canvasrt.fidelity.part_errors import DENOISE, part_errors
 from canvasrt.fidelity.prompts import PromptSet, is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors

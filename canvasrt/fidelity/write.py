@@ -8,7 +8,7 @@ from typing import Any
 
 from canvasrt.extras import require
 from canvasrt.fidelity.markdown import markdown
-from canvasrt.fidelity.page import quality_page
+from canvasrt.fidelity.quality_page import quality_page
 from canvasrt.fidelity.reliability import reliability_lines, reliability_page
 from canvasrt.fidelity.report import finite
 from canvasrt.staging import check_output, staging

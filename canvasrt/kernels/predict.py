@@ -9,6 +9,7 @@ from typing import Any
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, octets
+from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
 from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
@@ -16,8 +17,7 @@ from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import GpuRates
-from canvasrt.profiles import Profiles
-from canvasrt.shapes import DENOISE, ENCODE, ROOMY, in_units, round_up, usual_capacity, widths
+from canvasrt.pass_shapes import DENOISE, ENCODE, ROOMY, in_units, round_up, usual_capacity, widths
 
 # Denoising steps that a block is assumed to take.
 PREDICTED_STEPS = 16

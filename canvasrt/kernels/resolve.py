@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from canvasrt.kernels.dims import UNKNOWN, fix, times
 from canvasrt.kernels.parse import UNRESOLVED, Kernel, KernelTensor, base_name
-from canvasrt.kernels.shapes import Dims, Node, Shapes
+from canvasrt.kernels.tensor_shapes import Dims, Node, Shapes
 
 # The layout of NVFP4's block scales for tensor cores: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
 _TILE_ROWS = 128

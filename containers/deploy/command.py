@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from canvasrt.containers.deploy.engine import ContainerEngine
+from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT, PACKAGE
-from canvasrt.containers.package import settings as image
+from canvasrt.containers.package import image_settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 from canvasrt.errors import CanvasError
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canvasrt.containers.deploy.engine import ContainerEngine, find_engine, last_line
+from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine, last_line
 from canvasrt.errors import CanvasError
 
 # It creates no network; its containers use the host's or none.

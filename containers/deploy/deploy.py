@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.containers.deploy.command import RESTART, run_command
-from canvasrt.containers.deploy.engine import (
+from canvasrt.containers.deploy.container_engine import (
     ContainerEngine,
     check_container_engine,
     find_engine,
@@ -18,7 +18,7 @@ from canvasrt.containers.deploy.engine import (
 from canvasrt.containers.deploy.options import DEPLOY_TIMEOUT, DeployOptions
 from canvasrt.containers.deploy.packages import Package, load, open_package
 from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
-from canvasrt.containers.package.settings import ImageSettings
+from canvasrt.containers.package.image_settings import ImageSettings
 from canvasrt.containers.ports import PortRequest, check_distinct, listen
 from canvasrt.errors import CanvasError
 from canvasrt.progress import Progress, no_progress

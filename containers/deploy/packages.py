@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt.bundle import MANIFEST, load_bundle
-from canvasrt.containers.deploy.engine import ContainerEngine, last_line
+from canvasrt.containers.deploy.container_engine import ContainerEngine, last_line
 from canvasrt.containers.image.base import read_base
-from canvasrt.containers.image.layout import write_archive
+from canvasrt.containers.image.oci_layout import write_archive
 from canvasrt.containers.names import ENGINES
 from canvasrt.errors import CanvasError
 from canvasrt.staging import scratch

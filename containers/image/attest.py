@@ -12,7 +12,7 @@ from typing import Any
 import canvasrt
 from canvasrt.bundle import Manifest
 from canvasrt.containers.image.base import Base
-from canvasrt.containers.image.layout import Image
+from canvasrt.containers.image.oci_layout import Image
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError

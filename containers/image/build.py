@@ -16,13 +16,13 @@ from canvasrt.containers.image.attest import Materials, attest, read_signer
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, Counter, ImageLayer, LayerEntry, entries_of
 from canvasrt.containers.image.contents import contents
-from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
+from canvasrt.containers.image.oci_layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, PACKAGE
 from canvasrt.containers.package import bindings, releases, wheels
+from canvasrt.containers.package.image_settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import SBOM, backends_of, package
 from canvasrt.containers.package.requirements import canonical_name, read_requirements
-from canvasrt.containers.package.settings import CACHE, USER, architecture_of, settings_for
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashProgress
 from canvasrt.progress import Progress, no_progress

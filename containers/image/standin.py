@@ -17,7 +17,7 @@ from pathlib import Path
 from canvasrt.cache import cache_folder
 from canvasrt.containers.image.base import Base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry, entries_of
-from canvasrt.containers.image.layout import write_layout
+from canvasrt.containers.image.oci_layout import write_layout
 from canvasrt.containers.names import ARCHITECTURES
 from canvasrt.errors import CanvasError
 from canvasrt.extras import version

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from canvasrt.containers.load.prompts import ChatMessage
+from canvasrt.containers.load.sessions import ChatMessage
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 

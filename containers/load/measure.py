@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall
-from canvasrt.containers.load.prompts import Session
+from canvasrt.containers.load.sessions import Session
 from canvasrt.progress import Progress, no_progress
 
 # What is compared: field of a summary → its name, and whether less is better.

@@ -45,7 +45,6 @@ from canvasrt.containers.openai.middleware import (
 from canvasrt.containers.openai.ollama import add_ollama
 from canvasrt.containers.openai.options import FrontSettings
 from canvasrt.containers.openai.origin import Origin
-from canvasrt.containers.openai.page import add_page
 from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
 from canvasrt.containers.openai.responses import ResponsesRequest
@@ -60,6 +59,7 @@ from canvasrt.containers.openai.schema import (
 from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest, Tokens
 from canvasrt.containers.openai.upstream import Upstream
+from canvasrt.containers.openai.web_page import add_page
 from canvasrt.runtime.prefix import ANYBODY
 
 Own = TypeVar(

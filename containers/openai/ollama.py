@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response
 
 import canvasrt
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.answer import AnswerReader, Piece
 from canvasrt.containers.openai.aside import Aside
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.completions import Completions, Run, streamed
 from canvasrt.containers.openai.disconnect import unless_disconnected
 from canvasrt.containers.openai.errors import ApiError, bad_request
 from canvasrt.containers.openai.event_stream import EventStream
+from canvasrt.containers.openai.parse_answer import AnswerReader, Piece
 from canvasrt.containers.openai.part_limits import check_parts
 from canvasrt.containers.openai.schema import (
     LEFT_OUT,

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.answer import Answer, AnswerReader
+from canvasrt.containers.openai.parse_answer import Answer, AnswerReader
 
 
 @dataclass

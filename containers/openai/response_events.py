@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.answer import Piece, ToolCall
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.parse_answer import Piece, ToolCall
 from canvasrt.containers.openai.replies import block_scores, own_fields
 from canvasrt.containers.openai.responses import ResponsesRequest
 

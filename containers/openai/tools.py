@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from canvasrt.chat_tokens import CALL
-from canvasrt.containers.openai.answer import AnswerReader
 from canvasrt.containers.openai.errors import bad_request
 from canvasrt.containers.openai.functions import Function, NamedTool, Tool, ToolChoice
 from canvasrt.containers.openai.messages import has_images
+from canvasrt.containers.openai.parse_answer import AnswerReader
 from canvasrt.containers.openai.schema import ChatRequest
 
 

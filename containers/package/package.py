@@ -15,12 +15,12 @@ from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY
 from canvasrt.containers.package import releases, wheels
 from canvasrt.containers.package.bindings import DISTRIBUTION
 from canvasrt.containers.package.chart import CHART, write_chart
+from canvasrt.containers.package.image_settings import architecture_of, settings_for, target_name
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.render import render_files
 from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
 from canvasrt.containers.package.sbom import SBOM, write_sbom
-from canvasrt.containers.package.settings import architecture_of, settings_for, target_name
 from canvasrt.containers.package.sizes import sizes_of
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.processes import run_name

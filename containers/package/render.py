@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.containers.names import CONTAINER_VARIABLES, END_UNHEALTHY, PACKAGE, ROOT
-from canvasrt.containers.package import settings as image
+from canvasrt.containers.package import image_settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"

@@ -12,8 +12,8 @@ from typing import Any
 
 import canvasrt
 from canvasrt.bundle import Manifest
+from canvasrt.containers.package.image_settings import checkpoint_hash, created, target_name
 from canvasrt.containers.package.requirements import Pin
-from canvasrt.containers.package.settings import checkpoint_hash, created, target_name
 from canvasrt.extras import require
 
 SBOM = "sbom.cdx.json"

@@ -41,7 +41,7 @@ from canvasrt.containers.triton.grammar import prepare_grammars
 from canvasrt.containers.triton.metrics import Metrics
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
-from canvasrt.containers.triton.prompts import PromptEncoder, is_long
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder, is_long
 from canvasrt.containers.triton.replies import ReplyBuilder
 from canvasrt.containers.triton.request import ServedRequest, read_request
 from canvasrt.containers.triton.sink import FINAL, ResponseSink, describe, error_response

@@ -20,7 +20,7 @@ from canvasrt.containers.tensors import (
 from canvasrt.containers.triton.decisions import read_decisions
 from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.options import ModelOptions
-from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError

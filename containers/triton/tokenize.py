@@ -9,7 +9,7 @@ import numpy as np
 
 from canvasrt.containers.tensors import read_object
 from canvasrt.containers.triton.decisions import text_reply
-from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.request import Result, Timings
 

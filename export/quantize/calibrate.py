@@ -23,8 +23,8 @@ from canvasrt.bundle import MANIFEST, Bundle, load_bundle, write_manifest
 from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.defaults import MAX_CONTEXT
 from canvasrt.errors import CanvasError
-from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
-from canvasrt.export.quantize.prompts import CalibrationPrompts, default_prompts
+from canvasrt.export.quantize.calibration_prompts import CalibrationPrompts, default_prompts
+from canvasrt.export.quantize.observers import AMAX, ROUTED, observe
 from canvasrt.formats import FORMATS
 from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.recipe import Recipe

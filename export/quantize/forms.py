@@ -24,7 +24,7 @@ import onnx_ir as ir
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
-from canvasrt.export.quantize.parts import (
+from canvasrt.export.quantize.quantized_weight import (
     BFLOAT16,
     BLOCK_SCALES,
     FACTOR,

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import PROJECTION
 from canvasrt.export.quantize.packed import Form
-from canvasrt.export.quantize.parts import (
+from canvasrt.export.quantize.quantized_weight import (
     FLOAT32,
     INPUT_SCALE,
     SCALE,

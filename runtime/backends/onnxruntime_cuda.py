@@ -14,8 +14,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 from canvasrt.defaults import MAX_BATCH
+from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.profiles import Profiles
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.tables import host_dtype

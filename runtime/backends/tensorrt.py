@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
-from canvasrt.profiles import Profiles
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.engine import EngineCall
 from canvasrt.runtime.tables import host_dtype

@@ -9,7 +9,7 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.runtime.engine import Device, Engine, EngineCall
-from canvasrt.runtime.gpu.calls import Pass
+from canvasrt.runtime.gpu.launches import Pass
 from canvasrt.runtime.gpu.workspace import Workspace
 from canvasrt.runtime.passes import EncodeInput
 from canvasrt.runtime.pictures import BUDGETS, Picture

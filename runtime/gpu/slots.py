@@ -10,10 +10,10 @@ import numpy as np
 
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.capacity import Capacity
+from canvasrt.pass_shapes import round_up
+from canvasrt.runtime.cpu_capacity import Capacity
 from canvasrt.runtime.engine import Device, Pitched
 from canvasrt.runtime.gpu.buffers import ALIGNMENT
-from canvasrt.shapes import round_up
 
 
 @dataclass(eq=False)

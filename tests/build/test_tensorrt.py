@@ -10,7 +10,7 @@ import pytest
 
 from canvasrt.build import compile
 from canvasrt.build.plan import BuildOptions
-from canvasrt.build.profiles import Profile
+from canvasrt.build.profile_ranges import Profile
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.cache import EngineCache
 from canvasrt.errors import CanvasError

@@ -24,7 +24,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from canvasrt.build import compile
-from canvasrt.shapes import Range
+from canvasrt.pass_shapes import Range
 
 rtx = pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 

@@ -14,15 +14,15 @@ from canvasrt.build.memory import Reading
 from canvasrt.build.plan import BuildOptions, Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
+from canvasrt.pass_shapes import ROOMY
 from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
 from canvasrt.progress import no_progress
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.generator import Generator, Request
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.shapes import ROOMY
 from canvasrt.targets import Target, find_target, parse_targets
 from tests.helpers.fake_tensorrt import FakeCudaDevice, engine_file, fake_tensorrt
 from tests.helpers.pictures import noise, png

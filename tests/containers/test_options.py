@@ -114,7 +114,7 @@ import contextlib, io
 from canvasrt.cli.app import parsed_command, run
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.package.render import render_files
-from canvasrt.containers.package.settings import ImageSettings
+from canvasrt.containers.package.image_settings import ImageSettings
 from canvasrt.containers.serve.settings import read_settings
 
 assert read_settings({}, {}, {"CANVASRT_HASTE": "7"}).front.haste == "7"

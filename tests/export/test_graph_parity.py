@@ -13,7 +13,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
-from canvasrt.runtime.inputs import expert_slots
+from canvasrt.runtime.body_inputs import expert_slots
 from tests.helpers.graph_runs import (
     assert_cache,
     assert_close,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from canvasrt.containers.tensors import check_shapes
-from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.containers.triton.stops import StopCutter
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator, Request

@@ -30,7 +30,7 @@ from canvasrt.containers.tensors import ARRIVED
 from canvasrt.containers.triton import grammar
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.preparing import Preparing
-from canvasrt.containers.triton.prompts import PromptEncoder
+from canvasrt.containers.triton.prompt_encoder import PromptEncoder
 from canvasrt.containers.triton.request import read_request
 from canvasrt.containers.triton.worker import CANCEL_CHECKS, Worker
 from canvasrt.errors import CanvasError

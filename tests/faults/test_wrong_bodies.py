@@ -18,7 +18,7 @@ from canvasrt.containers.openai.schema import (
 )
 from canvasrt.containers.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from canvasrt.containers.tensors import MAX_CANVAS
-from canvasrt.containers.triton.prompts import is_long
+from canvasrt.containers.triton.prompt_encoder import is_long
 from canvasrt.containers.triton.request import read_conditions_of
 from canvasrt.errors import CanvasError
 

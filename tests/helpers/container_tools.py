@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from canvasrt.containers.deploy import daemon
-from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
+from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine
 from canvasrt.errors import CanvasError
 from tests.helpers.ci import in_ci
 

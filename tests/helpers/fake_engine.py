@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
-from canvasrt.profiles import Profiles
 from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaEngine
 from canvasrt.runtime.engine import EngineCall, Pitched
 from canvasrt.runtime.gpu.buffers import ALIGNMENT

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from canvasrt.runtime.inputs import expert_slots, past_in_octets
+from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from tests.helpers.random_models import Graphs
 
 TOLERANCE = 1e-4

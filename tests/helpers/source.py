@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 STAGES = ("export", "build", "runtime", "containers")
 
 # The entry points of an image, which run there and not here.
-ENTRY_POINTS = "canvasrt.containers.package.settings"
+ENTRY_POINTS = "canvasrt.containers.package.image_settings"
 
 
 def modules() -> dict[str, Path]:

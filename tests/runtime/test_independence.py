@@ -153,7 +153,7 @@ def test_graphs_and_cpu_engines_give_the_same_tokens(tiny, requests, alone) -> N
 
 def test_overflowing_experts_are_run_again(tiny, requests, alone, monkeypatch) -> None:
     graphs = open_model(tiny.graphs, threads=1)
-    monkeypatch.setattr("canvasrt.runtime.capacity.Capacity.choose", lambda self, tokens: 1)
+    monkeypatch.setattr("canvasrt.runtime.cpu_capacity.Capacity.choose", lambda self, tokens: 1)
     results = Generator(graphs).run(requests)
     assert same(results, alone)
     assert graphs.counters.overflows >= sum(sum(result.steps) for result in results)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from canvasrt.runtime.capacity import Capacity, rounded
+from canvasrt.runtime.cpu_capacity import Capacity, rounded
 from canvasrt.runtime.kv_cache import PastBatch, RequestCache
 from tests.helpers.configs import CONFIG, LAYERS
 

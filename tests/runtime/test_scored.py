@@ -12,7 +12,7 @@ import torch
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request, Result
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise

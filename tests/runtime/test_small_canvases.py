@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from canvasrt.errors import CanvasError
+from canvasrt.pass_shapes import canvas_sizes
 from canvasrt.runtime.answers.infill import infill_request
 from canvasrt.runtime.generator import Block, Generator, Request, Settled
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling_params import SamplingParams
-from canvasrt.shapes import canvas_sizes
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.resident import body_profiles
@@ -94,8 +94,8 @@ def test_a_device_may_too(
     tiny: Pair, prompt: Prompt, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In passes that are as long as the canvas, and in longer ones with padding."""
-    monkeypatch.setattr("canvasrt.shapes.LENGTHS", (8, 16))
-    monkeypatch.setattr("canvasrt.shapes.FIRST_WIDTH", 128)
+    monkeypatch.setattr("canvasrt.pass_shapes.LENGTHS", (8, 16))
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
     backend = FakeBackend(rows_apart=apart)
     model = open_model(tiny.graphs, check=False, backend=backend)
     results = Generator(model, 4).run(mixed(prompt))

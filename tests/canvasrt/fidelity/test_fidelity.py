@@ -20,7 +20,7 @@ from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cli.app import run
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity import failures, measure_quality, write_report
-from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.sampling_params import SamplingParams

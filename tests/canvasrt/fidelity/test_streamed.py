@@ -13,7 +13,7 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.locate import find_checkpoint
 from canvasrt.export.checkpoint import Checkpoint
 from canvasrt.fidelity import measure_quality, report
-from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.streamed import read_wide
 from canvasrt.pipeline import build_bundle

@@ -12,7 +12,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.export.graphs import export_graphs
 from canvasrt.graphs.experts import split_experts
-from canvasrt.runtime.inputs import expert_slots, past_in_octets
+from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 
 
 @pytest.fixture(scope="module")

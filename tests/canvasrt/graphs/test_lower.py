@@ -18,7 +18,7 @@ from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph
 from canvasrt.graphs.nbits import UNPACK, use_nbits
 from canvasrt.graphs.rounding import operator, rounding
-from canvasrt.runtime.inputs import expert_slots, past_in_octets
+from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from tests.helpers import quantized as shared
 from tests.helpers import rounding as oracle
 from tests.helpers.quantized import dequantize

@@ -11,11 +11,11 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels.group import EXPERTS, HEAD
-from canvasrt.kernels.page import write_page
+from canvasrt.kernels.kernels_page import write_page
 from canvasrt.kernels.predict import Predictor, weight_bytes
 from canvasrt.kernels.rates import GPUS, find_gpu, measured
 from canvasrt.kernels.report import prediction_report
-from canvasrt.shapes import usual_capacity
+from canvasrt.pass_shapes import usual_capacity
 from canvasrt.targets import TARGETS
 from tests.canvasrt.kernels.conftest import Released
 

@@ -6,7 +6,7 @@ import pytest
 
 from canvasrt.kernels.parse import Kernel, KernelTensor
 from canvasrt.kernels.resolve import closest, resolve_sizes
-from canvasrt.kernels.shapes import Node, Shapes
+from canvasrt.kernels.tensor_shapes import Node, Shapes
 
 BODY = ("batch", "length", 2816)
 

@@ -15,7 +15,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.deploy import deploy as deploying
 from canvasrt.containers.deploy.command import run_command
-from canvasrt.containers.deploy.engine import ContainerEngine, find_engine
+from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine
 from canvasrt.containers.deploy.options import DeployOptions
 from canvasrt.containers.deploy.packages import Package, open_package
 from canvasrt.containers.package.options import PackageOptions

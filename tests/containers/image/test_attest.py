@@ -23,7 +23,7 @@ from canvasrt.containers.image.attest import (
 )
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry
-from canvasrt.containers.image.layout import Image, write_archive, write_layout
+from canvasrt.containers.image.oci_layout import Image, write_archive, write_layout
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError

@@ -18,7 +18,7 @@ import pytest
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry
 from canvasrt.containers.image.build import options_for
-from canvasrt.containers.image.layout import write_archive, write_layout
+from canvasrt.containers.image.oci_layout import write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.errors import CanvasError

@@ -15,7 +15,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.image.base import Base, read_base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry, entries_of
-from canvasrt.containers.image.layout import Image, check_tag, write_archive, write_layout
+from canvasrt.containers.image.oci_layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.image.verify import verify_image
 from canvasrt.errors import CanvasError, UsageError
 from tests.conftest import Command

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.deploy.engine import ContainerEngine
+from canvasrt.containers.deploy.container_engine import ContainerEngine
 from canvasrt.containers.image.base import read_base
 from canvasrt.containers.image.blobs import Blobs
 from canvasrt.containers.image.build import WrittenImage, write_image
-from canvasrt.containers.image.layout import write_archive
+from canvasrt.containers.image.oci_layout import write_archive
 from canvasrt.containers.image.standin import STANDIN_TAG as BASE
 from canvasrt.containers.image.standin import standin
 from canvasrt.containers.image.verify import verify_image

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.containers.load import page
+from canvasrt.containers.load import load_page
 from canvasrt.containers.load.calls import Endpoint, LoadConnection, first_model
 from canvasrt.containers.load.measure import (
     LatencySpread,
@@ -22,7 +22,7 @@ from canvasrt.containers.load.measure import (
     run_sessions,
     take_turns,
 )
-from canvasrt.containers.load.prompts import SETS, built_in, from_file
+from canvasrt.containers.load.sessions import SETS, built_in, from_file
 from canvasrt.errors import CanvasError
 from tests.conftest import Command
 
@@ -164,7 +164,7 @@ def test_pieces_stand_for_tokens_that_a_server_does_not_count(
     summary = LoadSummary.of([run_sessions(endpoint, from_file(file, 2), Load(2))])
     assert (summary.tokens, summary.tokens_counted) == (2 * PIECES, False)
     assert summary.steps is None
-    assert "(pieces)" in page.rate_rows({"a": summary})[0][4]
+    assert "(pieces)" in load_page.rate_rows({"a": summary})[0][4]
 
 
 def test_turns_carry_what_was_answered(endpoint: Endpoint) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from canvasrt.containers.names import CHECK_TIMEOUT, FAILED_CHECKS
 from canvasrt.containers.package.chart import write_chart
-from canvasrt.containers.package.settings import Health
+from canvasrt.containers.package.image_settings import Health
 from canvasrt.containers.package.sizes import ReplicaSizes
 from canvasrt.containers.serve import frontend
 from canvasrt.targets import TARGETS, find_target
@@ -133,7 +133,7 @@ def test_the_autoscaler_goes_by_metrics_that_the_models_have(tmp_path: Path) -> 
 
 
 def test_further_arguments_come_after_those_of_the_image(chart: Path) -> None:
-    from canvasrt.containers.package.settings import COMMAND
+    from canvasrt.containers.package.image_settings import COMMAND
 
     assert "args" not in pod(render(chart))["containers"][0]
     (container,) = pod(render(chart, "args={--share-passes}"))["containers"]

@@ -23,13 +23,13 @@ from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.graphs import export_graphs
 from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate
-from canvasrt.export.quantize.observe import AMAX, ROUTED, observe
-from canvasrt.export.quantize.prompts import CalibrationPrompts, default_prompts
+from canvasrt.export.quantize.calibration_prompts import CalibrationPrompts, default_prompts
+from canvasrt.export.quantize.observers import AMAX, ROUTED, observe
 from canvasrt.recipes.recipe import CalibrationSettings, Recipe, quantizable
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
-from canvasrt.runtime.capacity import Capacity
+from canvasrt.runtime.body_inputs import expert_slots
+from canvasrt.runtime.cpu_capacity import Capacity
 from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.inputs import expert_slots
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.reference import Reference, tiny_model
 

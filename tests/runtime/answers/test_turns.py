@@ -14,7 +14,7 @@ from canvasrt.runtime.answers.infill import GapRequest
 from canvasrt.runtime.answers.read import ReadRequest
 from canvasrt.runtime.answers.template import Labels, Slot, Template
 from canvasrt.runtime.generator import Finished, Generator, Request
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.sampling_params import SamplingParams

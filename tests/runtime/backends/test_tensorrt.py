@@ -15,7 +15,7 @@ from canvasrt.machine import gpus
 from canvasrt.runtime.backends import tensorrt
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend, check_target
 from canvasrt.runtime.generator import Generator
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams

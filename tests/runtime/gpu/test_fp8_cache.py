@@ -21,7 +21,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.quantize import quantize_graphs
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model

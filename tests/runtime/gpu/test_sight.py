@@ -9,7 +9,7 @@ import pytest
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Generator, Request
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import BUDGETS, insert, read_picture
 from canvasrt.runtime.sampling_params import SamplingParams

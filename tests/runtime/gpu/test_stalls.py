@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from canvasrt.build import profiles
+from canvasrt.build import profile_ranges
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import EngineError
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 from canvasrt.runtime.generator import Finished, Generator
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
@@ -41,13 +41,17 @@ RTX = {
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Widths for contexts as short as the tiny model's."""
-    monkeypatch.setattr("canvasrt.shapes.FIRST_WIDTH", 128)
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
 
 
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capacities that the tiny model's canvases overflow."""
-    for module in ("canvasrt.shapes", "canvasrt.runtime.gpu.shapes", "canvasrt.build.profiles"):
+    for module in (
+        "canvasrt.pass_shapes",
+        "canvasrt.runtime.gpu.shape_choice",
+        "canvasrt.build.profile_ranges",
+    ):
         monkeypatch.setattr(f"{module}.usual_capacity", lambda model, tokens: max(4, tokens // 4))
 
 
@@ -58,7 +62,9 @@ def folder(tiny: Pair, tmp_path: Path) -> Path:
     manifest = graphs.manifest
     entries = []
     for entry in manifest.segments:
-        made = profiles.to_json(profiles.profiles(entry, manifest.model, CONTEXT, BATCH))
+        made = profile_ranges.to_json(
+            profile_ranges.profiles(entry, manifest.model, CONTEXT, BATCH)
+        )
         file = f"{entry['name']}.engine"
         (tmp_path / file).write_bytes(engine_file(graphs.file(entry["file"]), made))
         entries.append({**entry, "file": file, "profiles": made})

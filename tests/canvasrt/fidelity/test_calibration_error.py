@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.calibration import Scored, cross_fitted, ece, fit_temperatures, summary
+from canvasrt.fidelity.calibration_error import Scored, cross_fitted, ece, fit_temperatures, summary
 from canvasrt.fidelity.decisions import right_of
 from canvasrt.runtime.answers.questions import read_questions, tempered
 

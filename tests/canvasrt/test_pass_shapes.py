@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from canvasrt.runtime.gpu.shapes import PassShapes
-from canvasrt.shapes import in_units, lengths, round_up, widths
+from canvasrt.pass_shapes import in_units, lengths, round_up, widths
+from canvasrt.runtime.gpu.shape_choice import PassShapes
 from tests.helpers.configs import MAX_SHAPES, RELEASED
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.shapes import (
+from canvasrt.pass_shapes import (
     ROOMY,
     PassShape,
     capacities,

@@ -14,10 +14,11 @@ import numpy as np
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import OCTET, PREFILL_CHUNK
+from canvasrt.pass_shapes import PassShape, canvas_sizes, in_units
 from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
-from canvasrt.runtime.gpu.calls import Launches, Pass, give, too_full
-from canvasrt.runtime.gpu.pages import Pages
-from canvasrt.runtime.gpu.shapes import PassShapes
+from canvasrt.runtime.gpu.launches import Launches, Pass, give, too_full
+from canvasrt.runtime.gpu.prefix_pages import Pages
+from canvasrt.runtime.gpu.shape_choice import PassShapes
 from canvasrt.runtime.gpu.sight import Sight, place
 from canvasrt.runtime.gpu.slots import DeviceRow, Resident
 from canvasrt.runtime.gpu.workspace import ATTENTION_KINDS, DeviceSegment, Workspace, WorkspaceSizes
@@ -25,7 +26,6 @@ from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
-from canvasrt.shapes import PassShape, canvas_sizes, in_units
 
 # A repeated call is captured at the latest when it comes a third time.
 _UNTIL_CAPTURED = 3

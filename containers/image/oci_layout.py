@@ -19,7 +19,7 @@ from canvasrt.containers.image.blobs import (
     ImageLayer,
     Json,
 )
-from canvasrt.containers.package.settings import created
+from canvasrt.containers.package.image_settings import created
 from canvasrt.errors import UsageError
 
 _LAYOUT = {"imageLayoutVersion": "1.0.0"}

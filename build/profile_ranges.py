@@ -9,7 +9,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
 from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.shapes import (
+from canvasrt.pass_shapes import (
     DENOISE,
     ENCODE,
     Range,

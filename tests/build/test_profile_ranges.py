@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from canvasrt.build.profiles import profiles, to_json
+from canvasrt.build.profile_ranges import profiles, to_json
+from canvasrt.engine_profiles import Profiles
 from canvasrt.kernels.predict import CallSizes
-from canvasrt.profiles import Profiles
-from canvasrt.runtime.gpu.shapes import PassShapes
+from canvasrt.runtime.gpu.shape_choice import PassShapes
 from tests.helpers.configs import RELEASED
 
 BODY = {"name": "body_0", "layers": [0, 1, 2, 3, 4, 5]}
@@ -72,7 +72,7 @@ def test_a_segment_has_the_pasts_of_its_layers() -> None:
 
 
 def test_experts_have_the_slots_that_passes_ask_for() -> None:
-    """See `canvasrt.shapes`: as many as even routing needs, or for up to 256 tokens of one request all of them."""
+    """See `canvasrt.pass_shapes`: as many as even routing needs, or for up to 256 tokens of one request all of them."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
     found = {n: p["capacity"].max for n, p in profiles(BODY, small, 4096, 4).items()}
     assert found == {"encode": 384, "denoise": 256, "denoise_batch": 704}

@@ -10,7 +10,7 @@ import pytest
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing.response_parser import parse_response
 
-from canvasrt.containers.openai.answer import Answer, AnswerReader
+from canvasrt.containers.openai.parse_answer import Answer, AnswerReader
 from canvasrt.containers.openai.tool_arguments import CallError, read_arguments
 
 GEMMA = _RESPONSE_TEMPLATE_FALLBACKS[("gemma4",)]

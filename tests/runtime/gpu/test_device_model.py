@@ -13,7 +13,7 @@ import pytest
 from canvasrt.build.memory import estimate
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Finished, Generator, Request, Result
-from canvasrt.runtime.gpu.model import DeviceModel
+from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
@@ -84,7 +84,7 @@ def test_requests_that_come_and_go_keep_their_tokens(
 def test_requests_apart_have_widths_of_their_own(
     tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("canvasrt.shapes.FIRST_WIDTH", 64)
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 64)
     model, backend = resident(tiny.graphs, rows_apart=True)
     wanted = requests(tiny, prompt, [5, 300, 40, 700, 1, 90, 64, 500])
     same(Generator(model, 4).run(wanted), Generator(tiny.model, 1).run(wanted))
@@ -126,7 +126,7 @@ def test_an_expert_that_overflows_is_given_room_and_the_pass_goes_on_from_there(
     rows_apart: bool, tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Far too few, so a canvas overflows alone as well as with others.
-    for module in ("canvasrt.shapes", "canvasrt.runtime.gpu.shapes"):
+    for module in ("canvasrt.pass_shapes", "canvasrt.runtime.gpu.shape_choice"):
         monkeypatch.setattr(f"{module}.usual_capacity", lambda model, tokens: 2)
     model, backend = resident(tiny.graphs, rows_apart=rows_apart)
     wanted = requests(tiny, prompt, [40, 290], max_new_tokens=2 * CANVAS)
@@ -189,7 +189,7 @@ def test_profiles_bound_the_batch_and_the_memory(tiny: Pair, prompt: Prompt) -> 
 
 
 def test_each_phase_takes_the_profile_that_suits_it(tiny: Pair, prompt: Prompt) -> None:
-    from canvasrt.profiles import Profiles
+    from canvasrt.engine_profiles import Profiles
 
     (prefill,) = body_profiles(length=(1, 512, 512), batch=(1, 1, 1))["body"]
     (denoise,) = body_profiles(length=(CANVAS, CANVAS, CANVAS))["body"]

@@ -9,7 +9,7 @@ from typing import Any
 from canvasrt.kernels import store
 from canvasrt.kernels.parse import is_kernel_list, parse
 from canvasrt.kernels.resolve import resolve_sizes
-from canvasrt.kernels.shapes import shapes_of
+from canvasrt.kernels.tensor_shapes import shapes_of
 
 
 class Capture:

@@ -10,13 +10,13 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.fidelity.capture import CapturedPass
-from canvasrt.fidelity.observe import ObservedModel
+from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
+from canvasrt.pass_shapes import DENOISE, ENCODE
 from canvasrt.progress import Progress
+from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from canvasrt.runtime.engine import Arrays, Segment
-from canvasrt.runtime.inputs import expert_slots, past_in_octets
 from canvasrt.runtime.kv_cache import RequestCache
-from canvasrt.shapes import DENOISE, ENCODE
 
 
 @dataclass

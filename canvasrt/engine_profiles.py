@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from canvasrt.shapes import Range
+from canvasrt.pass_shapes import Range
 
 UNLIMITED = 1 << 40
 
