@@ -185,7 +185,12 @@ def _check_layer(layer: BaseLayer) -> None:
     """Compare a layer of a layout with its digest."""
     name = layer.file.name
     if "sha256:" + hash_files(layer.file.parent, [name])[name] != layer.digest:
-        raise CanvasError(f"the layer {layer.digest} does not match its content", _DAMAGED)
+        raise damaged(layer)
+
+
+def damaged(layer: BaseLayer) -> CanvasError:
+    """Return the error of a layer whose content is not that of its digest."""
+    return CanvasError(f"the layer {layer.digest} does not match its content", _DAMAGED)
 
 
 def _read_layout(path: Path, architecture: str | None) -> Base:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import IO, cast
 
 from canvasrt.cache import cache_folder
-from canvasrt.containers.image.base import Base, BaseLayer
+from canvasrt.containers.image.base import Base, BaseLayer, damaged
+from canvasrt.containers.image.blobs import exhaust
 from canvasrt.containers.package.sbom import Installed
+from canvasrt.staging import scratch, sync
 
 _STATUS = re.compile(r"var/lib/dpkg/(?:status|status\.d/[^/]+)$")
 _RELEASE = re.compile(r"(?:etc|usr/lib)/os-release$")
@@ -23,13 +26,19 @@ _REMOVED = ".wh."
 
 
 def contents(base: Base) -> list[Installed]:
-    """Return the packages of a base image; reading all its layers is done once for each image."""
+    """Return the packages of a base image; reading all its layers is done once for each image.
+
+    CanvasError for a layer that does not match its digest; then nothing is kept.
+    """
     file = cache_folder() / "bases" / f"{base.digest.removeprefix('sha256:')}.packages.json"
     if file.is_file():
         return [Installed(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
     found = _read(base.layers)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([asdict(each) for each in found]), encoding="utf-8")
+    with scratch(file) as folder:
+        whole = folder / file.name
+        whole.write_text(json.dumps([asdict(each) for each in found]), encoding="utf-8")
+        sync(whole)
+        whole.replace(file)
     return found
 
 
@@ -59,14 +68,23 @@ def _read(layers: Iterable[BaseLayer]) -> list[Installed]:
 
 
 def _files(layer: BaseLayer) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the names of a layer's files, with the content of those that list packages."""
-    with layer.opened() as (_, content):
-        with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
-            for member in archive:
-                name = member.name.removeprefix("./").lstrip("/")
-                wanted = member.isfile() and (_STATUS.match(name) or _RELEASE.match(name))
-                file = archive.extractfile(member) if wanted else None
-                yield name, file.read() if file is not None else None
+    """Yield the names of a layer's files, with the content of those that list packages.
+
+    CanvasError at its end unless it matches its digest.
+    """
+    try:
+        with layer.opened() as (stored, content):
+            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as archive:
+                for member in archive:
+                    name = member.name.removeprefix("./").lstrip("/")
+                    wanted = member.isfile() and (_STATUS.match(name) or _RELEASE.match(name))
+                    file = archive.extractfile(member) if wanted else None
+                    yield name, file.read() if file is not None else None
+            exhaust(stored)
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        raise damaged(layer) from error
+    if layer.digest != stored.digest:
+        raise damaged(layer)
 
 
 def _distribution(release: str) -> str:

@@ -325,7 +325,14 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     layers = [blobs.add_layer(each, "t", compress=True) for each in (below, above)]
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
-    found = contents(base := read_base(folder))
+    base = read_base(folder)
+    intact = (top := base.layers[-1].file).read_bytes()
+    for position in (20, len(intact) - 1):  # in the packed text, and behind it
+        top.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
+        with pytest.raises(CanvasError, match=r"sha256:\w+ does not match its content"):
+            contents(base)
+    top.write_bytes(intact)
+    found = contents(base)
     assert [str(each) for each in found] == [
         "deb/ubuntu:libssl3@3.0.2-1:amd64",
         "pypi:numpy@1.26.4:",
