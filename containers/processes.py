@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from canvasrt.children import signal_at_death_of
 from canvasrt.containers.names import SECRETS
@@ -98,16 +99,19 @@ def group_members(group: int) -> set[int]:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
-    return {
-        int(folder.name)
-        for folder in Path("/proc").glob("[0-9]*")
-        if _state_and_group(folder) == (True, group)
-    }
+    found = (_state_of(folder) for folder in Path("/proc").glob("[0-9]*"))
+    return {each.pid for each in found if each.running and each.group == group}
+
+
+def children(parent: int) -> set[int]:
+    """Return the processes that a process has started and that are not zombies."""
+    found = (_state_of(folder) for folder in Path("/proc").glob("[0-9]*"))
+    return {each.pid for each in found if each.running and each.parent == parent}
 
 
 def is_running(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
-    return _state_and_group(Path("/proc") / str(pid))[0]
+    return _state_of(Path("/proc") / str(pid)).running
 
 
 def is_stopped(pid: int) -> bool:
@@ -118,11 +122,19 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def _state_and_group(folder: Path) -> tuple[bool, int]:
-    """Return whether a process in /proc is running, and its group."""
+class _State(NamedTuple):
+    pid: int
+    running: bool
+    parent: int = 0
+    group: int = 0
+
+
+def _state_of(folder: Path) -> _State:
+    """Return how a process in /proc is. A zombie does not run."""
+    pid = int(folder.name)
     try:
         # The name in parentheses may contain spaces; state, parent and group follow it.
-        state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+        state, parent, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
     except (OSError, ValueError):
-        return False, 0
-    return state not in "ZX", int(group)
+        return _State(pid, False)
+    return _State(pid, state not in "ZX", int(parent), int(group))

@@ -58,6 +58,7 @@ PROGRAMS = (
     "canvasrt.build.compile",
     "canvasrt.containers.serve.build_engines",
     "canvasrt.containers.serve.probe",
+    "canvasrt.containers.triton.trial_process",
     "canvasrt.demo.evaluate",
     "canvasrt.demo.train",
 )

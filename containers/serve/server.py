@@ -25,9 +25,9 @@ from canvasrt.containers.names import (
 )
 from canvasrt.containers.ports import Ports, callable_host, url_host
 from canvasrt.containers.processes import (
+    children,
     die_with_parent,
     end_group,
-    group_members,
     is_running,
     remove_shm,
     remove_stale,
@@ -279,8 +279,8 @@ class Server:
         return drained
 
     def _model_processes(self) -> set[int]:
-        """Return the models' processes: Triton runs one for each, in its own process group."""
-        return group_members(self._process.pid) - {self._process.pid} if self._process else set()
+        """Return the models' processes, which Triton starts: one for each."""
+        return children(self._process.pid) if self._process else set()
 
     def _drain(self, force: threading.Event | None) -> bool:
         """Wait until no request is in flight; return whether that happened in time.

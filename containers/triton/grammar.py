@@ -8,10 +8,12 @@ import json
 import threading
 import time
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from canvasrt.containers.tensors import read_object
 from canvasrt.containers.triton.shared import Shared
+from canvasrt.containers.triton.trials import Trials
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.answers.tool_grammar import call_grammar, control_ids
@@ -33,9 +35,10 @@ class _Refusal(NamedTuple):
 
 
 class _Grammars(NamedTuple):
-    """A vocabulary, and the newest grammars over it."""
+    """A vocabulary, the special tokens that grammars may have, and the newest grammars over it."""
 
     vocabulary: Vocabulary
+    control: frozenset[int]
     known: Shared[GrammarState | _Refusal]
 
 
@@ -56,7 +59,7 @@ def read_grammar(
     with _lock:
         grammars = _grammars(tokenizer, config.vocab_size, config.eos_token_ids, control)
     # The order of a schema's keys counts: answers have it too.
-    return _compiled(json.dumps(spec), grammars, share_of(owner))
+    return _compiled(json.dumps(spec), grammars, _trials_of(model), share_of(owner))
 
 
 @lru_cache(maxsize=2)
@@ -64,7 +67,7 @@ def _grammars(
     tokenizer: Tokenizer, size: int, ends: tuple[int, ...], control: frozenset[int]
 ) -> _Grammars:
     vocabulary = _vocabulary(tokenizer, size, ends).with_control(control)
-    return _Grammars(vocabulary, Shared(_KEPT, _KEPT, lambda _: 1))
+    return _Grammars(vocabulary, control, Shared(_KEPT, _KEPT, lambda _: 1))
 
 
 @lru_cache(maxsize=1)
@@ -77,14 +80,28 @@ def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
     # If the model cannot follow grammars, whoever sends one is told.
     with contextlib.suppress(CanvasError):
         _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+        _trials_of(model)
 
 
-def _compiled(text: str, grammars: _Grammars, share: str) -> GrammarState:
+def _trials_of(model: Model) -> Trials:
+    if model.bundle is None:
+        raise CanvasError("the model was not opened from a bundle", "open a bundle")
+    return _trials(model.bundle.path, model.config.vocab_size, model.config.eos_token_ids)
+
+
+@lru_cache(maxsize=1)
+def _trials(bundle: Path, size: int, ends: tuple[int, ...]) -> Trials:
+    return Trials(bundle, size, ends)
+
+
+def _compiled(text: str, grammars: _Grammars, trials: Trials, share: str) -> GrammarState:
     """Return a grammar, compiled once for all who ask for it; refusals are kept for a while, too."""
 
     def work() -> GrammarState | _Refusal:
+        spec = json.loads(text)
         try:
-            return compile_grammar(json.loads(text), grammars.vocabulary, "grammar")
+            trials.check(spec, grammars.control)
+            return compile_grammar(spec, grammars.vocabulary, "grammar")
         except CanvasError as error:
             return _Refusal(error.message, error.hint, time.monotonic())
 

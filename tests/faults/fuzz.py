@@ -193,7 +193,7 @@ class Fuzzer:
     def followed(self) -> tuple[str, bytes]:
         """Return the path and the body of a request whose answer follows a grammar."""
         draw = self.draw
-        body = {"model": "canvasrt", **_SHORT, "response_format": grammars.spec(draw)}
+        body = {"model": "canvasrt", **_SHORT, "response_format": grammars.response_format(draw)}
         if draw.random() < 0.5:
             return PATHS[1], json.dumps({**body, "prompt": "12+34="}).encode()
         chat = {"messages": [{"role": "user", "content": "12+34="}], "stream": draw.random() < 0.3}

@@ -1,4 +1,4 @@
-"""Regular expressions and Lark grammars: good ones, damaged ones, and hostile ones.
+"""Regular expressions, Lark grammars and JSON schemas: good ones, damaged ones, and hostile ones.
 
 `python -m tests.faults.grammars --count 4000 --seed 1` compiles some, without a server, over 262,144
 made-up tokens. It fails for anything but a grammar or a message, and prints what took longest.
@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 from bench.vocabulary import SIZE, large_tokenizer
 from canvasrt.containers.triton.preparing import STACK
-from canvasrt.errors import CanvasError
+from canvasrt.containers.triton.trial_process import tried
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
+from tests.faults.schemas import any_schema
 
 REGEXES = (
     r"[0-9]{2}",
@@ -115,9 +118,19 @@ def any_grammar(draw: random.Random) -> tuple[str, str]:
 
 
 def spec(draw: random.Random) -> dict[str, Any]:
-    """Return a grammar as `response_format` takes it, and as the tensor does."""
+    """Return a grammar as the tensor takes it."""
+    if draw.random() < 0.4:
+        return {"type": "json_schema", "schema": any_schema(draw)}
     kind, text = any_grammar(draw)
     return {"type": kind, kind: text}
+
+
+def response_format(draw: random.Random) -> dict[str, Any]:
+    """Return a grammar as a chat takes it."""
+    found = spec(draw)
+    if "schema" in found:
+        return {"type": "json_schema", "json_schema": {"name": "a", "schema": found["schema"]}}
+    return found
 
 
 def tensor(draw: random.Random) -> bytes:
@@ -130,7 +143,8 @@ class Compiling:
 
     def __init__(self, count: int, seed: int) -> None:
         self.taken: list[tuple[float, str]] = []  # CPU seconds
-        self.refused = 0
+        self.tried: list[float] = []  # seconds, in a process of its own
+        self.verdicts = Counter[str]()
         self.longest_hold = 0.0
         self.error: BaseException | None = None
         self._count, self._draw = count, random.Random(seed)
@@ -152,14 +166,24 @@ class Compiling:
     def _compile(self) -> None:
         try:
             for _ in range(self._count):
-                grammar, begin = spec(self._draw), time.thread_time()
-                try:
+                grammar, started = spec(self._draw), time.monotonic()
+                verdict = json.loads(tried(grammar, self._words))
+                self.tried.append(time.monotonic() - started)
+                self.verdicts[_kind(verdict)] += 1
+                begin = time.thread_time()
+                if not verdict:
                     compile_grammar(grammar, self._words, "grammar")
-                except CanvasError:
-                    self.refused += 1
                 self.taken.append((time.thread_time() - begin, json.dumps(grammar)[:100]))
         except BaseException as error:
             self.error = error
+
+
+def _kind(verdict: dict[str, str]) -> str:
+    """Return how a trial ended."""
+    ends = ("CPU time", "of memory")
+    return next((each for each in ends if each in verdict.get("message", "")), "") or (
+        "refused" if verdict else "compiled"
+    )
 
 
 def main() -> None:
@@ -171,7 +195,8 @@ def main() -> None:
     compiling = Compiling(given.count, given.seed)
     compiling.run()
     taken = sorted(compiling.taken, reverse=True)
-    print(f"{len(taken)} grammars, {compiling.refused} of them refused")
+    print(f"{len(taken)} grammars: {dict(compiling.verdicts)}")
+    print(f"median of a trial {statistics.median(compiling.tried) * 1e3:.1f} ms")
     print(f"no other thread ran for {compiling.longest_hold * 1e3:.0f} ms at most")
     print(f"median {taken[len(taken) // 2][0] * 1e3:.1f} ms of CPU, the longest:")
     for seconds, text in taken[:5]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,11 +35,9 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.generator import Block, Finished, Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
-from tests.helpers.one_caller import address, ask, request
+from tests.helpers.one_caller import ask, request
 from tests.helpers.serving import ENDLESS, eventually, needs_triton
 from tests.helpers.serving_process import ANY_PORTS, Serving, serving
-
-YES_OR_NO = {"type": "predicate", "instructions": "Is it?"}
 
 
 @needs_triton
@@ -57,42 +53,6 @@ def test_a_long_prompt_does_not_hold_up_its_neighbours(running: Serving):
         status, body, _, _ = long.result()
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
     assert max(waited) < alone + 1.0
-
-
-CHAT = {"messages": [{"role": "user", "content": "a"}]}
-LETTERS = {"type": "regex", "regex": "[a-z]{90}"}
-LONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("chat/completions", {**CHAT, **ENDLESS, "n": 4, "max_tokens": 4000}),
-    "grammar": (
-        "chat/completions",
-        {**CHAT, **ENDLESS, "n": 4, "max_tokens": 100, "response_format": LETTERS},
-    ),
-    "infill": ("infill", {"text": "a {9} b", "max_denoising_steps": 10_000}),
-    "decisions": (
-        "decisions",
-        {"input": "a", "samples": 64, "steps": 48, "questions": [YES_OR_NO] * 100},
-    ),
-}
-
-
-@needs_triton
-@pytest.mark.parametrize("kind", LONG)
-def test_long_answers_do_not_starve_a_short_request(running: Serving, kind: str):
-    path, body = LONG[kind]
-    text = json.dumps({"model": "canvasrt", **body})
-    hogs = [http.client.HTTPConnection(address(running), timeout=120) for _ in range(4)]
-    for hog in hogs[: 1 if "n" in body else None]:
-        hog.request("POST", f"/v1/{path}", text, {"Content-Type": "application/json"})
-        hog.sock.settimeout(0.5)
-        with pytest.raises(TimeoutError):  # it is under way
-            hog.getresponse()
-    try:
-        status, _, seconds, _ = ask(running)
-    finally:
-        for hog in hogs:
-            hog.close()
-    assert status == 200
-    assert seconds < 3
 
 
 def test_requests_that_take_turns_have_the_tokens_of_those_that_do_not(model: Model):

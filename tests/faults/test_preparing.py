@@ -85,10 +85,8 @@ def test_a_refused_grammar_is_compiled_once_for_a_while(
     model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
     made: list[str] = []
-    compiled = grammar.compile_grammar
-    monkeypatch.setattr(
-        grammar, "compile_grammar", lambda *given: made.append("") or compiled(*given)
-    )
+    check = grammar.Trials.check
+    monkeypatch.setattr(grammar.Trials, "check", lambda *given: made.append("") or check(*given))
     tokenizer = Tokenizer.load(engines)
 
     def refused(owner: str) -> None:

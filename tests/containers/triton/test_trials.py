@@ -1,0 +1,102 @@
+"""Grammars are tried in a process that can be ended, and that ends with the server's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.containers.triton import trial_process
+from canvasrt.containers.triton.trials import Trials
+from canvasrt.errors import CanvasError
+from tests.helpers.serving import eventually
+
+DIGITS = {"type": "regex", "regex": "[0-9]{2}"}
+ENDLESS_GRAMMAR = {
+    "type": "json_schema",
+    "schema": {"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*b"} for n in range(60)]},
+}
+
+
+@pytest.fixture(scope="module")
+def trials(engines: Bundle) -> Iterator[Trials]:
+    made = Trials(engines.path, 112, (1, 5))
+    yield made
+    made._finalizer()
+
+
+def test_a_grammar_that_takes_hours_is_refused(trials: Trials) -> None:
+    trials.check(DIGITS, ())
+    begin = time.monotonic()
+    with pytest.raises(CanvasError, match="more than 1 s of CPU time to compile"):
+        trials.check(ENDLESS_GRAMMAR, ())
+    assert time.monotonic() - begin < 20
+    trials.check(DIGITS, ())
+
+
+def test_a_wrong_grammar_is_refused_as_without_a_trial(trials: Trials) -> None:
+    with pytest.raises(CanvasError, match="invalid regex"):
+        trials.check({"type": "regex", "regex": "[0-9"}, ())
+    with pytest.raises(CanvasError, match=r"grammar\.type is 3"):
+        trials.check({"type": 3}, ())
+
+
+def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
+    before = trials._process.pid
+    os.kill(before, signal.SIGKILL)
+    trials.check(DIGITS, ())
+    assert trials._process.pid != before
+    assert not Path(f"/proc/{before}").exists()  # nor is it left behind as a zombie
+
+
+def crash(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill(*_: Any) -> None:
+    bytearray(1 << 40)
+
+
+@pytest.mark.parametrize("does", [crash, fill])
+def test_one_that_ends_the_compiler_is_refused(
+    does: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_process, "compile_grammar", does)
+    verdict = trial_process.tried({}, None)  # type: ignore[arg-type]
+    assert b"1 GiB of memory" in verdict
+
+
+def test_it_ends_with_the_server_and_has_none_of_its_secrets(
+    engines: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CANVASRT_API_KEYS", "a,b")
+    code = f"""
+from pathlib import Path
+import time
+from canvasrt.containers.triton.trials import Trials
+trials = Trials(Path({str(engines.path)!r}), 112, (1, 5))
+trials.check({DIGITS!r}, ())
+print(trials._process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        assert b"CANVASRT" not in Path(f"/proc/{pid}/environ").read_bytes()
+        server.kill()
+    assert eventually(lambda: not _runs(pid), 10)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False

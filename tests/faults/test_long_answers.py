@@ -1,0 +1,70 @@
+"""Answers and grammars that take long, and what others notice of them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.helpers.one_caller import address, ask, running
+from tests.helpers.serving import ENDLESS, needs_triton
+from tests.helpers.serving_process import Serving
+
+__all__ = ["running"]
+YES_OR_NO = {"type": "predicate", "instructions": "Is it?"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+LETTERS = {"type": "regex", "regex": "[a-z]{90}"}
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("chat/completions", {**CHAT, **ENDLESS, "n": 4, "max_tokens": 4000}),
+    "grammar": (
+        "chat/completions",
+        {**CHAT, **ENDLESS, "n": 4, "max_tokens": 100, "response_format": LETTERS},
+    ),
+    "infill": ("infill", {"text": "a {9} b", "max_denoising_steps": 10_000}),
+    "decisions": (
+        "decisions",
+        {"input": "a", "samples": 64, "steps": 48, "questions": [YES_OR_NO] * 100},
+    ),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", LONG)
+def test_long_answers_do_not_starve_a_short_request(running: Serving, kind: str):
+    path, body = LONG[kind]
+    text = json.dumps({"model": "canvasrt", **body})
+    hogs = [http.client.HTTPConnection(address(running), timeout=120) for _ in range(4)]
+    for hog in hogs[: 1 if "n" in body else None]:
+        hog.request("POST", f"/v1/{path}", text, {"Content-Type": "application/json"})
+        hog.sock.settimeout(0.5)
+        with pytest.raises(TimeoutError):  # it is under way
+            hog.getresponse()
+    try:
+        status, _, seconds, _ = ask(running)
+    finally:
+        for hog in hogs:
+            hog.close()
+    assert status == 200
+    assert seconds < 3
+
+
+@needs_triton
+def test_a_grammar_that_takes_hours_holds_up_nobody(running: Serving):
+    """Short as it is, compiling it takes hours, and cannot be stopped from outside."""
+    patterns = [{"type": "string", "pattern": f"a{{{n}}}.*b"} for n in range(60)]
+    schema = {"name": "a", "schema": {"allOf": patterns}}
+    with ThreadPoolExecutor(1) as pool:
+        form = {"type": "json_schema", "json_schema": schema}
+        asked = pool.submit(ask, running, response_format=form)
+        waited = []
+        while not asked.done() or not waited:
+            status, _, seconds, _ = ask(running)
+            assert status == 200
+            waited.append(seconds)
+        status, body, _, _ = asked.result()
+    assert (status, "1 s of CPU time" in body["error"]["message"]) == (400, True)
+    assert max(waited) < 2
+    assert ask(running, response_format=LETTERS, max_tokens=100)[0] == 200
