@@ -53,7 +53,7 @@ def export_graphs(
     """Write the graph bundle of `checkpoint` to `out`.
 
     Args:
-        checkpoint: a folder in the Hugging Face layout, a hub name, or `demo`.
+        checkpoint: a folder in the Hugging Face layout, a hub name, or a bundled one's name.
         layers_per_segment: layers per body graph.
         precision: a key of `DTYPES`, for weights and computation. The default is fp32. A quantized
             checkpoint defaults to its own: its codes go into the graphs unchanged, and the rest is

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.checkpoints.locate import BUNDLED
+
 ROOT = Path(__file__).parent.parent
 STAGES = ("export", "build", "runtime", "containers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -44,7 +46,8 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel: Path) -> None:
 def test_every_data_file_is_in_the_wheel(wheel: Path) -> None:
     names = names_in(wheel)
     assert "canvasrt/py.typed" in names
-    for folder, prefix in (("canvasrt/demo/checkpoint", ""), ("containers/templates", "canvasrt/")):
+    checkpoints = [(f"canvasrt/demo/{folder}", "") for folder in BUNDLED.values()]
+    for folder, prefix in (*checkpoints, ("containers/templates", "canvasrt/")):
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
         assert files, folder
         for path in files:

@@ -85,6 +85,7 @@ def test_every_snippet_is_one_of_commands() -> None:
 def test_every_snippet_runs(tmp_path: Path) -> None:
     (tmp_path / "questions.yaml").write_text(QUESTIONS)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "12+34="}\n{"prompt": "reverse planet"}\n')
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     lines = ["set -euo pipefail", "ip link set lo up", "trap 'kill $(jobs -p); wait' EXIT"]
     for block in blocks():
         for command in commands(block):
@@ -104,3 +105,4 @@ def test_every_snippet_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stderr[-4000:]}\n{done.stdout[-2000:]}"
     assert done.stdout.count('"object":"chat.completion"') == 2
     assert "tenalp" in done.stdout
+    assert "\npurple\n" in done.stdout

@@ -1,4 +1,4 @@
-"""Resolves a CHECKPOINT argument: a folder, a hub name, or the word `demo`."""
+"""Resolves a CHECKPOINT argument: a folder, a hub name, or the name of a bundled checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from canvasrt.errors import CanvasError
 from canvasrt.hashes import HashProgress, hash_files
 
 DEMO = "demo"
+# The checkpoints that come with the package, by name: their folders next to the demo's code.
+BUNDLED = {DEMO: "checkpoint", "demo-vision": "checkpoint-vision"}
 INDEX = "model.safetensors.index.json"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-# The demo: its checkpoint and its prompts.
+# The demo: its checkpoints and its prompts.
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
 
 
-def demo_checkpoint() -> Path:
-    """Return the demo checkpoint inside the installed package."""
-    return DEMO_FOLDER / "checkpoint"
+def demo_checkpoint(name: str = DEMO) -> Path:
+    """Return a bundled checkpoint's folder inside the installed package."""
+    return DEMO_FOLDER / BUNDLED[name]
 
 
 def find_checkpoint(name: str | Path) -> Path:
@@ -42,8 +44,8 @@ def is_hub_name(name: str) -> bool:
 
 def _locate(name: str) -> Path:
     path = Path(name).expanduser()
-    if name == DEMO and not (path / "config.json").exists():
-        return demo_checkpoint()
+    if name in BUNDLED and not (path / "config.json").exists():
+        return demo_checkpoint(name)
     if path.is_dir():
         return path.resolve()
     if path.exists():
@@ -56,7 +58,7 @@ def _locate(name: str) -> Path:
     raise CanvasError(
         f"no checkpoint at {name}",
         "name a folder in the Hugging Face layout, a hub name such as"
-        " google/diffusiongemma-26B-A4B-it, or `demo`",
+        " google/diffusiongemma-26B-A4B-it, `demo` or `demo-vision`",
     )
 
 

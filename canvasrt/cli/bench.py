@@ -34,7 +34,7 @@ CheckpointOption = Annotated[
         "--checkpoint",
         metavar="CHECKPOINT",
         show_default=False,
-        help="The bundle's checkpoint: a folder, a hub name, or demo.",
+        help="The bundle's checkpoint: a folder, a hub name, demo or demo-vision.",
     ),
 ]
 PromptTokens = Annotated[

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,9 +15,12 @@ from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Thread
 from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.console import emit
+from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
+    from canvasrt.runtime.model import Model
+    from canvasrt.runtime.pictures import Picture
     from canvasrt.runtime.tokenizer import Tokenizer
 
 Count = Annotated[
@@ -33,6 +38,21 @@ Infill = Annotated[
         metavar="TEXT",
         show_default=False,
         help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; braces hold the number of tokens.",
+    ),
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        show_default=False,
+        help="An image that stands before PROMPT; may be given several times.",
+    ),
+]
+ImageTokens = Annotated[
+    int,
+    typer.Option(
+        "--image-tokens", metavar="N", help="The most tokens that an image takes: 70, 140 or 280."
     ),
 ]
 CanvasJson = Annotated[
@@ -53,6 +73,8 @@ def generate(
     prompt_ids: PromptIds = None,
     system: System = None,
     raw: Raw = False,
+    image: Images = None,
+    image_tokens: ImageTokens = SOFT_TOKENS,
     n: Count = 1,
     *,
     sampling: dict[str, Any],
@@ -74,6 +96,7 @@ def generate(
         prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
     conditions = canvas_conditions(canvas, infill)
+    files = _read_images(image or (), image_tokens, raw or given.ids is not None, infill)
 
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.open import open_model
@@ -81,7 +104,8 @@ def generate(
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=given.ids is None or infill is not None)
-    ids = _encode(tokenizer, given)
+    pictures = _pictures(files, image_tokens, model)
+    ids = _encode(tokenizer, given, pictures, model)
     params = SamplingParams.from_defaults(model.sampler, model.config, LABELS, **sampling)
     params.check_fits(model.config, LABELS)
     if infill is not None:
@@ -89,7 +113,8 @@ def generate(
         _fill(infill, ids, params, model, tokenizer, as_json)
         return
     requests = [
-        Request(ids, replace(params, seed=params.seed + i), conditions=conditions) for i in range(n)
+        Request(ids, replace(params, seed=params.seed + i), pictures, conditions=conditions)
+        for i in range(n)
     ]
     generator = Generator(model)
     if stream or drafts:
@@ -162,8 +187,48 @@ def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
         return None
 
 
-def _encode(tokenizer: Tokenizer | None, prompt: PromptInput) -> list[int]:
+def _read_images(
+    images: Sequence[Path], budget: int, is_raw: bool, infill: str | None
+) -> list[bytes]:
+    """Return the files of --image. UsageError for options that do not go together."""
+    from canvasrt.runtime.pictures import BUDGETS
+
+    if budget not in BUDGETS:
+        listed = ", ".join(map(str, BUDGETS))
+        raise UsageError(f"--image-tokens is {budget}", f"give one of {listed}")
+    if images and (is_raw or infill is not None):
+        other = "--infill" if infill is not None else "--raw and --prompt-ids"
+        raise UsageError(f"--image does not go with {other}", "give it with PROMPT alone")
+    try:
+        return [path.read_bytes() for path in images]
+    except OSError as error:
+        raise CanvasError(f"cannot read an image: {error}", "give readable files") from None
+
+
+def _pictures(files: list[bytes], budget: int, model: Model) -> list[Picture]:
+    from canvasrt.runtime.pictures import read_pictures
+
+    if not files:
+        return []
+    model.check_sees()
+    return read_pictures(files, model.config.vision or {}, [budget] * len(files))
+
+
+def _encode(
+    tokenizer: Tokenizer | None, prompt: PromptInput, pictures: list[Picture], model: Model
+) -> list[int]:
     if prompt.ids is not None:
         return prompt.ids
     assert tokenizer is not None
-    return tokenizer.encode(prompt.text) if prompt.raw else tokenizer.encode_chat(prompt.messages)
+    if prompt.raw:
+        return tokenizer.encode(prompt.text)
+    if not pictures:
+        return tokenizer.encode_chat(prompt.messages)
+
+    from canvasrt.runtime.pictures import insert
+
+    *before, last = prompt.messages
+    images = [{"type": "image"} for _ in pictures]
+    content = [*images, {"type": "text", "text": last["content"]}]
+    ids = tokenizer.encode_chat([*before, {**last, "content": content}])
+    return insert(ids, pictures, model.config)

@@ -16,7 +16,7 @@ Checkpoint = Annotated[
     typer.Argument(
         metavar="CHECKPOINT",
         show_default=False,
-        help="A folder in the Hugging Face layout, a hub name, or demo.",
+        help="A folder in the Hugging Face layout, a hub name, demo or demo-vision.",
     ),
 ]
 Source = Annotated[
@@ -24,7 +24,7 @@ Source = Annotated[
     typer.Argument(
         metavar="CHECKPOINT_OR_GRAPHS",
         show_default=False,
-        help="A checkpoint (folder, hub name or demo), or graphs that `canvasrt export` wrote.",
+        help="A checkpoint (folder, hub name, demo or demo-vision), or graphs that `canvasrt export` wrote.",
     ),
 ]
 BundlePath = Annotated[

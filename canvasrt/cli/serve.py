@@ -22,8 +22,8 @@ Bundle = Annotated[
     typer.Argument(
         metavar="BUNDLE_OR_CHECKPOINT",
         show_default=False,
-        help="A folder that `canvasrt package` or `build` wrote, or a checkpoint (a folder, a hub name or demo),"
-        " which is built first; NIM_MODEL_PATH.",
+        help="A folder that `canvasrt package` or `build` wrote, or a checkpoint (a folder, a hub name,"
+        " demo or demo-vision), which is built first; NIM_MODEL_PATH.",
     ),
 ]
 

@@ -7,10 +7,11 @@ import io
 import random
 from typing import Any
 
-from canvasrt.demo.dots import draw_dots, questions_of
-from canvasrt.demo.odds import CASES, Case, cases
+from canvasrt.demo.dots import COLORS, MOST_DOTS, Dots, draw_dots, questions_of
+from canvasrt.demo.odds import CASES, Case, cases, count_options
 from canvasrt.demo.tasks import TASKS, questions
 from canvasrt.extras import require
+from canvasrt.runtime.pictures import BUDGETS
 
 _SUMS = ("add", "subtract")
 _OFF = (1, -1, 10)  # what wrong sums differ by
@@ -20,7 +21,7 @@ def labelled(count: int, more: bool, seed: int = 0) -> list[dict[str, Any]]:
     """Return `count` held-out sums and differences, each with wrong ones to choose from.
 
     With `more`, also what the second phase of the training teaches: `count` cases of each task with
-    known probabilities, asked with letters and bare, and as many pictures.
+    known probabilities, and as many pictures, both asked with letters and bare.
     """
     found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]
     if more:
@@ -28,7 +29,8 @@ def labelled(count: int, more: bool, seed: int = 0) -> list[dict[str, Any]]:
             for case in cases(task, count, seed=seed):
                 found += _known(case)
         rng = random.Random(f"pictures:held-out:{seed}")
-        found += [_picture(rng) for _ in range(count)]
+        for dots in [draw_dots(rng) for _ in range(count)]:
+            found += _pictured(dots, rng)
     return found
 
 
@@ -58,20 +60,42 @@ def _known(case: Case) -> list[dict[str, Any]]:
     ]
 
 
-def _picture(rng: random.Random) -> dict[str, Any]:
+def _pictured(dots: Dots, rng: random.Random) -> list[dict[str, Any]]:
+    """Return the questions about a picture: all with letters, and each bare. Colors at the smallest
+    and at the full budget."""
+    image = {"images": [png(dots)], "image_tokens": min(BUDGETS)}
+    questions = [
+        {**each.data, "probabilities": _sure(count_options(each.data), each.options[0])}
+        for each in questions_of(dots, rng)
+    ]
+    color = _bare("color?", list(COLORS), dots.color)
+    counted = _bare("dots?", [str(each + 1) for each in range(MOST_DOTS)], str(dots.count))
+    full = {**image, "image_tokens": max(BUDGETS)}
+    return [
+        {"input": "", "questions": questions, "group": "pictures", **image},
+        {**color, "group": "color, bare", **image},
+        {**color, "group": f"color of {max(BUDGETS)} tokens, bare", **full},
+        {**counted, "group": "dots, bare", **image},
+    ]
+
+
+def _bare(prompt: str, values: list[str], right: str) -> dict[str, Any]:
+    question = {
+        "type": "choice",
+        "instructions": prompt,
+        "choices": [{"value": value} for value in values],
+        "answer": right,
+    }
+    return {"input": prompt, "layout": "bare", "questions": [question]}
+
+
+def _sure(count: int, right: int) -> list[float]:
+    return [float(option == right) for option in range(count)]
+
+
+def png(dots: Dots) -> bytes:
+    """Return a picture as a file."""
     image = require("PIL.Image", "serve")
-    dots = draw_dots(rng)
     file = io.BytesIO()
     image.fromarray(dots.pixels).save(file, "PNG")
-    questions = []
-    for each in questions_of(dots, rng):
-        count = len(each.data.get("choices", "ab"))
-        shares = [float(option == each.options[0]) for option in range(count)]
-        questions.append({**each.data, "probabilities": shares})
-    return {
-        "input": "",
-        "images": [file.getvalue()],
-        "image_tokens": 70,
-        "questions": questions,
-        "group": "pictures",
-    }
+    return file.getvalue()

@@ -3,6 +3,7 @@ temperatures that make them so."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,7 +44,11 @@ class Scored:
 
 
 def summary(scored: Sequence[Scored], temperatures: Json | None = None) -> Json:
-    """Return counts, errors and the reliability of answers, at these temperatures by type."""
+    """Return counts, errors and the reliability of answers, at these temperatures by type.
+
+    `brier_at_best` is what the right probabilities themselves would score: only known ones that are
+    neither 0 nor 1 leave any.
+    """
     means = [_mean(each, (temperatures or {}).get(each.type, 1.0)) for each in scored]
     shares = np.array([mean[each.event] for each, mean in zip(scored, means, strict=True)])
     right = np.array([each.right[each.event] for each in scored])
@@ -68,6 +73,7 @@ def summary(scored: Sequence[Scored], temperatures: Json | None = None) -> Json:
         "ece": ece(shares, right),
         "ece_by_chance": _by_chance(shares, firm),
         "brier": float(np.mean(briers)),
+        "brier_at_best": float(np.mean([1 - each.right @ each.right for each in scored])),
         "log_loss": float(np.mean(logs)),
         "distance": float(np.mean(distances)) if distances else None,
         "bins": _bins(shares, right),
@@ -134,16 +140,29 @@ def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
-    """Return the answers at temperatures that were fitted without them: every second question at
-    the other half's."""
+    """Return the answers at temperatures that were fitted without them: every second question of a
+    type and group at the other half's."""
+    halves = _halves(scored)
     found: list[Scored | None] = [None] * len(scored)
     for half in (0, 1):
-        temperatures = fit_temperatures([each for i, each in enumerate(scored) if i % 2 != half])
+        other = [each for each, its in zip(scored, halves, strict=True) if its != half]
+        temperatures = fit_temperatures(other)
         for i, each in enumerate(scored):
-            if i % 2 == half:
+            if halves[i] == half:
                 draws = tempered(each.draws, temperatures.get(each.type, 1.0))
                 found[i] = Scored(each.type, each.group, draws, each.right)
     return [each for each in found if each is not None]
+
+
+def _halves(scored: Sequence[Scored]) -> list[int]:
+    """Return 0 and 1 in turns within each type and group: both halves then hold every kind, however
+    regularly a file repeats them."""
+    counts: Counter[tuple[str, str]] = Counter()
+    found = []
+    for each in scored:
+        found.append(counts[each.type, each.group] % 2)
+        counts[each.type, each.group] += 1
+    return found
 
 
 def _fit(scored: Sequence[Scored]) -> float:

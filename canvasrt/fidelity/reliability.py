@@ -11,7 +11,10 @@ from canvasrt.pages import render_page, section
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
 from canvasrt.types import Json
 
-HEADS = ("", "questions", "right", "ECE", "ECE by chance", "Brier", "log loss", "distance")
+HEADS = (
+    *("", "questions", "right", "ECE", "ECE by chance"),
+    *("Brier", "at best", "log loss", "distance"),
+)
 FIT_HEADS = ("type", "temperature", "ECE", "ECE fitted", "Brier", "Brier fitted")
 
 
@@ -31,6 +34,7 @@ def _row(name: str, each: Json) -> list[str]:
         f"{each['ece']:.3f}",
         f"{chance['mean']:.3f} (up to {chance['p95']:.3f})",
         f"{each['brier']:.3f}",
+        f"{each['brier_at_best']:.3f}",
         f"{each['log_loss']:.3f}",
         "–" if each["distance"] is None else f"{each['distance']:.3f}",
     ]
@@ -68,8 +72,9 @@ _NOTE = (
     "A predicate counts with the probability of yes, other questions with that of their likeliest"
     " option. ECE weighs |mean probability − share of right ones| over ten bins of equal width. By"
     " chance: what calibrated probabilities would show with so few answers, on average and in 95% of"
-    " cases. Brier and log loss are over all options; distance is the total variation to known"
-    " probabilities."
+    " cases. Known probabilities are not answers, so they have no chance in them. Brier and log loss"
+    " are over all options, and Brier at best is that of the right probabilities themselves; distance"
+    " is the total variation to known probabilities."
 )
 FIT_NOTE = (
     "Log-probabilities are divided by the temperature. Fitted figures are of questions that their"

@@ -9,11 +9,12 @@ import zipfile
 from pathlib import Path
 
 import canvasrt
+from canvasrt.checkpoints.locate import BUNDLED
 from canvasrt.errors import CanvasError
 
 # In an editable install, the stages are outside the canvasrt folder.
 _STAGES = ("export", "build", "runtime", "containers")
-_LEFT_OUT = {"__pycache__", "checkpoint"}
+_LEFT_OUT = {"__pycache__", *BUNDLED.values()}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _METADATA = "Metadata-Version: 2.1\nName: canvasrt\nVersion: {version}\n"
 _ENTRY_POINTS = "[console_scripts]\ncanvasrt = canvasrt.__main__:main\n"
@@ -23,7 +24,7 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: canvasrt\nRoot-Is-Purelib: true\nTag: p
 def write_wheel(folder: Path) -> Path:
     """Write `canvasrt-<version>-py3-none-any.whl` into `folder`.
 
-    It leaves out the demo checkpoint, and dependencies, which are in the package's
+    It leaves out the bundled checkpoints, and dependencies, which are in the package's
     requirements.txt.
     """
     stem = f"canvasrt-{canvasrt.__version__}"

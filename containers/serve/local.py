@@ -13,7 +13,7 @@ import canvasrt
 from canvasrt import extras, machine
 from canvasrt.bundle import MANIFEST
 from canvasrt.cache import cache_folder
-from canvasrt.checkpoints.locate import DEMO, find_checkpoint, is_hub_name
+from canvasrt.checkpoints.locate import BUNDLED, find_checkpoint, is_hub_name
 from canvasrt.containers.serve.build_engines import EngineBuild
 from canvasrt.containers.serve.prepare import alone, run_build
 from canvasrt.machine import Gpu
@@ -40,10 +40,11 @@ class Local:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether what is to be served is a checkpoint: a folder, `demo`, or a hub name."""
+    """Return whether what is to be served is a checkpoint: a folder, a bundled one's name, or a
+    hub name."""
     if path.exists():
         return (path / "config.json").exists() and not (path / MANIFEST).exists()
-    return str(path) == DEMO or is_hub_name(str(path))
+    return str(path) in BUNDLED or is_hub_name(str(path))
 
 
 def plan_local(name: Path, cache: Path | None = None) -> Local:

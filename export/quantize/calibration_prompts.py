@@ -27,11 +27,13 @@ _HINT = (
 
 
 def default_prompts(graphs: Bundle) -> Path:
-    """Return the prompts that come with canvasrt: the demo's own for the demo, general ones otherwise."""
+    """Return the prompts that come with canvasrt: the demo's own for the bundled
+    checkpoints, general ones otherwise."""
     import canvasrt.recipes
 
     made_from = graphs.manifest.made_from.get("files")
-    if made_from and made_from == checkpoints.fingerprint(checkpoints.demo_checkpoint()):
+    bundled = map(checkpoints.demo_checkpoint, checkpoints.BUNDLED)
+    if made_from and made_from in map(checkpoints.fingerprint, bundled):
         return checkpoints.DEMO_FOLDER / "calibration.jsonl"
     return Path(canvasrt.recipes.__path__[0]) / "prompts.jsonl"
 

@@ -324,6 +324,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="session")
+def demo_vision(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The bundled checkpoint that sees."""
+    return make_pair(find_checkpoint("demo-vision"), tmp_path_factory.mktemp("demo-vision"))
+
+
+@pytest.fixture(scope="session")
 def undertrained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """The demo checkpoint before it learned its tasks."""
     checkpoint = Path(__file__).parents[1] / "data" / "undertrained"

@@ -58,6 +58,9 @@ WRONG = {
     "package e -o out --max-batch 0": "--max-batch",
     # generating here
     "generate": "BUNDLE",
+    "generate a b --image c --raw": "--image does not go with --raw",
+    "generate a b --image c --infill 'd{2}'": "--image does not go with --infill",
+    "generate a b --image-tokens 71": "--image-tokens is 71",
     "generate b": "there is no prompt",
     "generate b ''": "the prompt is empty",
     "generate b ' '": "the prompt is empty",

@@ -1,3 +1,3 @@
-from tests.helpers.reference import demo, prompt, tiny, undertrained
+from tests.helpers.reference import demo, demo_vision, prompt, tiny, undertrained
 
-__all__ = ["demo", "prompt", "tiny", "undertrained"]
+__all__ = ["demo", "demo_vision", "prompt", "tiny", "undertrained"]

@@ -16,10 +16,21 @@ def test_a_folder_is_taken_as_it_is(checkpoint_files: Path) -> None:
     assert checkpoints.find_checkpoint(checkpoint_files) == checkpoint_files.resolve()
 
 
-def test_demo_is_the_checkpoint_inside_the_package() -> None:
-    folder = checkpoints.find_checkpoint("demo")
+@pytest.mark.parametrize("name", checkpoints.BUNDLED)
+def test_demos_are_checkpoints_inside_the_package(name: str) -> None:
+    folder = checkpoints.find_checkpoint(name)
     assert (folder / "config.json").is_file()
     assert folder.parent.name == "demo"
+    tower = json.loads((folder / "config.json").read_text())["vision_config"]
+    assert (tower["num_hidden_layers"] > 1) == (name == "demo-vision")
+
+
+def test_a_folder_of_a_demo_s_name_comes_first(
+    checkpoint_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoint_files, tmp_path / "here" / "demo-vision")
+    monkeypatch.chdir(tmp_path / "here")
+    assert checkpoints.find_checkpoint("demo-vision") == tmp_path / "here" / "demo-vision"
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where/here", "a/b/c"])

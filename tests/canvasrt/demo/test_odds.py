@@ -99,7 +99,8 @@ def test_labelled_questions_are_questions() -> None:
     assert {each["group"] for each in labelled(3, more=False)} == sums
     items = labelled(3, more=True)
     bare = {f"{name}, bare" for name in CASES}
-    assert {each["group"] for each in items} == {*sums, *CASES, *bare, "pictures"}
+    dots = {"pictures", "color, bare", "color of 280 tokens, bare", "dots, bare"}
+    assert {each["group"] for each in items} == {*sums, *CASES, *bare, *dots}
     for item in items:
         labels = ("answer", "probabilities")
         questions = [

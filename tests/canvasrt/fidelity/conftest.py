@@ -1,3 +1,3 @@
-from tests.helpers.reference import demo, prompt, tiny
+from tests.helpers.reference import demo, demo_vision, prompt, tiny
 
-__all__ = ["demo", "prompt", "tiny"]
+__all__ = ["demo", "demo_vision", "prompt", "tiny"]

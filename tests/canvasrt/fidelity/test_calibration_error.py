@@ -90,6 +90,24 @@ def test_a_fit_is_measured_on_questions_that_it_has_not_seen() -> None:
     assert second.draws == pytest.approx(tempered(scored[0].draws, alone))
 
 
+def test_halves_hold_every_type_however_regularly_they_alternate() -> None:
+    """Each case has a predicate and a choice: all choices stand at odd places."""
+    sharp = choices(400, sharpness=2.5)
+    pairs = [[Scored("predicate", "", each.draws, each.right), each] for each in sharp]
+    scored = [each for pair in pairs for each in pair]
+    before, after = (
+        [s for s in part if s.type == "choice"] for part in (scored, cross_fitted(scored))
+    )
+    assert summary(after)["ece"] < 0.5 * summary(before)["ece"]
+
+
+def test_best_brier_is_that_of_the_right_probabilities() -> None:
+    scored = [Scored("choice", "", np.eye(2)[:1], np.array([0.3, 0.7])), *choices(3)]
+    assert summary(scored[:1])["brier_at_best"] == pytest.approx(1 - 0.09 - 0.49)
+    exact = [Scored("choice", "", each.right[None], each.right) for each in scored]
+    assert summary(exact)["brier"] == pytest.approx(summary(scored)["brier_at_best"])
+
+
 def test_a_temperature_of_one_changes_nothing_and_zero_stays_zero() -> None:
     draws = np.array([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0]])
     assert tempered(draws, 1.0) is draws

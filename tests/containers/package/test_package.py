@@ -92,12 +92,12 @@ def test_the_wheel_installs_and_runs(tmp_path: Path):
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
 
 
-def test_the_wheel_holds_the_code_and_not_the_demo_checkpoint(tmp_path: Path):
+def test_the_wheel_holds_the_code_and_no_checkpoint(tmp_path: Path):
     with zipfile.ZipFile(write_wheel(tmp_path)) as wheel:
         names = wheel.namelist()
     assert "canvasrt/containers/templates/Dockerfile" in names
     assert "canvasrt/runtime/generator.py" in names
-    assert not [name for name in names if "__pycache__" in name or "checkpoint/" in name]
+    assert not [name for name in names if "__pycache__" in name or "safetensors" in name]
 
 
 @pytest.mark.parametrize("model", ["canvasrt", "canvasrt_stream"])

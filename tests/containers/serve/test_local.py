@@ -64,6 +64,7 @@ def test_without_a_usable_gpu_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_a_checkpoint(checkpoint_files: Path, tmp_path: Path) -> None:
     assert local.is_checkpoint(checkpoint_files)
     assert local.is_checkpoint(Path("demo"))
+    assert local.is_checkpoint(Path("demo-vision"))
     assert local.is_checkpoint(Path("google/diffusiongemma-26B-A4B-it"))
     (tmp_path / "engines").mkdir()
     (tmp_path / "engines" / "manifest.json").write_text("{}")

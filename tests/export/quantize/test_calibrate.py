@@ -341,13 +341,15 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_default_prompts(tiny: Tiny) -> None:
-    """General ones for any checkpoint but the demo's. The demo's prompts contain no question that
-    it is marked on."""
+    """General ones for any checkpoint but the demos'. Their prompts contain no question that they
+    are marked on."""
     general = default_prompts(tiny.graphs)
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 64
-    made_from = {"kind": "checkpoint", "files": fingerprint(find_checkpoint("demo"))}
-    demo = default_prompts(Bundle(tiny.graphs.path, Manifest({"made_from": made_from})))
+    for name in ("demo", "demo-vision"):
+        made_from = {"kind": "checkpoint", "files": fingerprint(find_checkpoint(name))}
+        demo = default_prompts(Bundle(tiny.graphs.path, Manifest({"made_from": made_from})))
+        assert demo.name == "calibration.jsonl"
     prompts = [json.loads(line)["prompt"] for line in demo.read_text("utf-8").splitlines()]
     assert len(prompts) == len(set(prompts)) == 64
     assert {task_of(each).name for each in prompts} == TASKS.keys()

@@ -1,0 +1,85 @@
+"""The bundled checkpoint that sees answers about pictures through the real server and client."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from canvasrt.demo.dots import COLORS, Dots
+from canvasrt.demo.labelled import png
+from canvasrt.pipeline import build_bundle
+from tests.helpers.dots import FULL, SMALL, blank, pictures
+from tests.helpers.scripted import client_of, serving
+from tests.helpers.serving import needs_triton
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iterator[OpenAI]:
+    """A client of a server of the checkpoint."""
+    bundle = build_bundle("demo-vision", "cpu", tmp_path_factory.mktemp("dots") / "engines")
+    with serving(bundle) as served, client_of(served) as client:
+        yield client
+
+
+def url(dots: Dots) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(dots)).decode()
+
+
+def told(client: OpenAI, dots: Dots, budget: int) -> str:
+    """What the model says about a picture's color."""
+    content: list[Any] = [
+        {"type": "image_url", "image_url": {"url": url(dots)}},
+        {"type": "text", "text": "color?"},
+    ]
+    answer = client.chat.completions.create(
+        model="canvasrt",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=32,
+        seed=1,
+        extra_body={"image_tokens": budget},
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 0.8 * budget
+    return str(answer.choices[0].message.content)
+
+
+def decided(client: OpenAI, dots: Dots, budget: int) -> dict[str, float]:
+    """The probability of each color."""
+    question: Any = {
+        "type": "choice",
+        "instructions": "color?",
+        "choices": [{"value": each} for each in COLORS],
+    }
+    content: Any = [
+        {"type": "input_image", "image_url": url(dots)},
+        {"type": "input_text", "text": "color?"},
+    ]
+    reply = client.decisions.create(
+        model="canvasrt",
+        input=[{"role": "user", "content": content}],
+        questions=[question],
+        extra_body={"layout": "bare", "image_tokens": budget, "seed": 1},
+    )
+    answer = reply.answers[0]
+    assert answer.type == "choice"
+    return {str(each.value): each.probability for each in answer.probabilities}
+
+
+@pytest.mark.parametrize("budget", [SMALL, FULL])
+def test_chats_name_the_color(sees: OpenAI, budget: int) -> None:
+    for dots in pictures():
+        assert told(sees, dots, budget) == dots.color
+        assert told(sees, blank(dots), budget) not in COLORS
+
+
+@pytest.mark.parametrize("budget", [SMALL, FULL])
+def test_decisions_name_the_color(sees: OpenAI, budget: int) -> None:
+    for dots in pictures():
+        assert decided(sees, dots, budget)[dots.color] > 0.9
+        assert decided(sees, blank(dots), budget)[dots.color] < 0.9

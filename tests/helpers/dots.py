@@ -1,0 +1,26 @@
+"""Pictures of dots that no training has seen: one of every color, and one without dots."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from canvasrt.demo.dots import COLORS, Dots, draw_dots
+
+SMALL, FULL = 70, 280  # soft tokens
+
+
+def pictures() -> list[Dots]:
+    """Return a picture of every color. Training draws its own from other seeds."""
+    rng = random.Random("tests: dots of every color")
+    found: dict[str, Dots] = {}
+    while len(found) < len(COLORS):
+        dots = draw_dots(rng)
+        found.setdefault(dots.color, dots)
+    return list(found.values())
+
+
+def blank(like: Dots) -> Dots:
+    """Return a picture of the same size, all grey."""
+    return Dots(np.full_like(like.pixels, 125), "none", 0)

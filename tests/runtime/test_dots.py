@@ -1,0 +1,85 @@
+"""The bundled checkpoint that sees names the color of dots that it was never trained on, with
+transformers' tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from canvasrt.cli.app import run
+from canvasrt.demo.dots import COLORS, DOTS_PROMPTS, Dots, right_answer
+from canvasrt.demo.labelled import png
+from canvasrt.demo.mixture import image_processor
+from canvasrt.demo.tokenizer import IMAGE_ID
+from canvasrt.runtime.generator import Generator, Request, Result
+from canvasrt.runtime.pictures import insert, read_picture
+from canvasrt.runtime.sampling_params import SamplingParams
+from tests.helpers.dots import FULL, SMALL, blank, pictures
+from tests.helpers.reference import Pair
+
+ROOT = Path(__file__).parents[2]
+COLOR, COUNT = DOTS_PROMPTS
+
+
+def answer(pair: Pair, dots: Dots, text: str, budget: int, seed: int) -> tuple[str, Result]:
+    """Return our answer, after comparing it with transformers' own."""
+    picture = read_picture(png(dots), pair.model.config.vision or {}, budget)
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    ids = pair.tokenizer.encode_chat([{"role": "user", "content": content}])
+    prompt = insert(ids, [picture], pair.model.config)
+    params = SamplingParams.from_defaults(
+        pair.model.sampler, pair.model.config, seed=seed, max_new_tokens=32
+    )
+    (result,) = Generator(pair.model).run([Request(prompt, params, [picture])])
+    seen = image_processor(budget)([dots.pixels], return_tensors="pt")
+    reference = pair.reference.generate(
+        [prompt],
+        [params],
+        pixel_values=seen["pixel_values"].float(),
+        image_position_ids=seen["image_position_ids"],
+        mm_token_type_ids=torch.tensor([[int(id == IMAGE_ID) for id in prompt]]),
+    )
+    assert result.token_ids == reference.tokens[0]
+    assert result.steps == reference.trace.steps(0)
+    return pair.tokenizer.decode(result.token_ids), result
+
+
+@pytest.mark.parametrize("budget", [SMALL, FULL])
+def test_it_names_every_color(demo_vision: Pair, budget: int) -> None:
+    for seed, dots in enumerate(pictures()):
+        text, result = answer(demo_vision, dots, COLOR, budget, seed)
+        assert text == right_answer(dots, COLOR)
+        assert result.finish_reason == "stop"
+        assert len(result.prompt_token_ids) > 0.8 * budget
+
+
+def test_it_counts_most_dots(demo_vision: Pair) -> None:
+    found = [
+        answer(demo_vision, dots, COUNT, SMALL, seed)[0] == right_answer(dots, COUNT)
+        for seed, dots in enumerate(pictures())
+    ]
+    assert sum(found) >= len(found) - 1
+
+
+@pytest.mark.parametrize("budget", [SMALL, FULL])
+def test_it_finds_no_color_without_dots(demo_vision: Pair, budget: int) -> None:
+    for seed, dots in enumerate(pictures()):
+        text, _ = answer(demo_vision, blank(dots), COLOR, budget, seed)
+        assert text not in COLORS
+
+
+def test_the_command_line_takes_images(
+    demo_vision: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The README's picture."""
+    call = ["generate", str(demo_vision.bundle), COLOR, "--seed", "1"]
+    for budget in (SMALL, FULL):
+        picture = ["--image", str(ROOT / "docs" / "dots.webp"), "--image-tokens", str(budget)]
+        assert run([*call, *picture]) == 0
+        assert capsys.readouterr().out == "purple\n"
+    assert run(call) == 0
+    assert capsys.readouterr().out.strip() not in COLORS
+    assert run([*call, "--image", "none.webp"]) == 1
+    assert "cannot read an image" in capsys.readouterr().err
