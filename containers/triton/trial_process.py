@@ -23,8 +23,8 @@ from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.tokenizer import Tokenizer
 
-MAX_SECONDS = 1.0  # of CPU time
-MAX_BYTES = 1 << 30
+TRIAL_SECONDS = 1.0  # of CPU time
+TRIAL_BYTES = 1 << 30
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -62,9 +62,9 @@ def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> bytes:
     _, status = os.waitpid(child, 0)
     if verdict:
         return verdict
-    why = f"takes more than {MAX_SECONDS:g} s of CPU time to compile"
+    why = f"takes more than {TRIAL_SECONDS:g} s of CPU time to compile"
     if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGPROF:
-        why = f"takes more than {MAX_BYTES >> 30} GiB of memory to compile, or ends the compiler"
+        why = f"takes more than {TRIAL_BYTES >> 30} GiB of memory to compile, or ends the compiler"
     return _refusal(f"grammar {why}", "simplify it")
 
 
@@ -72,9 +72,9 @@ def _limit() -> None:
     """Bound what this process may take. Past its time it gets SIGPROF, which ends it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * _PAGE + STACK + MAX_BYTES
+    most = pages * _PAGE + STACK + TRIAL_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, TRIAL_SECONDS)
 
 
 def _try(spec: dict[str, Any], vocabulary: Vocabulary, write: int) -> None:

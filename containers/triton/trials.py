@@ -5,10 +5,10 @@ llguidance cannot be stopped from outside, and some short grammars take it hours
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from canvasrt.errors import CanvasError
 log = logging.getLogger(__name__)
 
 _MODULE = "canvasrt.containers.triton.trial_process"
+_PATIENCE = 20.0  # seconds for a verdict: the first waits for the vocabulary
 # Nothing else of the server's environment is for a process that reads callers' input.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
@@ -42,8 +43,8 @@ class Trials:
         with self._lock:
             try:
                 verdict = self._ask(spec, control)
-            except OSError:  # somebody has ended it
-                log.warning("the process that tries grammars has ended; it is started again")
+            except OSError:  # somebody has ended or stopped it
+                log.warning("the process that tries grammars does not answer: replacing it")
                 self._finalizer()
                 self._process = self._start()
                 verdict = self._ask(spec, control)
@@ -56,6 +57,8 @@ class Trials:
         assert stdout is not None
         stdin.write(json.dumps({"spec": spec, "control": sorted(control)}).encode() + b"\n")
         stdin.flush()
+        if not select.select([stdout], [], [], _PATIENCE)[0]:
+            raise TimeoutError
         if not (line := stdout.readline()):
             raise BrokenPipeError
         return json.loads(line)
@@ -73,13 +76,8 @@ class Trials:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process by the end of its input; this process's own end does the same."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(OSError):  # it has ended
-        process.stdin.close()
-    process.wait()
-    process.stdout.close()
+    process.kill()
+    process.communicate()
 
 
 def _interpreter() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -23,7 +24,7 @@ from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, ser
 
 CLIENTS = 16
 SECONDS = 30.0  # to recover or to end
-WHO = ("supervisor", "triton", "stream model", "answer model", "front end", "guard")
+WHO = ("supervisor", "triton", "stream model", "answer model", "front end", "guard", "trials")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 # What the exit codes of a service may be, by what was done.
 _ENDS = {signal.SIGKILL: {1}, signal.SIGTERM: {1}, signal.SIGSTOP: {4}}
@@ -83,11 +84,20 @@ def processes(running: Serving) -> dict[str, int]:
         "answer model": "/canvasrt/1/model.py",
         "guard": "canvasrt.containers.serve.guard",
         "front end": "canvasrt.containers.openai",
+        "trials": "canvasrt.containers.triton.trial_process",
     }
     for pid, line in command_lines().items():
         for name, mark in marks.items():
-            if mark in line and (f"-{own}-" in line or parent_of(int(pid)) == own):
+            if mark in line and (f"-{own}-" in line or own in ancestors(int(pid))):
                 found[name] = int(pid)
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return a process's parent, its parent, and so on."""
+    found = []
+    while pid := parent_of(pid):
+        found.append(pid)
     return found
 
 
@@ -124,6 +134,15 @@ def strike(running: Serving, who: str, number: signal.Signals, clients: Clients)
             return "went on"
         time.sleep(0.02)
     return f"WRONG: neither ended nor answered within {SECONDS:g} s"
+
+
+def follow(host: str, regex: str) -> str:
+    """Ask for an answer of a grammar that is new; return what came of it."""
+    form = {"type": "regex", "regex": regex}
+    status, body = attack.ask(host, "a", max_tokens=200, response_format=form)
+    if status == 200 and re.fullmatch(regex, attack.text_of(body)):
+        return "went on"
+    return f"WRONG: {status} for {regex}: {body}"
 
 
 def left_behind(running: Serving) -> list[str]:
@@ -171,6 +190,8 @@ def run(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[str
             while plan and running.process.poll() is None:
                 who, number = plan.pop(0)
                 outcome = strike(running, who, number, clients)
+                if who == "trials" and outcome == "went on":
+                    outcome = follow(host, f"[a-z]{{{len(plan) + 1}}}")
                 outcomes[f"{number.name} {who}: {outcome}"] += 1
                 if "WRONG" in outcome:
                     wrong.append(f"{number.name} {who}: {outcome}")

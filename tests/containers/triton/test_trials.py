@@ -57,6 +57,14 @@ def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
     assert not Path(f"/proc/{before}").exists()  # nor is it left behind as a zombie
 
 
+def test_so_is_one_that_was_stopped(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = trials._process.pid
+    os.kill(before, signal.SIGSTOP)
+    monkeypatch.setattr(f"{Trials.__module__}._PATIENCE", 3.0)
+    trials.check(DIGITS, ())
+    assert not Path(f"/proc/{before}").exists()
+
+
 def crash(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
