@@ -14,6 +14,10 @@ MIB, GIB = 1 << 20, 1 << 30
 # Triton, its stubs, the front end and the supervisor took 0.19 GB together with the demo model,
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
+# The tokenizer and the grammars' index took 0.63 GB for 262,144 made-up tokens, in the model's process and in the one
+# that tries grammars. A fork of that may take 1 GiB.
+PER_TOKEN = 2 * 2500
+TRIAL = GIB
 # A server writes 2 MB below /tmp: the models' repository and the Python backend's folder.
 TEMPORARY = 256 * MIB
 # Triton's Python backend took 4 MB; a region of its shared memory is 1 MB per model to begin with.
@@ -62,7 +66,7 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         need = max(need, *(builder_memory(*each, kinds) for each in weights.items()))
         startup += total / 1e9 * BUILD_SECONDS_PER_GB
     return ReplicaSizes(
-        memory=OVERHEAD + need,
+        memory=overhead(manifest) + need,
         cpu=4 if builds or (on_cpu and total > _LARGE) else 2,
         shared=SHARED,
         temporary=TEMPORARY,
@@ -70,6 +74,11 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         cache=round(2.2 * total) + _OTHER_CACHE if builds else _UNUSED_CACHE,
         startup=round(startup),
     )
+
+
+def overhead(manifest: Manifest) -> int:
+    """Return what all processes take beside the model."""
+    return OVERHEAD + TRIAL + PER_TOKEN * manifest.model.vocab_size
 
 
 def estimate_of(

@@ -12,9 +12,9 @@ from canvasrt.build.needs import builder_memory
 from canvasrt.bundle import Bundle, Manifest
 from canvasrt.containers.package.sizes import (
     BUILD_SECONDS_PER_GB,
-    OVERHEAD,
     TEMPORARY,
     ReplicaSizes,
+    overhead,
     sizes_of,
 )
 from canvasrt.targets import find_target
@@ -50,16 +50,16 @@ def sizes(manifest: Manifest, name: str) -> ReplicaSizes:
 def test_a_cpu_holds_the_model_in_memory(engines: Bundle) -> None:
     manifest = engines_for(engines.manifest, "cpu")
     need = memory.estimate(manifest.model, "fp32", 32768, 4, on_cpu=True).total
-    assert sizes(manifest, "cpu").memory == OVERHEAD + need
+    assert sizes(manifest, "cpu").memory == overhead(manifest) + need
     demo = sizes(engines.manifest, "cpu")
-    assert OVERHEAD < demo.memory < OVERHEAD + GIB
+    assert overhead(engines.manifest) < demo.memory < overhead(engines.manifest) + GIB
     assert demo.cpu < sizes(manifest, "cpu").cpu
 
 
 def test_a_gpu_s_host_holds_one_engine_at_a_time(engines: Bundle) -> None:
     manifest = engines_for(engines.manifest, "rtx-5090")
     largest = max(entry["bytes"] for entry in manifest.files.values())
-    assert sizes(manifest, "rtx-5090").memory == OVERHEAD + largest
+    assert sizes(manifest, "rtx-5090").memory == overhead(manifest) + largest
     assert sizes(manifest, "rtx-5090").memory < 8 * GIB
 
 
