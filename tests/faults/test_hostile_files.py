@@ -1,0 +1,66 @@
+"""Files from others that name files: a base image's layers, and a checkpoint's weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from canvasrt.bundle import Bundle
+
+
+def canvasrt(*arguments: Any) -> tuple[int, str]:
+    """Run a command; return its exit code, and its errors on one line."""
+    command = [sys.executable, "-m", "canvasrt", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, " ".join(done.stderr.split())
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*")}
+
+
+def test_a_layer_s_digest_does_not_lead_out_of_the_image(engines: Bundle, tmp_path: Path):
+    base = tmp_path / "a" / "base"
+    blobs = base / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+
+    def blob(content: Any) -> dict[str, Any]:
+        text = json.dumps(content).encode()
+        digest = hashlib.sha256(text).hexdigest()
+        (blobs / digest).write_bytes(text)
+        return {"digest": f"sha256:{digest}", "size": len(text)}
+
+    escaped = "sha256:../../../escaped"
+    (tmp_path / "a" / "escaped").write_bytes(b"x" * 10)
+    config = {"architecture": "amd64", "rootfs": {"diff_ids": ["sha256:" + "0" * 64]}}
+    layer = {"digest": escaped, "size": 10}
+    manifest = blob({"config": blob(config), "layers": [layer]})
+    (base / "index.json").write_text(json.dumps({"manifests": [manifest]}))
+    (tmp_path / "b").mkdir()
+    before = files_of(tmp_path)
+    out = tmp_path / "b" / "image"
+    code, errors = canvasrt(
+        *("package", engines.path, "--format", "oci", "--base", base, "--tag", "a:1", "-o", out)
+    )
+    assert (code, escaped in errors, "not a SHA-256 digest" in errors) == (1, True, True)
+    assert files_of(tmp_path) == before
+
+
+def test_a_checkpoint_s_index_does_not_lead_out_of_its_folder(
+    checkpoint_files: Path, tmp_path: Path
+):
+    (checkpoint_files.parent / "b").mkdir()
+    shutil.copy(checkpoint_files / "model.safetensors", tmp_path / "outside.safetensors")
+    index = {"weight_map": {"a": "model.safetensors", "b": "../outside.safetensors"}}
+    (checkpoint_files / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = files_of(tmp_path)
+    out = tmp_path / "graphs"
+    code, errors = canvasrt("export", checkpoint_files, "-o", out)
+    assert (code, "'../outside.safetensors'" in errors) == (1, True)
+    assert "outside the checkpoint's folder" in errors
+    assert files_of(tmp_path) == before
