@@ -28,7 +28,7 @@ from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.kernels.predict import Predictor, TimedKernel
 from canvasrt.kernels.rates import GpuRates, find_gpu
-from canvasrt.shapes import SLOT_UNIT, capacities, round_up
+from canvasrt.pass_shapes import SLOT_UNIT, capacities, round_up
 
 LAYERS = SEGMENTS * LAYERS_PER_SEGMENT
 GROUPS = 4
