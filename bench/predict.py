@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from canvasrt.types import Json
@@ -23,15 +23,15 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import shape
-from canvasrt.build import memory
+from canvasrt.build.fit import released_memory
 from canvasrt.build.plan import BuildOptions
+from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.released import released_model
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pass_shapes import capacities, round_up, usual_capacity
 from canvasrt.pipeline import build_bundle
-from canvasrt.recipes.recipe import load_recipe
 from canvasrt.targets import Target, find_target
 
 # How often each layer counts: every sixth of the released 30 layers is a full one.
@@ -113,14 +113,13 @@ def predictions(
     contexts: Sequence[int],
 ) -> Iterator[Json]:
     """Yield milliseconds of passes and the floor, with nearly even routing and with half a canvas of padding."""
-    model = whole(predictor.model)
     for name, context in itertools.product(gpus, contexts):
         gpu = find_gpu(name)
         even = predictor.denoise(gpu, batch, context)
         yield {
             "recipe": recipe,
             "gpu": name,
-            "fits": fits(model, recipe, find_target(name), batch, context),
+            "fits": fits(recipe, find_target(name), batch, context),
             "batch": batch,
             "context": context,
             "capacity": even.sizes.capacity,
@@ -133,21 +132,19 @@ def predictions(
         }
 
 
-def whole(model: ModelConfig) -> ModelConfig:
-    """Return the released model; `model` has its first and last layer."""
-    sliding, full = model.layers[0], model.layers[-1]
-    return replace(model, layers=(*[sliding] * 5, full) * SEGMENTS)
+@cache
+def fits(recipe: str, target: Target, batch: int, context: int) -> str:
+    """Return whether such requests fit the target's memory: "yes", "no", or "without images"; as `build --dry-run`."""
+    most = context + released_model().canvas_length
+    way, need = released_memory(_precision(recipe), target, most, batch)
+    if target.memory is not None and need.total > target.memory:
+        return "no"
+    return "yes" if way.sees else "without images"
 
 
-def fits(model: ModelConfig, recipe: str, target: Target, batch: int, context: int) -> bool:
-    """Return whether the weights, and the caches of such requests, fit the target's memory."""
-    formats, precision = {}, recipe
-    if recipe != "bf16":
-        loaded = load_recipe(recipe)
-        precision = loaded.precision
-        formats = {name: choice.format for name, choice in loaded.formats(model).items()}
-    need = memory.estimate(model, precision, context + model.canvas_length, batch, formats=formats)
-    return target.memory is None or need.total <= target.memory
+@cache
+def _precision(recipe: str) -> Precision:
+    return parse_precision(recipe)
 
 
 def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int) -> float:
@@ -187,7 +184,7 @@ def markdown(rows: Sequence[Json]) -> str:
 def _cell(row: Json) -> str:
     ratio = row["ms"] / row["floor_ms"]
     text = f"{row['ms']:.1f} ({ratio:.1f} ×), {row['padded_ms']:.1f}"
-    return text if row["fits"] else f"*{text}*"
+    return {"yes": text, "without images": f"{text} †", "no": f"*{text}*"}[row["fits"]]
 
 
 def _numbers(text: str) -> list[int]:

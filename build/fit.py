@@ -37,19 +37,26 @@ def released_fit(target: Target) -> Fit | None:
     A CPU has as much memory as its machine: there it is the precision that takes the least.
     """
     names = [target.default, *target.precisions[1:]]
-    fits = [Fit(name, _estimate(parse_precision(name), target)) for name in names]
+    fits = [
+        Fit(name, released_memory(parse_precision(name), target, FIT_CONTEXT, FIT_BATCH)[1])
+        for name in names
+    ]
     if target.memory is None:
         return min(fits, key=lambda fit: fit.memory.total)
     return next((fit for fit in fits if fit.memory.total <= (target.memory or 0)), None)
 
 
-def _estimate(precision: Precision, target: Target) -> Estimate:
+def released_memory(
+    precision: Precision, target: Target, max_context: int, max_batch: int
+) -> tuple[Reading, Estimate]:
+    """Return how the released model's prompts are read on a target, and the memory then, as a build of it plans."""
     model, on_cpu = released_model(), target.capability is None
     formats = precision.formats(model)
 
     def of(way: Reading) -> Estimate:
         return estimate(
-            model, precision.name, FIT_CONTEXT, FIT_BATCH, on_cpu, formats, **way._asdict()
+            model, precision.name, max_context, max_batch, on_cpu, formats, **way._asdict()
         )
 
-    return of(reading(model, target.memory, of))
+    way = reading(model, target.memory, of)
+    return way, of(way)
