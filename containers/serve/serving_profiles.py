@@ -77,9 +77,9 @@ class ServingProfile:
             "memory": self.memory,
         }
 
-    def misfit(self, gpus: Sequence[Gpu], host: str | None = None) -> str:
+    def misfit(self, gpus: Sequence[Gpu]) -> str:
         """Return why this machine cannot run it; empty when it can."""
-        host = host or platform.machine()
+        host = platform.machine()
         if self.target.host not in ("any", host):
             return f"needs an {self.target.host} host; this one is {host}"
         if self.target.capability is None:
