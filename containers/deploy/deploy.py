@@ -49,7 +49,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("no such image", "pull access denied", "short-name", "name unknown"),
-        "there is no such image",
+        "the image was not found",
         "load it first, or deploy the package's folder or archive",
     ),
 )
