@@ -15,6 +15,7 @@ from canvasrt.runtime.tables import pass_work
 
 # The products that torch has on a GPU.
 _MEASURED = ("bf16", "fp8")
+_TIMES = 10
 
 
 def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
@@ -80,10 +81,10 @@ def _product(torch: Any, width: int, precision: str) -> Callable[[], Any]:
     )
 
 
-def _best(work: Callable[[], Any], times: int = 10) -> float:
+def _best(work: Callable[[], Any]) -> float:
     """Return the seconds of the fastest of some runs."""
     took = []
-    for _ in range(times):
+    for _ in range(_TIMES):
         begin = time.perf_counter()
         work()
         took.append(time.perf_counter() - begin)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.hidden import WAYS_TO_IMPORT, WAYS_TO_PRINT, hidden_imports, prints
 from tests.helpers.source import ROOT, STAGES, imports, modules, room, tree
 
 # From the ground up. A room only imports from lower floors, never from another room of its own
@@ -31,7 +32,7 @@ FLOORS = (
     "cli",
     "__main__ bench",
 )
-# The same inside the runtime and the containers.
+# The same inside stages and large folders. In the others, which have one job each, imports only make no circle.
 RUNTIME = (
     "passes cpu_capacity noise tables tokenizer pictures conditions",
     "engine sampling_params host_head",
@@ -53,6 +54,43 @@ CONTAINERS = (
     "openai image load",
     "serve deploy",
 )
+EXPORT = (
+    "layers shards quantize",
+    "checkpoint head moe vision",
+    "body weights",
+    "codes int4 lora onnx",
+    "chain",
+    "segments",
+    "prequantized synthetic",
+    "host_head",
+    "graphs",
+)
+BUILD = (
+    "memory parallel precision profile_ranges",
+    "compile fit source",
+    "needs",
+    "plan",
+    "cache_keys cpu tensorrt",
+    "checks",
+)
+FIDELITY = (
+    "limits observed_model prompts reliability stats streamed",
+    "calibration_error markdown reference",
+    "answers capture decisions",
+    "compare part_errors weights",
+    "plots report",
+    "quality_page",
+    "write",
+)
+# Commands do not import each other. `app` loads each of them by its name, when it is called.
+CLI = (
+    "app drafts field_options options",
+    "against answer_options doctor_checks kernels load packaging prompt sampling "
+    "serve_output serving_profiles walkthrough",
+    "call generate_output",
+    "ask bench build chat create_model_store demo deploy doctor download_to_cache export generate "
+    "image_demo infer inspect list_model_profiles package quantize serve targets verify",
+)
 # Programs whose output is their purpose.
 PROGRAMS = (
     "canvasrt.build.compile",
@@ -66,25 +104,10 @@ PROGRAMS = (
 
 # Modules that import what a caller names: extras, TensorRT, and a command by its name.
 IMPORTERS = ("canvasrt.extras", "canvasrt.build.compile", "canvasrt.cli.app", "bench.probe")
-# What imports or runs a module without saying so.
-BY_NAME = ("import_module", "__import__", "run_module", "run_path", "exec_module")
-PRINTERS = {"rich", "typer", "click", "tqdm", "pprint", "argparse", "optparse", "getopt"}
-# How an interpreter ends: with text instead of a number, these print it.
-EXITS = ("sys.exit", "exit", "quit", "SystemExit")
-# Functions that write to the terminal without naming a stream.
-WRITERS = {
-    "print_exc",
-    "print_exception",
-    "print_last",
-    "print_stack",
-    "StreamHandler",
-    "basicConfig",
-    "warn",
-    "warn_explicit",
-}
+# Those that only spell a stage's name, to find its files.
+SPELLERS = ("canvasrt.build.cache_keys", "canvasrt.containers.package.wheel")
 # The one module that may send a log to a stream.
 LOGS = "canvasrt.containers.logs"
-STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
 MAX_LINES = 400
 
 
@@ -95,11 +118,9 @@ def test_imports_can_be_read_from_the_source() -> None:
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}:{node.lineno} is a relative import"
     for name, path in modules().items():
-        for node in ast.walk(tree(path)):
-            called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
-            if name not in IMPORTERS and called in BY_NAME:
-                named = called == "import_module" and isinstance(node.args[0], ast.Constant)
-                assert named, f"{path}:{node.lineno} imports a module without naming it"
+        if name not in IMPORTERS:
+            for node in hidden_imports(tree(path), spells=name in SPELLERS):
+                raise AssertionError(f"{path}:{node.lineno} imports a module without naming it")
 
 
 def test_every_folder_of_code_is_known() -> None:
@@ -130,7 +151,16 @@ def test_there_is_no_circle_of_imports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inside", "floors"), [("", FLOORS), ("runtime", RUNTIME), ("containers", CONTAINERS)]
+    ("inside", "floors"),
+    [
+        ("", FLOORS),
+        ("export", EXPORT),
+        ("build", BUILD),
+        ("runtime", RUNTIME),
+        ("containers", CONTAINERS),
+        ("fidelity", FIDELITY),
+        ("cli", CLI),
+    ],
 )
 def test_no_import_leads_to_a_higher_floor(inside: str, floors: tuple[str, ...]) -> None:
     level = {name: number for number, names in enumerate(floors) for name in names.split()}
@@ -185,49 +215,24 @@ def test_triton_loads_nothing_of_the_pipeline() -> None:
     assert inside - {""} <= INSIDE_TRITON
 
 
-def is_exit_code(node: ast.expr) -> bool:
-    """Return whether what a program exits with is a number, as far as its source tells."""
-    if isinstance(node, ast.BinOp):
-        sides = (node.left, node.right)
-        return any(isinstance(each, ast.Constant) and is_exit_code(each) for each in sides)
-    if isinstance(node, ast.Call):
-        return not isinstance(node.func, ast.Attribute) or is_exit_code(node.func)
-    if isinstance(node, ast.Attribute):
-        return isinstance(node.value, ast.Name | ast.Attribute)
-    return isinstance(node, ast.Constant) and not isinstance(node.value, str)
-
-
-def prints(node: ast.AST) -> bool:
-    """Return whether a piece of code writes to the terminal, or imports what does."""
-    if isinstance(node, ast.Name):
-        return node.id == "print"
-    if isinstance(node, ast.Call):
-        called = ast.unparse(node.func)
-        if called in EXITS:
-            return any(not is_exit_code(each) for each in node.args)
-        return called == "os.write"
-    if isinstance(node, ast.Attribute):
-        stream = ast.unparse(node.value) == "sys" and node.attr in STREAMS
-        return stream or node.attr in WRITERS
-    if isinstance(node, ast.ImportFrom):
-        taken = {alias.name for alias in node.names}
-        module = node.module or ""
-        stream = module == "sys" and bool(taken & STREAMS)
-        return module.split(".")[0] in PRINTERS or stream or bool(taken & WRITERS)
-    if isinstance(node, ast.Import):
-        renamed = any(alias.name == "sys" and alias.asname for alias in node.names)
-        return renamed or any(alias.name.split(".")[0] in PRINTERS for alias in node.names)
-    return isinstance(node, ast.Constant) and node.value in ("/dev/stdout", "/dev/stderr")
-
-
 def test_only_the_command_line_prints() -> None:
     for name, path in modules().items():
         if room(name) in ("cli", "console", "bench", "__main__") or name in PROGRAMS:
             continue
         assert "canvasrt.console" not in imports()[name], f"{path} imports the console"
-        nodes = [] if name == LOGS else ast.walk(tree(path))
-        for node in nodes:
-            assert not prints(node), f"{path}:{node.lineno} prints"
+        if name != LOGS:
+            for node in prints(tree(path)):
+                raise AssertionError(f"{path}:{node.lineno} prints")
+
+
+@pytest.mark.parametrize("code", WAYS_TO_PRINT)
+def test_every_way_to_print_is_seen(code: str) -> None:
+    assert list(prints(ast.parse(code)))
+
+
+@pytest.mark.parametrize("code", WAYS_TO_IMPORT)
+def test_every_way_to_import_is_seen(code: str) -> None:
+    assert list(hidden_imports(ast.parse(code)))
 
 
 def hints(path: Path) -> Iterator[tuple[str, int]]:

@@ -26,7 +26,8 @@ Questions = Annotated[
     typer.Argument(
         metavar="QUESTIONS.yaml",
         show_default=False,
-        help="YAML or JSON: a list of questions as OpenAI's Decisions API takes them.",
+        help="YAML or JSON: a list of questions as OpenAI's Decisions API takes them, or an object with the"
+        " fields questions, layout, samples and steps.",
     ),
 ]
 Input = Annotated[
@@ -40,18 +41,27 @@ Samples = Annotated[
         metavar="N",
         min=1,
         max=MAX_SAMPLES,
+        show_default="the file's, else 1",
         help="Draws of noise to average over.",
     ),
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", metavar="N", min=1, max=MAX_STEPS, help="Denoising steps per read."),
+    typer.Option(
+        "--steps",
+        metavar="N",
+        min=1,
+        max=MAX_STEPS,
+        show_default="the file's, else 1",
+        help="Denoising steps per read.",
+    ),
 ]
 Layout = Annotated[
     str | None,
     typer.Option(
         "--layout",
         metavar="NAME",
+        show_default="the file's, else letters",
         help="letters: options are listed in the prompt. bare: INPUT is the whole prompt, and an"
         " option the whole answer.",
     ),

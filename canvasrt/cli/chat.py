@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.infer import Timeout
+from canvasrt.cli.answer_options import AnswerTimeout
 from canvasrt.cli.prompt import System
 from canvasrt.cli.sampling import with_sampling
 from canvasrt.console import print_error
@@ -45,7 +45,7 @@ def chat(
     plain: Plain = False,
     *,
     sampling: dict[str, Any],
-    timeout: Timeout = ANSWER_TIMEOUT,
+    timeout: AnswerTimeout = ANSWER_TIMEOUT,
 ) -> None:
     """Chat with a running server over the OpenAI API, in the terminal.
 

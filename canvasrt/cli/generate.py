@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from canvasrt.cli.answer_options import CanvasJson, Drafts, canvas_conditions
 from canvasrt.cli.generate_output import answer_of, show_answers, stream_json, stream_text
 from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads, read_option
 from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
@@ -27,10 +27,6 @@ Count = Annotated[
     int, typer.Option("--n", min=1, help="Number of answers, with consecutive seeds from --seed.")
 ]
 Stream = Annotated[bool, typer.Option("--stream", help="Print text as soon as it is final.")]
-Drafts = Annotated[
-    bool,
-    typer.Option("--drafts", help="Print the draft of each step too; on a terminal, in place."),
-]
 Infill = Annotated[
     str | None,
     typer.Option(
@@ -53,15 +49,6 @@ ImageTokens = Annotated[
     int,
     typer.Option(
         "--image-tokens", metavar="N", help="The most tokens that an image takes: 70, 140 or 280."
-    ),
-]
-CanvasJson = Annotated[
-    str | None,
-    typer.Option(
-        "--canvas",
-        metavar="JSON",
-        show_default=False,
-        help='Seed, pin or restrict the tokens at positions, as in {"pin": {"0": 17}}.',
     ),
 ]
 
@@ -138,22 +125,6 @@ def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
         from canvasrt.runtime.answers.infill import read_gaps
 
         read_option(lambda: read_gaps(infill))
-
-
-def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
-    """Return the conditions of --canvas. UsageError for what they are not, or with --infill."""
-    if text is None:
-        return None
-    if infill is not None:
-        raise UsageError("--infill has a canvas of its own", "leave out --canvas")
-
-    from canvasrt.runtime.conditions import read_conditions
-
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--canvas is not JSON: {error}", 'give {"pin": {"0": 17}}') from None
-    return read_option(lambda: read_conditions(value))
 
 
 def _infill_prompt(text: str) -> str:

@@ -4,7 +4,12 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.cli.generate import CanvasJson, Drafts, canvas_conditions
+from canvasrt.cli.answer_options import (
+    AnswerTimeout,
+    CanvasJson,
+    Drafts,
+    canvas_conditions,
+)
 from canvasrt.cli.options import AsJson, read_option
 from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
@@ -35,10 +40,6 @@ Stop = Annotated[
         help="End the answer before this text; may be given several times.",
     ),
 ]
-Timeout = Annotated[
-    float,
-    typer.Option("--timeout", metavar="SECONDS", min=0, help="How long the whole answer may take."),
-]
 
 
 @with_sampling
@@ -55,7 +56,7 @@ def infer(
     canvas: CanvasJson = None,
     stream: Stream = False,
     drafts: Drafts = False,
-    timeout: Timeout = ANSWER_TIMEOUT,
+    timeout: AnswerTimeout = ANSWER_TIMEOUT,
     as_json: AsJson = False,
 ) -> None:
     """Send a prompt to a running server.

@@ -81,7 +81,7 @@ Precision = Annotated[
         metavar="NAME|FILE",
         show_default="the source's, or the target's first",
         help=f"Precision of the weights: fp32, bf16, a quantization recipe ({', '.join(SHIPPED)}),"
-        " or a YAML file with your own.",
+        " or a YAML recipe of your own.",
     ),
 ]
 GraphPrecision = Annotated[

@@ -66,7 +66,7 @@ def read_prompt(
             )
         return PromptInput(ids=_token_ids(ids))
     if text is None:
-        raise UsageError("there is no prompt", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
+        raise UsageError("no prompt was given", "give PROMPT, - for stdin, or --prompt-ids 3,4,5")
     if raw and system is not None:
         raise UsageError("--raw does not allow --system", "leave out one of them")
     if not text.strip():

@@ -29,7 +29,7 @@ Recipe = Annotated[
         "-p",
         metavar="NAME|FILE",
         show_default=False,
-        help=f"A recipe: {', '.join(SHIPPED)}, or a YAML file with your own.",
+        help=f"A recipe: {', '.join(SHIPPED)}, or a YAML recipe of your own.",
     ),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -38,7 +39,8 @@ def with_sampling(command: Callable[..., None], text_only: bool = False) -> Call
 
 def _argument(parameter: Parameter) -> inspect.Parameter:
     """Return the option of one parameter. None stands for the checkpoint's default."""
-    about = parameter.about.partition(";")[0]
+    # The option shows its default itself.
+    about = re.sub(r"; \S+ when absent(, )?", "; ", parameter.about).removesuffix("; ")
     default = None if parameter.from_checkpoint else getattr(SamplingParams(), parameter.name)
     option = typer.Option(
         parameter.option,

@@ -15,6 +15,14 @@ from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
 
+Checked = Annotated[
+    Path,
+    typer.Argument(
+        metavar="BUNDLE",
+        show_default=False,
+        help="A folder or an image that `canvasrt export`, `build` or `package` wrote.",
+    ),
+]
 Reference = Annotated[
     str | None,
     typer.Option(
@@ -83,7 +91,7 @@ Key = Annotated[
 
 def verify(
     context: typer.Context,
-    bundle: options.BundlePath,
+    bundle: Checked,
     reference: Reference = None,
     report: Report = None,
     questions: Questions = 25,

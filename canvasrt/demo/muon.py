@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_ITERATIONS = 5
+
 
 class Muon(torch.optim.Optimizer):
     """The optimizer. Parameters have two dimensions, or three for a stack of matrices."""
@@ -41,13 +43,13 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(velocity, momentum)
 
 
-def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Push every singular value of [..., rows, columns] towards 1, by a quintic iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(iterations):
+    for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if tall else x

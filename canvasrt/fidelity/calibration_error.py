@@ -43,13 +43,13 @@ class Scored:
         return bool(((self.right > 0) & (self.right < 1)).any())
 
 
-def summary(scored: Sequence[Scored], temperatures: Json | None = None) -> Json:
-    """Return counts, errors and the reliability of answers, at these temperatures by type.
+def summary(scored: Sequence[Scored]) -> Json:
+    """Return counts, errors and the reliability of answers.
 
     `brier_at_best` is what the right probabilities themselves would score: only known ones that are
     neither 0 nor 1 leave any.
     """
-    means = [_mean(each, (temperatures or {}).get(each.type, 1.0)) for each in scored]
+    means = [_mean(each, 1.0) for each in scored]
     shares = np.array([mean[each.event] for each, mean in zip(scored, means, strict=True)])
     right = np.array([each.right[each.event] for each in scored])
     best = [each.right[mean.argmax()] for each, mean in zip(scored, means, strict=True)]

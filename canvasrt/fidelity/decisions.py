@@ -115,7 +115,8 @@ def _lines(file: Path) -> list[Any]:
         text = file.read_text("utf-8")
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise CanvasError(f"cannot read {file}: {error}", "give JSON Lines or YAML") from None
+        why = getattr(error, "strerror", None) or error
+        raise CanvasError(f"cannot read {file}: {why}", "give JSON Lines or YAML") from None
 
 
 def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:

@@ -19,7 +19,8 @@ def read_yaml(file: Path, hint: str) -> Any:
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise CanvasError(f"cannot read {file}: {error}", hint) from error
+        why = getattr(error, "strerror", None) or error
+        raise CanvasError(f"cannot read {file}: {why}", hint) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f", line {mark.line + 1}"

@@ -229,7 +229,8 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         known = f"canvasrt's recipes: {', '.join(SHIPPED)}"
         if is_path(name_or_path):
             raise UsageError(
-                f"there is no recipe file {name_or_path}", f"check the path, or give one of {known}"
+                f"recipe file {name_or_path} does not exist",
+                f"check the path, or give one of {known}",
             )
         raise UsageError(
             f"unknown recipe {str(name_or_path)!r}",

@@ -46,8 +46,8 @@ def run_command(
     if options.variables_file is not None:
         if not options.variables_file.is_file():
             raise CanvasError(
-                f"there is no file {options.variables_file}",
-                "give a file with NAME=VALUE lines to --env-file",
+                f"--env-file {options.variables_file} does not exist",
+                "give a file with NAME=VALUE lines",
             )
         words += ["--env-file", str(options.variables_file)]
     words.append(package.tag)
@@ -88,7 +88,7 @@ def _cache(cache: str) -> str:
     folder = Path(cache).expanduser().resolve()
     if not folder.is_dir():
         raise CanvasError(
-            f"there is no cache folder {folder}",
+            f"cache folder {folder} does not exist",
             f"run mkdir {folder} && chown {image.USER} {folder}, or give the name of a volume",
         )
     status = folder.stat()
@@ -104,6 +104,6 @@ def _folder(path: Path) -> Path:
     path = path.expanduser().resolve()
     if not path.is_dir():
         raise CanvasError(
-            f"there are no engines at {path}", "give the folder that `canvasrt build` wrote"
+            f"--engines {path} is not a folder", "give the folder that `canvasrt build` wrote"
         )
     return path

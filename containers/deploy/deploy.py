@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("no such image", "pull access denied", "short-name", "name unknown"),
-        "there is no such image",
+        "the image was not found",
         "load it first, or deploy the package's folder or archive",
     ),
 )
@@ -158,9 +157,7 @@ def check_ports(options: DeployOptions) -> None:
         listen(each.host, each.port, each.option).close()
 
 
-def wait_ready(
-    engine: ContainerEngine, name: str, timeout: float, sleep: Callable[[float], None] = time.sleep
-) -> None:
+def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
     """Wait until the container's health check passes."""
     probe = ImageSettings({}, gpu=False).probe
     deadline = time.monotonic() + timeout
@@ -183,7 +180,7 @@ def wait_ready(
                 "allow more time with --timeout; its last lines are above",
                 log,
             )
-        sleep(_LOOK_EVERY)
+        time.sleep(_LOOK_EVERY)
 
 
 def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:

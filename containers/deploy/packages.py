@@ -49,7 +49,7 @@ def open_package(package: str, engine: ContainerEngine | None) -> Package:
     known = engine.inspect("image", package) if engine else None
     if known is None:
         raise CanvasError(
-            f"there is no package at {package}, and no image of that name",
+            f"{package} is neither a package nor the name of an image",
             "give a folder or an archive that `canvasrt package` wrote",
         )
     labels = (known.get("Config") or {}).get("Labels") or known.get("Labels") or {}

@@ -88,7 +88,7 @@ def check_attestation(image: Path, digest: str, key: Path) -> Mapping[str, Any]:
     file = attestation_of(image)
     if not file.is_file():
         raise CanvasError(
-            f"{image} is not signed: there is no {file}",
+            f"{image} is not signed: {file} does not exist",
             "sign images with `canvasrt package --sign KEY`, and copy that file with them",
         )
     try:

@@ -157,7 +157,7 @@ def read_base(path: Path, architecture: str | None = None) -> Base:
             base = _read_archive(path)
         else:
             raise CanvasError(
-                f"there is no image at {path}: it is neither an OCI layout nor a docker archive",
+                f"{path} is neither an OCI layout nor a docker archive",
                 _GET_ONE,
             )
     except (

@@ -143,7 +143,7 @@ class Blobs:
 
 
 def entries_of(
-    folder: Path, prefix: str, *, owner: int = 0, skip: Callable[[str], bool] | None = None
+    folder: Path, prefix: str, *, skip: Callable[[str], bool] | None = None
 ) -> Iterator[LayerEntry]:
     """Yield everything in a folder as members below `prefix`."""
     for path in sorted(folder.rglob("*")):
@@ -153,9 +153,9 @@ def entries_of(
         name = f"{prefix}/{inside}"
         # A bundle's links lead to files in a cache; the image gets those files.
         if path.is_dir():
-            yield LayerEntry(name, owner=owner)
+            yield LayerEntry(name)
         else:
-            yield LayerEntry(name, path, executable=os.access(path, os.X_OK), owner=owner)
+            yield LayerEntry(name, path, executable=os.access(path, os.X_OK))
 
 
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:

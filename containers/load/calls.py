@@ -15,6 +15,8 @@ from canvasrt.containers.load.sessions import ChatMessage
 from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
+_LIST_TIMEOUT = 30.0  # seconds for the list of models
+
 
 @dataclass
 class TimedCall:
@@ -131,10 +133,10 @@ class LoadConnection:
         return self._http.getresponse()
 
 
-def first_model(url: str, key: str = "", timeout: float = 30.0) -> str:
+def first_model(url: str, key: str = "") -> str:
     """Return the first model that a server lists. CanvasError when it does not answer."""
     try:
-        reply = LoadConnection(Endpoint(url, "", key, timeout))._ask("GET", "models")
+        reply = LoadConnection(Endpoint(url, "", key, _LIST_TIMEOUT))._ask("GET", "models")
         if reply.status != 200:
             raise CanvasError(f"{url} answers HTTP {reply.status}", "check the address and the key")
         return str(json.loads(reply.read())["data"][0]["id"])

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 from starlette.types import ASGIApp
 
@@ -44,7 +43,7 @@ from canvasrt.containers.openai.middleware import (
 )
 from canvasrt.containers.openai.ollama import add_ollama
 from canvasrt.containers.openai.options import FrontSettings
-from canvasrt.containers.openai.origin import Origin
+from canvasrt.containers.openai.origin import Origin, add_cors
 from canvasrt.containers.openai.remote import Fetcher
 from canvasrt.containers.openai.respond import respond
 from canvasrt.containers.openai.responses import ResponsesRequest
@@ -208,14 +207,7 @@ def make_app(settings: FrontSettings, state: ServerState, places: Places | None 
         compresslevel=_LEVEL,
         exclude_content_types=(*DEFAULT_EXCLUDED_CONTENT_TYPES, "application/x-ndjson"),
     )
-    if front.options.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=front.options.origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
-        )
+    add_cors(app, front.options)
     origin = Origin(settings.options)
     limit = settings.options.max_body
     return Middleware(app, state, front.metrics, limit, places, origin, settings.request_timeout)

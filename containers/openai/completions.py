@@ -179,19 +179,18 @@ class Run:
         if error.status != 400:
             return error
         chat = isinstance(self._body, ChatRequest)
+        field = (error.param or "").partition(".")[0]
         budget = self._body.token_budget[0]
         if error.param == "max_new_tokens":
             error.param = budget
             error.message = error.message.replace("max_new_tokens", budget)
-        elif (error.param or "").partition(".")[0] == "grammar":
+        elif field == "grammar":
             named = named_format(error.param or "")
             if "tool_calls" in str(self._inputs[0].get("grammar", ""))[:24]:
                 named = "tools"
             error.message = error.message.replace(error.param or "", named, 1)
             error.param = named
-        elif (error.param or "").partition(".")[0] == "canvas":
-            pass  # a path of the caller's own
-        elif error.param not in type(self._body).model_fields or error.param in _PROMPTS:
+        elif field not in type(self._body).model_fields or field in _PROMPTS:
             error.param = "messages" if chat else "prompt"
         return error
 

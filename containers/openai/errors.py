@@ -52,9 +52,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def too_many(message: str, retry_after: int = RETRY_AFTER) -> ApiError:
+def too_many(message: str) -> ApiError:
     """Return a 429: a limit was reached; the same request may succeed later."""
-    headers = {"Retry-After": str(retry_after)}
+    headers = {"Retry-After": str(RETRY_AFTER)}
     return ApiError(429, message, code="rate_limit_exceeded", headers=headers)
 
 

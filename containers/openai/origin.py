@@ -1,10 +1,15 @@
-"""Keeps web pages from using a server without keys: they can post to loopback, but not as JSON, and
-not under its name."""
+"""Which web pages may call the server: those of the allowed origins (CORS).
+
+Without keys, other pages cannot even send a request that runs: they can post to loopback, but not as JSON, and not
+under its name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Scope
 
 from canvasrt.containers.names import LOOPBACK
@@ -41,6 +46,18 @@ class Origin:
                 "Send the body as JSON, with Content-Type: application/json.",
                 code="unsupported_media_type",
             )
+
+
+def add_cors(app: FastAPI, options: FrontOptions) -> None:
+    """Let browsers read replies on pages of the allowed origins."""
+    if options.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
 
 
 def _host(headers: Mapping[bytes, bytes]) -> str:

@@ -100,7 +100,7 @@ class _Reader:
             self.place += 1
             return True
         if self.place >= len(self.text):
-            raise CallError(f"there is no {closing}")
+            raise CallError(f"{closing} is missing")
         return False
 
     def _take(self, character: str) -> None:
@@ -120,7 +120,7 @@ class _Reader:
             return quoted
         match = _KEY.match(self.text, self.place)
         if match is None:
-            raise CallError(f"there is no name at character {self.place}")
+            raise CallError(f"a name is missing at character {self.place}")
         self.place = match.end()
         return match[1]
 
@@ -138,7 +138,7 @@ class _Reader:
         match = _BARE.match(self.text, self.place)
         assert match is not None
         if match.end() == self.place and (not empty or first not in (",", "}")):
-            raise CallError(f"there is no value at character {self.place}")
+            raise CallError(f"a value is missing at character {self.place}")
         self.place = match.end()
         return _bare(match[0].strip(), schema)
 

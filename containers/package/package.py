@@ -130,9 +130,7 @@ def _load(
     """Load the bundles, by folder in the package: `engines`, or `engines/<target>` for several."""
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     if not paths:
-        raise UsageError(
-            "there is no bundle to package", "give a folder that `canvasrt build` wrote"
-        )
+        raise UsageError("no bundle was given", "give a folder that `canvasrt build` wrote")
     bundles = [load_bundle(path, kind=("engines", "graphs"), progress=progress) for path in paths]
     if len(bundles) == 1:
         return {ENGINES: bundles[0]}

@@ -37,7 +37,7 @@ def fetch(pins: Sequence[Pin], python: str, architecture: str) -> dict[Pin, Path
             wheel = _find(folder, pin)
         if wheel is None:
             raise CanvasError(
-                f"there is no wheel of {pin} for Python {python} on {architecture}",
+                f"{pin} has no wheel for Python {python} on {architecture}",
                 f"put one into {folder}, or use --format context and build the image on such a machine",
             )
         _check(pin, wheel, python, architecture)

@@ -60,7 +60,7 @@ def _ask(environment: Mapping[str, str], path: str) -> int | None:
         connection.close()
 
 
-def _end_if_dead(alive: bool, file: Path, processes: Path = Path("/proc")) -> None:
+def _end_if_dead(alive: bool, file: Path) -> None:
     """Count in `file` how often in a row the server was dead, and end it when that is too often.
 
     Nothing is counted before it was alive for the first time.
@@ -74,7 +74,7 @@ def _end_if_dead(alive: bool, file: Path, processes: Path = Path("/proc")) -> No
     file.write_text(str(dead))
     if dead >= STOP_AFTER:
         number = signal.SIGKILL if dead >= KILL_AFTER else signal.SIGTERM
-        for process in _servers(processes):
+        for process in _servers(Path("/proc")):
             print(f"dead for {dead} checks: {number.name} to process {process}", file=sys.stderr)
             os.kill(process, number)
     if dead >= KILL_AFTER:

@@ -77,9 +77,9 @@ class ServingProfile:
             "memory": self.memory,
         }
 
-    def misfit(self, gpus: Sequence[Gpu], host: str | None = None) -> str:
+    def misfit(self, gpus: Sequence[Gpu]) -> str:
         """Return why this machine cannot run it; empty when it can."""
-        host = host or platform.machine()
+        host = platform.machine()
         if self.target.host not in ("any", host):
             return f"needs an {self.target.host} host; this one is {host}"
         if self.target.capability is None:
@@ -107,7 +107,8 @@ def open_source(path: Path | None) -> Bundle:
         path = Path(PACKAGE)
         if not (path / MANIFEST).exists():
             raise UsageError(
-                "there is nothing to serve", "give BUNDLE, or set NIM_MODEL_PATH to its folder"
+                f"no bundle was given, and {path} holds none",
+                "give BUNDLE, or set NIM_MODEL_PATH to its folder",
             )
     # The model that loads the engines checks their hashes.
     return load_bundle(path, kind=("package", "engines", "graphs"), check=False)
@@ -140,7 +141,7 @@ def choose_profile(
     named = [each for each in found if wanted in (None, each.id, each.name, each.target.name)]
     if not named:
         known = "; ".join(f"{each.name} for {each.target.name} ({each.id})" for each in found)
-        raise CanvasError(f"there is no serving profile {wanted!r}", f"give one of {known}")
+        raise CanvasError(f"unknown serving profile {wanted!r}", f"give one of {known}")
     fitting = [each for each in named if not each.misfit(gpus)]
     if not fitting:
         reasons = "; ".join(

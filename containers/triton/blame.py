@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from canvasrt.runtime.prefix import share_of
 
@@ -16,15 +16,14 @@ WINDOW = 60.0  # seconds in which they count
 class Blame:
     """Counts the failed passes of each key. May be used from several threads."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST))
 
     def count(self, owners: Iterable[str]) -> None:
         """Count one failed pass for each of these callers. Those without a key cannot be told apart."""
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             for owner in {share_of(each) for each in owners} - {""}:
                 self._failed[owner].append(now)
             for owner in [name for name, times in self._failed.items() if times[-1] < now - WINDOW]:
@@ -34,4 +33,6 @@ class Blame:
         """Return whether a caller's requests failed too many passes lately."""
         with self._lock:
             times = self._failed.get(owner)
-            return times is not None and len(times) == MOST and times[0] >= self._clock() - WINDOW
+            return (
+                times is not None and len(times) == MOST and times[0] >= time.monotonic() - WINDOW
+            )

@@ -19,7 +19,6 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 # Bytes of text that are encoded at once; longer ones wait for each other.
 SHORT = 1 << 16
-_TEXTS = ("prompt", "messages", "template", "prefix", "questions", "grammar", "infill", "canvas")
 _MOST_COUNTED = 1 << 20  # characters whose tokens are only counted
 _KEPT = 32  # prompts
 _KEPT_TOKENS = 1 << 22
@@ -153,8 +152,8 @@ class PromptEncoder:
 
 
 def is_long(values: Mapping[str, Any]) -> bool:
-    """Return whether encoding a request's texts takes long enough to wait for."""
-    return sum(len(values.get(name, "")) for name in _TEXTS) > SHORT
+    """Return whether reading a request's texts takes long enough to wait for."""
+    return sum(len(value) for value in values.values() if isinstance(value, str | bytes)) > SHORT
 
 
 def _made(ids: list[int], opening: str = "") -> EncodedPrompt:

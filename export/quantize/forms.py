@@ -123,7 +123,6 @@ def quantize_file(
     forms: Mapping[str, Form],
     pack: Callable[[str], Packed],
     cache_scales: Mapping[str, float] | None = None,
-    advance: Callable[[int], None] | None = None,
 ) -> None:
     """Quantize the graph file `source` to `out`, with its weights next to it under the suffix
     `.bin`.
@@ -136,7 +135,6 @@ def quantize_file(
         pack: called for one weight at a time, in file order.
         cache_scales: the scales of an FP8 key-value cache by initializer name; None for a cache in
             the graph's dtype.
-        advance: called with the bytes of each part written.
     """
     model = ir.load(source)
     places = {name: _place(value, source) for name, value in model.graph.initializers.items()}
@@ -154,7 +152,7 @@ def quantize_file(
                 apart = None if stays else place
                 own = stack.enter_context((out.parent / apart).open("wb")) if apart else file
                 for item in _items(model, name, forms, pack, scales):
-                    external.append(model, item, own, advance)
+                    external.append(model, item, own)
     ir.save(model, out)
 
 

@@ -70,15 +70,17 @@ class Question:
         return {**common, **score, **confidence, "probabilities": listed}
 
 
-def read_questions(data: Any, path: str = "questions") -> list[Question]:
+def read_questions(data: Any) -> list[Question]:
     """Return the questions in a JSON list. CanvasError names the path of the one that is wrong."""
     if not isinstance(data, list) or not data:
-        raise CanvasError(f"{path} is not a list of questions", "give 1 to 400 questions")
+        raise CanvasError(
+            "questions is not a list, or is empty", f"give 1 to {MAX_QUESTIONS} questions"
+        )
     if len(data) > MAX_QUESTIONS:
         raise CanvasError(
-            f"{path} has {len(data)} questions", f"give at most {MAX_QUESTIONS} in one request"
+            f"questions has {len(data)} questions", f"give at most {MAX_QUESTIONS} in one request"
         )
-    return [_question(each, f"{path}[{number}]") for number, each in enumerate(data)]
+    return [_question(each, f"questions[{number}]") for number, each in enumerate(data)]
 
 
 def _question(data: Any, path: str) -> Question:

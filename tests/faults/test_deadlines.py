@@ -113,6 +113,23 @@ def test_so_is_one_that_does_not_stream_on(alone: Alone, hanging: Any, path: str
     assert eventually(lambda: model.running == 0, 5)
 
 
+def messages_of(app: Any) -> list[Any]:
+    """Return what an application sends that has 0.2 s to begin."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    wrapped = Middleware(app, ServerState(), FrontMetrics(), 100, timeout=0.2)
+    asyncio.run(wrapped(scope, receive, send))
+    return sent
+
+
 def test_time_is_over_before_a_model_is_asked():
     """As when a long body waits for others."""
     ended: list[str] = []
@@ -125,18 +142,8 @@ def test_time_is_over_before_a_model_is_asked():
             ended.append("cancelled")
             raise
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     begin = time.monotonic()
-    wrapped = Middleware(app, ServerState(), FrontMetrics(), 100, timeout=0.2)
-    asyncio.run(wrapped(scope, receive, send))
+    sent = messages_of(app)
     assert time.monotonic() - begin < 5
     assert ended == ["cancelled"]
     assert sent[0]["status"] == 504
@@ -150,17 +157,7 @@ def test_an_answer_that_has_begun_may_be_long():
         await asyncio.sleep(2.5)
         await send({"type": "http.response.body", "body": b"a"})
 
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    wrapped = Middleware(app, ServerState(), FrontMetrics(), 100, timeout=0.2)
-    asyncio.run(wrapped(scope, receive, send))
+    sent = messages_of(app)
     assert [each["type"] for each in sent] == ["http.response.start", "http.response.body"]
 
 

@@ -26,8 +26,8 @@ WRONG = {
     "export demo -o out --layers-per-segment 0": "--layers-per-segment",
     "quantize graphs -o out": "--precision",
     "quantize graphs -p int1 -o out": "unknown recipe 'int1'",
-    "quantize graphs -p int1.yaml -o out": "there is no recipe file int1.yaml",
-    "build demo -t cpu -p recipes/int1 -o out": "there is no recipe file recipes/int1",
+    "quantize graphs -p int1.yaml -o out": "recipe file int1.yaml does not exist",
+    "build demo -t cpu -p recipes/int1 -o out": "recipe file recipes/int1 does not exist",
     "build": "CHECKPOINT_OR_GRAPHS",
     "build demo": "--target",
     "build demo -t cpu": "--out",
@@ -61,7 +61,7 @@ WRONG = {
     "generate a b --image c --raw": "--image does not go with --raw",
     "generate a b --image c --infill 'd{2}'": "--image does not go with --infill",
     "generate a b --image-tokens 71": "--image-tokens is 71",
-    "generate b": "there is no prompt",
+    "generate b": "no prompt was given",
     "generate b ''": "the prompt is empty",
     "generate b ' '": "the prompt is empty",
     "generate b x --prompt-ids 3": "--prompt-ids is the whole prompt",
@@ -105,7 +105,7 @@ WRONG = {
     "bench http://h --against vllm": "vllm is not an address of a server",
     "bench http://h --rate 0": "--rate",
     # calling a server
-    "infer": "there is no prompt",
+    "infer": "no prompt was given",
     "infer ''": "the prompt is empty",
     "infer x --prompt-ids 3": "--prompt-ids is the whole prompt",
     "infer x --raw --system y": "--raw does not allow --system",
@@ -145,7 +145,7 @@ WRONG = {
     "ask http://h q.yaml x --device cpu": "--device does not support a server",
     # serving
     "serve b --ready-timeout -5": "--ready-timeout",
-    "serve --dry-run": "there is nothing to serve",
+    "serve --dry-run": "no bundle was given",
     "serve b --port 70000": "--port",
     "serve b --health-port -1": "--health-port",
     "serve b --http-port 70000": "--http-port",
@@ -165,11 +165,11 @@ WRONG = {
     "serve demo --ssl-mode tls --ssl-cert c --ssl-key k --ssl-ca a": "--ssl-ca has no effect",
     "serve demo --ssl-mode mtls --ssl-cert c --ssl-key k": "--ssl-mode mtls needs --ssl-ca",
     "serve demo --profile p": "--profile has no effect: demo is a checkpoint",
-    "list-model-profiles": "there is nothing to serve",
-    "download-to-cache": "there is nothing to serve",
+    "list-model-profiles": "no bundle was given",
+    "download-to-cache": "no bundle was given",
     "download-to-cache b --all --profile p": "--all does not allow --profile",
     "create-model-store": "--model-store",
-    "create-model-store -m out": "there is nothing to serve",
+    "create-model-store -m out": "no bundle was given",
     "deploy": "PACKAGE",
     "deploy p --engine lxc": "unknown engine 'lxc'",
     "deploy p --engine lxc --print": "unknown engine 'lxc'",
@@ -223,7 +223,7 @@ FILES = {
 # What only Python code, or a bundle, can do wrong: where it is raised and words of its message →
 # the test that has these words.
 ELSEWHERE = {
-    ("containers/package/package.py", "there is no bundle to package"): (
+    ("containers/package/package.py", "no bundle was given"): (
         "tests/containers/package/test_package.py"
     ),
     ("containers/client/triton.py", "Triton does not stream over"): (

@@ -11,28 +11,12 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
 )
 
-from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults
+from canvasrt.checkpoints.config import SamplerDefaults
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.sampling_params import COLDEST, SamplingParams
+from tests.helpers.configs import CONFIG as SMALL
 
-CONFIG = ModelConfig(
-    hidden_size=8,
-    intermediate_size=8,
-    moe_intermediate_size=8,
-    num_experts=4,
-    top_k_experts=2,
-    vocab_size=512,
-    num_attention_heads=2,
-    layers=(Layer("full", 8, 1, 1e6, 0.25),),
-    sliding_window=64,
-    rms_norm_eps=1e-6,
-    logit_softcap=30.0,
-    canvas_length=32,
-    max_position_embeddings=4096,
-    pad_token_id=0,
-    bos_token_id=2,
-    eos_token_ids=(1, 106, 50),
-)
+CONFIG = replace(SMALL, canvas_length=32, eos_token_ids=(1, 106, 50))
 
 
 def test_defaults_are_the_checkpoints() -> None:

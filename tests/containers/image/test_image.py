@@ -157,7 +157,9 @@ def test_names_that_no_image_can_have(given: str):
 
 
 def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
-    with pytest.raises(CanvasError, match="there is no image at") as refused:
+    with pytest.raises(
+        CanvasError, match="is neither an OCI layout nor a docker archive"
+    ) as refused:
         read_base(tmp_path / "nowhere")
     assert "skopeo copy" in refused.value.hint
     with pytest.raises(CanvasError, match="is for amd64, but the engines need arm64"):
@@ -173,7 +175,7 @@ def test_a_base_that_cannot_be_used_is_refused(base: Path, tmp_path: Path):
     ("options", "code", "said"),
     [
         (("--format", "oci"), 2, "--format oci needs --base"),
-        (("--format", "docker", "--base", "/nowhere"), 1, "there is no image at /nowhere"),
+        (("--format", "docker", "--base", "/nowhere"), 1, "/nowhere is neither an OCI layout"),
         (("--format", "zip"), 2, "unknown format 'zip'"),
         (("--engines", "link"), 2, "--engines is 'link'"),
         (("--tag", "Not A Name"), 2, "not a name for an image"),

@@ -350,7 +350,7 @@ def test_deploy_shows_the_log_of_what_fails(
     done = command("deploy", STANDIN_TAG, *options, "--env", "NIM_MODEL_PROFILE=no-such")
     assert done.returncode == 1
     assert (
-        "error: the container ended with exit code 1: there is no serving profile 'no-such'"
+        "error: the container ended with exit code 1: unknown serving profile 'no-such'"
         in done.stderr
     )
     assert docker.inspect("container", "canvasrt-failing") is None

@@ -109,5 +109,5 @@ def test_a_model_configuration_declares_every_tensor(model: str):
 
 
 def test_nothing_cannot_be_packaged(tmp_path: Path):
-    with pytest.raises(UsageError, match="there is no bundle to package"):
+    with pytest.raises(UsageError, match="no bundle was given"):
         package([], tmp_path / "out")

@@ -205,7 +205,7 @@ def test_a_profile_can_be_requested(several: Bundle):
     wanted = next(each for each in profiles_of(several) if each.target.name == "cpu")
     for name in (wanted.id, wanted.name, "cpu"):
         assert choose_profile(several, name, gpus=[RTX_5090]) == wanted
-    with pytest.raises(CanvasError, match="there is no serving profile 'x'") as caught:
+    with pytest.raises(CanvasError, match="unknown serving profile 'x'") as caught:
         choose_profile(several, "x", gpus=[])
     assert wanted.id in caught.value.hint
 
@@ -371,4 +371,4 @@ def test_nims_commands(command: Command, package_of_graphs: Path, tmp_path: Path
     assert not again[0]["builds"]
     done = command("download-to-cache", "--profile", "x", env=environment)
     assert done.returncode == 1
-    assert "there is no serving profile 'x'" in done.stderr
+    assert "unknown serving profile 'x'" in done.stderr

@@ -171,7 +171,7 @@ def test_settings_that_are_wrong_end_it(
 
 
 def test_without_anything_to_serve_it_says_so(command: Command):
-    refused(command("serve", "--dry-run"), "there is nothing to serve", 2)
+    refused(command("serve", "--dry-run"), "no bundle was given", 2)
 
 
 def refused(done: subprocess.CompletedProcess[str], says: str, code: int) -> None:

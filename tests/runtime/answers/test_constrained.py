@@ -27,35 +27,23 @@ from tests.helpers.constrained import (
     request,
     schema,
     text_of,
-    untrained_model,
-    vocabulary,
 )
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 
 
-@pytest.fixture(scope="module")
-def demo_words(demo: Pair) -> Vocabulary:
-    return vocabulary(demo)
-
-
-@pytest.fixture(scope="module")
-def untrained(undertrained: Pair) -> Model:
-    return untrained_model(undertrained)
-
-
 @pytest.mark.parametrize("of", SCHEMAS, ids=str)
-def test_answers_validate(demo: Pair, demo_words: Vocabulary, of: dict[str, Any]) -> None:
-    start = compile_grammar(schema(of), demo_words, "grammar")
+def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
+    start = compile_grammar(schema(of), words, "grammar")
     (result,) = Generator(demo.model).run([request(demo, start)])
     check(of, demo.tokenizer, result)
 
 
 @pytest.mark.parametrize("of", SCHEMAS[:9], ids=str)
 def test_answers_of_random_weights_validate(
-    undertrained: Pair, untrained: Model, demo_words: Vocabulary, of: dict[str, Any]
+    undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any]
 ) -> None:
-    start = compile_grammar(schema(of), demo_words, "grammar")
+    start = compile_grammar(schema(of), words, "grammar")
     for seed in range(2):
         asked = request(undertrained, start, seed=seed, max_denoising_steps=2)
         (result,) = Generator(untrained).run([asked])
@@ -97,9 +85,9 @@ def nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
 )
 @given(of=st.recursive(LEAVES, nested, max_leaves=4), seed=st.integers(0, 9))
 def test_made_schemas_validate_on_random_weights(
-    undertrained: Pair, untrained: Model, demo_words: Vocabulary, of: dict[str, Any], seed: int
+    undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any], seed: int
 ) -> None:
-    start = compile_grammar(schema(of), demo_words, "grammar")
+    start = compile_grammar(schema(of), words, "grammar")
     asked = request(undertrained, start, seed=seed, max_denoising_steps=2, max_new_tokens=256)
     (result,) = Generator(untrained).run([asked])
     if result.finish_reason == "length":  # only a budget can be the reason
@@ -108,22 +96,22 @@ def test_made_schemas_validate_on_random_weights(
         check(of, undertrained.tokenizer, result)
 
 
-def test_regular_expressions_and_lark(demo: Pair, demo_words: Vocabulary) -> None:
-    digits = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, demo_words, "g")
+def test_regular_expressions_and_lark(demo: Pair, words: Vocabulary) -> None:
+    digits = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, words, "g")
     (result,) = Generator(demo.model).run([request(demo, digits)])
     assert re.fullmatch("the sum is [0-9]{2}[.]", text_of(demo.tokenizer, result))
-    alone = compile_grammar({"type": "regex", "regex": "[0-9]+"}, demo_words, "g")
+    alone = compile_grammar({"type": "regex", "regex": "[0-9]+"}, words, "g")
     (result,) = Generator(demo.model).run([request(demo, alone)])
     assert text_of(demo.tokenizer, result) == "46"  # the model's own answer is allowed
     lark = 'start: ("ab" | "cd")+ "!"'
-    grammar = compile_grammar({"type": "grammar", "grammar": lark}, demo_words, "g")
+    grammar = compile_grammar({"type": "grammar", "grammar": lark}, words, "g")
     (result,) = Generator(demo.model).run([request(demo, grammar)])
     assert re.fullmatch("(ab|cd)+!", text_of(demo.tokenizer, result))
 
 
-def test_a_budget_too_small_is_the_reason_given(demo: Pair, demo_words: Vocabulary) -> None:
+def test_a_budget_too_small_is_the_reason_given(demo: Pair, words: Vocabulary) -> None:
     many = {"type": "array", "items": {"type": "integer", "minimum": 100_000}, "minItems": 9}
-    start = compile_grammar(schema(many), demo_words, "g")
+    start = compile_grammar(schema(many), words, "g")
     (result,) = Generator(demo.model).run([request(demo, start, max_new_tokens=20)])
     assert (result.finish_reason, result.token_ids) == ("length", [])
     least = len(start.shortest(200) or [])
@@ -132,10 +120,8 @@ def test_a_budget_too_small_is_the_reason_given(demo: Pair, demo_words: Vocabula
     check(many, demo.tokenizer, result)
 
 
-def test_the_same_seed_gives_the_same_answer_on_any_device(
-    demo: Pair, demo_words: Vocabulary
-) -> None:
-    start = compile_grammar(schema(SCHEMAS[7]), demo_words, "g")
+def test_the_same_seed_gives_the_same_answer_on_any_device(demo: Pair, words: Vocabulary) -> None:
+    start = compile_grammar(schema(SCHEMAS[7]), words, "g")
     asked = request(demo, start, seed=4)
     (alone,) = Generator(demo.model).run([asked])
     plain = Request(asked.prompt_token_ids, asked.params)
@@ -186,28 +172,28 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("spec", "message"), BAD, ids=lambda each: str(each)[:40])
 def test_grammars_that_cannot_be_used_are_refused(
-    demo_words: Vocabulary, spec: dict[str, Any], message: str
+    words: Vocabulary, spec: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(CanvasError, match=message):
-        compile_grammar(spec, demo_words, "g")
+        compile_grammar(spec, words, "g")
 
 
-def test_compiling_is_bounded(demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_is_bounded(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"type": "regex", "regex": "[ab]{40}"}
-    compile_grammar(spec, demo_words, "g")
+    compile_grammar(spec, words, "g")
     rounds: list[Speller] = []
     choose = Speller.next
     monkeypatch.setattr(Speller, "next", lambda s, allows: rounds.append(s) or choose(s, allows))
     with pytest.raises(CanvasError, match="no answer of at most 2048 tokens"):
-        compile_grammar({"type": "regex", "regex": "a" * 8_000}, demo_words, "g")
+        compile_grammar({"type": "regex", "regex": "a" * 8_000}, words, "g")
     assert len(rounds) < 10  # what must follow is not searched for
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
     with pytest.raises(CanvasError, match="cannot be used: its shortest answer was not"):
-        compile_grammar(spec, demo_words, "g")
+        compile_grammar(spec, words, "g")
 
 
 def test_a_slow_search_holds_up_nobody(
-    demo: Pair, demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    demo: Pair, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
 
@@ -216,7 +202,7 @@ def test_a_slow_search_holds_up_nobody(
         return search(*arguments)
 
     monkeypatch.setattr(constrained, "search", waiting)
-    start = compile_grammar(schema({"type": "boolean"}), demo_words, "g")
+    start = compile_grammar(schema({"type": "boolean"}), words, "g")
     asked = request(demo, start)
     generator = Generator(demo.model)
     generator.add(asked)
@@ -234,9 +220,9 @@ def test_a_slow_search_holds_up_nobody(
     assert text_of(demo.tokenizer, events[-1].result) in ("true", "false")  # type: ignore[union-attr]
 
 
-def test_the_search_finds_the_likeliest_string(demo_words: Vocabulary, demo: Pair) -> None:
+def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) -> None:
     """Among strings of one length, compare with all of them."""
-    start = compile_grammar({"type": "regex", "regex": "(ab|cd|ad)x[0-3]"}, demo_words, "g")
+    start = compile_grammar({"type": "regex", "regex": "(ab|cd|ad)x[0-3]"}, words, "g")
     options = [a + "x" + d for a in ("ab", "cd", "ad") for d in "0123"]
     for seed in range(5):
         shares = np.random.default_rng(seed).dirichlet(np.full(112, 0.2), 8)
@@ -255,11 +241,9 @@ def test_the_search_finds_the_likeliest_string(demo_words: Vocabulary, demo: Pai
         assert scores[text] == pytest.approx(max(scores.values()))
 
 
-def test_one_ending_serves_many_strings(
-    demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_ending_serves_many_strings(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long answer's strings end alike, so that the way to end them is not looked for each time."""
-    start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, demo_words, "g")
+    start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, words, "g")
     looked: list[int] = []
     shortest = GrammarState.shortest
     monkeypatch.setattr(

@@ -18,21 +18,9 @@ from tests.helpers.constrained import (
     request,
     schema,
     text_of,
-    untrained_model,
-    vocabulary,
 )
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
-
-
-@pytest.fixture(scope="module")
-def words(demo: Pair) -> Vocabulary:
-    return vocabulary(demo)
-
-
-@pytest.fixture(scope="module")
-def untrained(undertrained: Pair) -> Model:
-    return untrained_model(undertrained)
 
 
 @pytest.mark.parametrize("size", [4, -1])

@@ -27,11 +27,6 @@ TEMPLATE = Template(tuple(range(20, 52)), (Slot(0, 2, Labels(((7,), (30,), (45,)
 Make = Callable[[Pair, Vocabulary], Any]
 
 
-@pytest.fixture(scope="module")
-def demo_words(demo: Pair) -> Vocabulary:
-    return constrained.vocabulary(demo)
-
-
 def grammar(pair: Pair, words: Vocabulary) -> Any:
     start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, words, "g")
     given = {"early_stop": False, "max_denoising_steps": 12, "seed": 3}
@@ -58,13 +53,13 @@ def infill(pair: Pair, words: Vocabulary) -> Any:
 @pytest.mark.parametrize("make", [grammar, read, infill])
 @pytest.mark.parametrize("device", [False, True], ids=["cpu", "device"])
 def test_they_make_room(
-    make: Make, device: bool, demo: Pair, demo_words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    make: Make, device: bool, demo: Pair, words: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceModel, "quantum", 8)
     model: Model = demo.model
     if device:
         model = open_model(demo.graphs, check=False, backend=FakeBackend())
-    hog = replace(make(demo, demo_words), owner="a")
+    hog = replace(make(demo, words), owner="a")
     (alone,) = Generator(model).run([hog])
     generator = Generator(model, 1)
     parked = []
