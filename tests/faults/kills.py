@@ -26,6 +26,8 @@ CLIENTS = 16
 SECONDS = 30.0  # to recover or to end
 WHO = ("supervisor", "triton", "stream model", "answer model", "front end", "guard", "trials")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+# For how long a service is watched that goes on, by what was done.
+_WATCHED = {signal.SIGKILL: 8, signal.SIGTERM: 8, signal.SIGSTOP: 15}
 # What the exit codes of a service may be, by what was done.
 _ENDS = {signal.SIGKILL: {1}, signal.SIGTERM: {1}, signal.SIGSTOP: {4}}
 
@@ -121,7 +123,7 @@ def strike(running: Serving, who: str, number: signal.Signals, clients: Clients)
     if (who, number) == ("supervisor", signal.SIGSTOP):
         time.sleep(1)
         os.kill(running.process.pid, signal.SIGCONT)
-    goal, watched = clients.right + 2 * CLIENTS, time.monotonic() + 8
+    goal, watched = clients.right + 2 * CLIENTS, time.monotonic() + _WATCHED[number]
     while time.monotonic() - begin < SECONDS:
         if running.process.poll() is not None:
             code = running.process.returncode
@@ -129,7 +131,7 @@ def strike(running: Serving, who: str, number: signal.Signals, clients: Clients)
             if who == "supervisor":
                 allowed = {0} if number == signal.SIGTERM else {-number}
             return f"ended with {code}" if code in allowed else f"WRONG: ended with {code}"
-        # A stopped process is noticed after five seconds; until then the others may answer.
+        # A process that is stopped is noticed after five seconds, and a service takes a few to end.
         if clients.right >= goal and time.monotonic() > watched:
             return "went on"
         time.sleep(0.02)
