@@ -16,6 +16,7 @@ from canvasrt.defaults import ANSWER_TIMEOUT
 from canvasrt.errors import CanvasError, UsageError
 
 _LIST_TIMEOUT = 30.0  # seconds for the list of models
+_IDLE = 1.0  # seconds after which a connection is opened anew: a server may have closed it
 
 
 @dataclass
@@ -82,6 +83,7 @@ class LoadConnection:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._http: http.client.HTTPConnection | None = None
+        self._used = 0.0
 
     def call(self, messages: Sequence[ChatMessage], due: float) -> TimedCall:
         """Make one call; what goes wrong is in its `error`."""
@@ -95,6 +97,7 @@ class LoadConnection:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             made.error = f"not a chat completion: {type(error).__name__}"
         made.end = time.perf_counter()
+        self._used = time.monotonic()
         if made.error:
             self.close()
         return made
@@ -108,8 +111,7 @@ class LoadConnection:
     def _stream(self, messages: Sequence[ChatMessage], made: TimedCall) -> None:
         reply = self._ask("POST", "chat/completions", self._endpoint.body(messages))
         if reply.status != 200:
-            made.error = f"HTTP {reply.status}"
-            reply.read()
+            made.error = f"HTTP {reply.status}{_reason(reply.read())}"
             return
         for line in reply:
             data = line.strip().removeprefix(b"data:").strip()
@@ -129,6 +131,8 @@ class LoadConnection:
         if self._endpoint.key:
             headers["Authorization"] = f"Bearer {self._endpoint.key}"
         text = None if body is None else json.dumps(body).encode()
+        if time.monotonic() - self._used > _IDLE:
+            self._http.close()  # the request opens it again
         self._http.request(method, f"{urlsplit(base).path}/{path}", text, headers)
         return self._http.getresponse()
 
@@ -170,6 +174,14 @@ def _open(base: str, timeout: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(parts.netloc, timeout=timeout)
 
 
+def _reason(body: bytes) -> str:
+    """Return the message of an error in OpenAI's form, behind a colon; empty without one."""
+    try:
+        return f": {json.loads(body)['error']['message']}"[:200]
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
 def _note(chunk: dict[str, Any], made: TimedCall, now: float) -> None:
     """Add one chunk of a stream to a call."""
     if "error" in chunk:
@@ -177,7 +189,7 @@ def _note(chunk: dict[str, Any], made: TimedCall, now: float) -> None:
         return
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
-        text = delta.get("content") or delta.get("reasoning_content")
+        text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
         if text:
             made.pieces.append(now)
             made.text += delta.get("content") or ""

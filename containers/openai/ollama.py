@@ -279,7 +279,8 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 raise bad_request(f"messages[{number}].{name} is not a list", "messages")
         if message.get("images"):
             images = [{"type": "image_url", "image_url": {"url": u}} for u in message["images"]]
-            one["content"] = [{"type": "text", "text": message.get("content") or ""}, *images]
+            # Models are trained on images that come before the text about them.
+            one["content"] = [*images, {"type": "text", "text": message.get("content") or ""}]
         if message.get("tool_calls"):
             calls = [_call(each, f"{number}.{i}") for i, each in enumerate(message["tool_calls"])]
             one["tool_calls"], open_calls = calls, iter([each["id"] for each in calls])

@@ -42,7 +42,7 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if any(ip in network for network in _TUNNELS):
+        if ip.is_site_local or any(ip in network for network in _TUNNELS):
             return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 

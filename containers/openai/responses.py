@@ -171,6 +171,9 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 where,
                 "unsupported_parameter",
             )
+    for each in messages:
+        if "tool_calls" not in each:
+            each.setdefault("content", "")  # a thought may be all there was
     return messages
 
 

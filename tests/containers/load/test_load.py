@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from canvasrt.containers.load import load_page
+from canvasrt.containers.load import calls, load_page
 from canvasrt.containers.load.calls import Endpoint, LoadConnection, first_model
 from canvasrt.containers.load.measure import (
     LatencySpread,
@@ -111,6 +112,21 @@ def test_a_call_is_timed(endpoint: Endpoint) -> None:
     assert call.gaps == pytest.approx([GAP] * (PIECES - 1), abs=SLACK)
     assert call.total == pytest.approx(FIRST + (PIECES - 1) * GAP, abs=SLACK)
     assert (call.tokens, call.counted, call.steps) == (TOKENS, True, STEPS)
+
+
+def test_a_connection_that_was_idle_is_opened_anew(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may have closed it in the meantime."""
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    for idle, error in ((60.0, True), (0.0, False)):
+        monkeypatch.setattr(calls, "_IDLE", idle)
+        connection = LoadConnection(endpoint)
+        assert not connection.call(messages, 0.0).error
+        assert connection._http is not None
+        connection._http.sock.shutdown(socket.SHUT_RDWR)
+        assert bool(connection.call(messages, 0.0).error) == error
+        connection.close()
 
 
 def test_concurrency_is_what_was_asked_for(endpoint: Endpoint) -> None:

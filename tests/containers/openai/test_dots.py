@@ -6,6 +6,7 @@ import base64
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -83,3 +84,11 @@ def test_decisions_name_the_color(sees: OpenAI, budget: int) -> None:
     for dots in pictures():
         assert decided(sees, dots, budget)[dots.color] > 0.9
         assert decided(sees, blank(dots), budget)[dots.color] < 0.9
+
+
+def test_ollama_s_images_are_seen(sees: OpenAI) -> None:
+    dots = pictures()[0]
+    message = {"role": "user", "content": "color?", "images": [url(dots).partition(",")[2]]}
+    body = {"model": "canvasrt", "messages": [message], "stream": False, "options": {"seed": 1}}
+    reply = httpx.post(f"{str(sees.base_url).removesuffix('/v1/')}/api/chat", json=body, timeout=60)
+    assert reply.json()["message"]["content"] == dots.color

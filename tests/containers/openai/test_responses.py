@@ -138,6 +138,12 @@ def test_the_whole_conversation_goes_back(ask, agent: OpenAI, acting: Script):
     assert chat.usage.prompt_tokens == answer.usage.input_tokens
 
 
+def test_a_turn_that_was_only_a_thought_goes_back(ask):
+    first = ask("thinks and calls", tools=TOOLS, reasoning={"effort": "low"})
+    user = {"role": "user", "content": "Hello"}
+    assert ask("thinks and calls", [user, first.output[0], user], tools=TOOLS).output
+
+
 class weather(BaseModel):
     """The weather of a city."""
 
