@@ -5,6 +5,7 @@ llguidance cannot be stopped from outside, and some short grammars take it hours
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -15,69 +16,125 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 
 log = logging.getLogger(__name__)
 
 _MODULE = "canvasrt.containers.triton.trial_process"
-_PATIENCE = 20.0  # seconds for a verdict: the first waits for the vocabulary
+_LOADING = 300.0  # seconds for the vocabulary, before the first verdict
+_PATIENCE = 30.0  # seconds for a verdict, which takes one of CPU time
+_WRITTEN = 4096  # bytes that a pipe takes at once when it takes any
 # Nothing else of the server's environment is for a process that reads callers' input.
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
 class Trials:
-    """The process in which the grammars of one model are tried. It forks one for each."""
+    """The process in which the grammars of one model are tried. It forks one for each; may be used from
+    several threads."""
 
     def __init__(self, bundle: Path, size: int, ends: Iterable[int]) -> None:
         """Start it; reading the vocabulary of `size` tokens takes it seconds."""
         model = {"bundle": str(bundle), "size": size, "ends": list(ends), "parent": os.getpid()}
         self._model = json.dumps(model)
         self._lock = threading.Lock()
-        self._process = self._start()
+        self._running = _Running(self._model)
+        self._finalizer = weakref.finalize(self, self._running.end)
 
     def check(self, spec: Mapping[str, Any], control: Iterable[int]) -> None:
         """Raise CanvasError for a grammar that is refused, or that takes more than the limits."""
-        with self._lock:
+        asked = {"spec": spec, "control": sorted(control)}
+        for _ in range(2):
+            running = self._running
             try:
-                verdict = self._ask(spec, control)
+                verdict = running.ask(asked)
             except OSError:  # somebody has ended or stopped it
-                log.warning("the process that tries grammars does not answer: replacing it")
-                self._finalizer()
-                self._process = self._start()
-                verdict = self._ask(spec, control)
-        if verdict:
-            raise CanvasError(verdict["message"], verdict["hint"])
+                self._replace(running)
+                continue
+            if verdict:
+                raise CanvasError(verdict["message"], verdict["hint"])
+            return
+        raise EngineError("the process that tries grammars does not answer", "ask again later")
 
-    def _ask(self, spec: Mapping[str, Any], control: Iterable[int]) -> dict[str, str]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(json.dumps({"spec": spec, "control": sorted(control)}).encode() + b"\n")
-        stdin.flush()
-        if not select.select([stdout], [], [], _PATIENCE)[0]:
-            raise TimeoutError
-        if not (line := stdout.readline()):
-            raise BrokenPipeError
-        return json.loads(line)
+    @property
+    def pid(self) -> int:
+        """The process's id; another one after it was replaced."""
+        return self._running.process.pid
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _replace(self, failed: _Running) -> None:
+        with self._lock:
+            if self._running is not failed:  # another thread has done it
+                return
+            log.warning("the process that tries grammars does not answer: replacing it")
+            self._finalizer()
+            self._running = _Running(self._model)
+            self._finalizer = weakref.finalize(self, self._running.end)
+
+
+class _Running:
+    """One process. A thread hands out its verdicts."""
+
+    def __init__(self, model: str) -> None:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        process = subprocess.Popen(
-            [_interpreter(), "-m", _MODULE, self._model],
+        self.process = subprocess.Popen(
+            [_interpreter(), "-m", _MODULE, model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self._finalizer = weakref.finalize(self, _end, process)
-        return process
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[dict[str, str]]] = {}
+        self._loaded: Future[None] = Future()
+        self._ended = False
+        threading.Thread(target=self._read, name="canvasrt-trials", daemon=True).start()
 
+    def ask(self, asked: Mapping[str, Any]) -> dict[str, str]:
+        """Return the verdict; OSError if the process ends, TimeoutError if it takes too long."""
+        self._loaded.result(_LOADING)
+        number, future = next(self._numbers), Future[dict[str, str]]()
+        line = json.dumps({**asked, "number": number}).encode() + b"\n"
+        with self._lock:
+            if self._ended:
+                raise BrokenPipeError
+            self._asked[number] = future
+            self._send(line)
+        return future.result(_PATIENCE)
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+    def _send(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        pipe = self.process.stdin.fileno()
+        while line:
+            if not select.select([], [pipe], [], _PATIENCE)[1]:
+                raise TimeoutError
+            line = line[os.write(pipe, line[:_WRITTEN]) :]
+
+    def end(self) -> None:
+        """End the process, and its forks with it."""
+        assert self.process.stdin is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                told = json.loads(line)
+                if "number" in told:
+                    self._asked.pop(told["number"]).set_result(told["verdict"])
+                else:
+                    self._loaded.set_result(None)
+        ended = BrokenPipeError()
+        with self._lock:
+            self._ended = True
+            if not self._loaded.done():
+                self._loaded.set_exception(ended)
+            for future in self._asked.values():
+                future.set_exception(ended)
 
 
 def _interpreter() -> str:
@@ -88,6 +145,6 @@ def _interpreter() -> str:
         if path and Path(path).name.startswith("python") and Path(path).is_file():
             return path
     raise CanvasError(
-        f"there is no {name} to try grammars with, in {sys.exec_prefix}/bin or on PATH",
-        "install it in the image",
+        f"{name}, which tries grammars, is neither in {sys.exec_prefix}/bin nor on PATH",
+        "add it to the image",
     )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.containers.processes import children
 from canvasrt.containers.triton import trial_process
 from canvasrt.containers.triton.trials import Trials
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from tests.helpers.serving import eventually
 
 DIGITS = {"type": "regex", "regex": "[0-9]{2}"}
@@ -50,19 +54,66 @@ def test_a_wrong_grammar_is_refused_as_without_a_trial(trials: Trials) -> None:
 
 
 def test_a_process_that_was_killed_is_started_again(trials: Trials) -> None:
-    before = trials._process.pid
+    before = trials.pid
     os.kill(before, signal.SIGKILL)
     trials.check(DIGITS, ())
-    assert trials._process.pid != before
+    assert trials.pid != before
     assert not Path(f"/proc/{before}").exists()  # nor is it left behind as a zombie
 
 
 def test_so_is_one_that_was_stopped(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = trials._process.pid
+    before = trials.pid
     os.kill(before, signal.SIGSTOP)
     monkeypatch.setattr(f"{Trials.__module__}._PATIENCE", 3.0)
     trials.check(DIGITS, ())
     assert not Path(f"/proc/{before}").exists()
+
+
+def test_verdicts_do_not_change_places(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even when each process is stopped that replaces another."""
+    for name in ("_PATIENCE", "_LOADING"):
+        monkeypatch.setattr(f"{Trials.__module__}.{name}", 2.0)
+    end, stopped = threading.Event(), {trials.pid}
+    os.kill(trials.pid, signal.SIGSTOP)
+
+    def stop() -> None:
+        while not end.wait(0.01):
+            if (pid := trials.pid) not in stopped:
+                stopped.add(pid)
+                os.kill(pid, signal.SIGSTOP)
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    try:
+        with pytest.raises(EngineError, match="does not answer"):
+            trials.check({"type": "regex", "regex": "[0-9"}, ())
+    finally:
+        end.set()
+        stopping.join()
+    monkeypatch.undo()
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    trials.check(DIGITS, ())
+    with pytest.raises(CanvasError, match="CPU time"):
+        trials.check(ENDLESS_GRAMMAR, ())
+    trials.check(DIGITS, ())
+
+
+def test_a_stopped_fork_holds_up_nobody(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials.check(DIGITS, ())
+    monkeypatch.setattr(f"{Trials.__module__}._PATIENCE", 2.0)
+    with ThreadPoolExecutor(1) as pool:
+        endless = pool.submit(trials.check, ENDLESS_GRAMMAR, ())
+        forks: list[int] = []
+        assert eventually(lambda: bool(forks.extend(children(trials.pid)) or forks), 5)
+        os.kill(forks[0], signal.SIGSTOP)
+        begin = time.monotonic()
+        trials.check(DIGITS, ())  # at the same time
+        with pytest.raises(CanvasError, match="CPU time"):  # by the process that replaces it
+            endless.result(30)
+    assert time.monotonic() - begin < 20
+    assert eventually(lambda: not _runs(forks[0]), 5)
 
 
 def crash(*_: Any) -> None:
@@ -78,8 +129,13 @@ def test_one_that_ends_the_compiler_is_refused(
     does: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial_process, "compile_grammar", does)
-    verdict = trial_process.tried({}, None)  # type: ignore[arg-type]
-    assert b"1 GiB of memory" in verdict
+    read, write = os.pipe()
+    child = trial_process.fork({}, None, 0, write)  # type: ignore[arg-type]
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(read, "rb") as pipe:
+        assert not pipe.read()
+    assert "1 GiB of memory" in trial_process.verdict_of(status)["message"]
 
 
 def test_it_ends_with_the_server_and_has_none_of_its_secrets(
@@ -92,7 +148,7 @@ import time
 from canvasrt.containers.triton.trials import Trials
 trials = Trials(Path({str(engines.path)!r}), 112, (1, 5))
 trials.check({DIGITS!r}, ())
-print(trials._process.pid, flush=True)
+print(trials.pid, flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as server:
