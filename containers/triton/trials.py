@@ -5,6 +5,7 @@ llguidance cannot be stopped from outside, and some short grammars take it hours
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import logging
@@ -18,7 +19,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from canvasrt.errors import CanvasError, EngineError
 
@@ -83,6 +84,7 @@ class _Running:
             [_interpreter(), "-m", _MODULE, model],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            bufsize=0,
             env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         self._numbers = itertools.count()
@@ -106,11 +108,10 @@ class _Running:
 
     def _send(self, line: bytes) -> None:
         assert self.process.stdin is not None
-        pipe = self.process.stdin.fileno()
         while line:
-            if not select.select([], [pipe], [], _PATIENCE)[1]:
+            if not select.select([], [self.process.stdin], [], _PATIENCE)[1]:
                 raise TimeoutError
-            line = line[os.write(pipe, line[:_WRITTEN]) :]
+            line = line[self.process.stdin.write(line[:_WRITTEN]) :]
 
     def end(self) -> None:
         """End the process, and its forks with it."""
@@ -121,7 +122,7 @@ class _Running:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with self.process.stdout as lines:
+        with io.BufferedReader(cast(io.RawIOBase, self.process.stdout)) as lines:
             for line in lines:
                 told = json.loads(line)
                 if "number" in told:
