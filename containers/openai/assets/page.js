@@ -37,29 +37,36 @@ async function connect() {
   if (again) setTimeout(connect, again);
 }
 
+function attached() {
+  return [...$("attached").querySelectorAll("img")].map((image) => image.src);
+}
+
+// The settings that are filled in. JSON has no infinity, so 1e400 would become null.
+function numbers(fields) {
+  const found = {};
+  for (const [name, id] of Object.entries(fields)) {
+    const text = $(id).value.trim();
+    if (!text) continue;
+    found[name] = Number(text);
+    if (!Number.isFinite(found[name])) throw new Error(`${name} is ${text}: give a finite number`);
+  }
+  return found;
+}
+
 function body() {
   const text = $("prompt").value;
-  const images = [...$("attached").querySelectorAll("img")].map((image) => ({
-    type: "image_url", image_url: { url: image.src },
-  }));
+  const images = attached().map((url) => ({ type: "image_url", image_url: { url } }));
   const content = images.length ? [...images, { type: "text", text }] : text;
   const messages = [{ role: "user", content }];
   if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value });
-  const made = {
-    model, messages, stream: true, stream_options: { include_usage: true, drafts: true },
-  };
   const fields = {
     seed: "seed", max_denoising_steps: "steps", max_tokens: "tokens",
     temperature: "temperature", settle_steps: "settle",
   };
-  for (const [name, id] of Object.entries(fields)) {
-    const text = $(id).value.trim();
-    if (!text) continue;
-    const number = Number(text);
-    if (Number.isNaN(number)) throw new Error(`${name} is not a number: ${text}`);
-    made[name] = number;
-  }
-  return made;
+  return {
+    model, messages, stream: true, stream_options: { include_usage: true, drafts: true },
+    ...numbers(fields),
+  };
 }
 
 async function* events(reply) {
@@ -124,6 +131,13 @@ function question() {
   return { type: "choice", instructions, choices: options.map((value) => ({ value })) };
 }
 
+function input() {
+  const text = $("prompt").value;
+  const images = attached().map((image_url) => ({ type: "input_image", image_url }));
+  if (!images.length) return text;
+  return [{ role: "user", content: [...images, { type: "input_text", text }] }];
+}
+
 async function decide() {
   $("error").hidden = true;
   $("decision").hidden = true;
@@ -131,8 +145,10 @@ async function decide() {
   run.abort = new AbortController();
   busy(true);
   try {
-    const wanted = { model, input: $("prompt").value, questions: [question()], layout: $("layout").value };
-    for (const name of ["samples", "seed"]) if ($(name).value.trim()) wanted[name] = Number($(name).value);
+    const wanted = {
+      model, input: input(), questions: [question()], layout: $("layout").value,
+      ...numbers({ samples: "samples", seed: "seed" }),
+    };
     const reply = await fetch("/v1/decisions", {
       method: "POST", headers: headers(), body: JSON.stringify(wanted), signal: run.abort.signal,
     });

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from PIL import Image
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
+from canvasrt.demo.dots import COLORS
+from canvasrt.pipeline import build_bundle
+from tests.helpers.scripted import serving
 from tests.helpers.serving import needs_triton
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -24,6 +28,7 @@ pytestmark = [
     needs_triton,
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium"),
 ]
+ROOT = Path(__file__).resolve().parents[3]
 DESKTOP, PHONE = (1200, 860), (360, 740)
 
 
@@ -226,6 +231,58 @@ def test_a_decision_is_shown_as_bars(front: FrontEnd, openai: Any, visit: Any) -
     sync_api.expect(page.locator(".choice span")).to_have_text(["yes", "no"], timeout=60_000)
     page.check("[name=mode][value=write]", force=True)
     assert not page.locator("#decision").is_visible()
+
+
+@pytest.mark.parametrize(
+    ("mode", "field", "value"),
+    [("write", "temperature", "1e400"), ("decide", "seed", "1e400"), ("decide", "samples", "four")],
+)
+def test_a_number_that_is_not_finite_is_refused(
+    front: FrontEnd, visit: Any, mode: str, field: str, value: str
+) -> None:
+    page = visit(front)
+    sync_api.expect(page.locator("#light")).to_have_class("on")
+    page.check(f"[name=mode][value={mode}]", force=True)
+    page.locator("#settings").evaluate("each => { each.open = true }")
+    page.fill("#prompt", "12+34=")
+    page.fill(f"#{field}", value)
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.click("#go")
+    said = f"{field} is {value}: give a finite number"
+    sync_api.expect(page.locator("#error")).to_have_text(said)
+    assert asked == []
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iterator[FrontEnd]:
+    """A front end of the bundled checkpoint that sees."""
+    bundle = build_bundle("demo-vision", "cpu", tmp_path_factory.mktemp("page") / "engines")
+    with serving(bundle) as served:
+        yield served.front
+
+
+def test_an_image_is_seen_in_both_modes(sees: FrontEnd, visit: Any) -> None:
+    page = visit(sees)
+    sync_api.expect(page.locator("#light")).to_have_class("on")
+    page.set_input_files("#files", ROOT / "docs" / "dots.webp")
+    ask(page, "color?", seed="1", tokens="32")
+    assert page.locator("#answer").text_content() == "purple"
+    page.check("[name=mode][value=decide]", force=True)
+    assert page.locator("#attached img").is_visible()
+    page.fill("#asked", "color?")
+    page.fill("#options", ", ".join(COLORS))
+    page.select_option("#layout", "bare")
+    with page.expect_request("**/v1/decisions") as sent:
+        page.click("#go")
+    (message,) = sent.value.post_data_json["input"]
+    assert [part["type"] for part in message["content"]] == ["input_image", "input_text"]
+    sync_api.expect(page.locator(".choice.best span")).to_have_text("purple", timeout=60_000)
+    sure = page.locator(".choice.best b").text_content()
+    assert float(sure.removesuffix("%")) > 90
+    page.locator("#attached button").click()
+    page.click("#go")
+    sync_api.expect(page.locator(".choice.best b")).not_to_have_text(sure, timeout=60_000)
 
 
 def test_it_fits_a_phone(front: FrontEnd, visit: Any) -> None:
