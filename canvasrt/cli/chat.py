@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli.answer_options import AnswerTimeout
+from canvasrt.cli.drafts import live_region, tail
 from canvasrt.cli.prompt import System
 from canvasrt.cli.sampling import with_sampling
 from canvasrt.console import print_error
@@ -49,14 +50,16 @@ def chat(
 ) -> None:
     """Chat with a running server over the OpenAI API, in the terminal.
 
-    /new starts over, Ctrl-D ends. Without a terminal, every line of standard input is a message.
+    /new starts over, Ctrl-C stops an answer, Ctrl-D ends. Without a terminal, every line of standard input is a message.
     """
     from canvasrt.containers.client.openai import OpenAIClient
 
     client = OpenAIClient(url, timeout)
     drawn = sys.stdout.isatty() and not plain
     if sys.stdin.isatty():
-        print(f"{client.model} at {client.url}; {NEW} starts over, Ctrl-D ends")
+        print(
+            f"{client.model} at {client.url}; {NEW} starts over, Ctrl-C stops an answer, Ctrl-D ends"
+        )
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     for text in _lines():
@@ -71,6 +74,12 @@ def chat(
             if not sys.stdin.isatty():
                 raise
             print_error(error.message, error.hint)
+            messages.pop()
+            continue
+        except KeyboardInterrupt:  # the connection is closed, so the server stops as well
+            if not sys.stdin.isatty():
+                raise
+            print("\nstopped; this message is not part of the conversation")
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": answer})
@@ -105,20 +114,16 @@ def _print(client: OpenAIClient, inputs: dict[str, Any]) -> str:
 
 def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
     """Redraw the canvas in place at every step, then print the answer; return it."""
-    from rich.console import Console
-    from rich.live import Live
-
     answer = finished = ""
-    console = Console(highlight=False, emoji=False)
-    with Live(console=console, transient=True, auto_refresh=False) as live:
+    with live_region() as live:
         for piece, draft in client.events(inputs, drafts=True):
             if draft is None:
                 answer += piece
                 continue
             if draft["step"] == 1:
                 finished = answer
-            live.update(_canvas(finished, draft), refresh=True)
-    console.print(answer, markup=False)
+            live.update(tail(_canvas(finished, draft), live.console), refresh=True)
+    live.console.print(answer, markup=False)
     return answer
 
 

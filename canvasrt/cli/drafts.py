@@ -6,7 +6,9 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     from canvasrt.runtime.request import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import Tokenizer
@@ -20,7 +22,7 @@ class DraftView:
         self._eos = eos_token_ids
         self._done = ""  # the text of finished blocks
         self._begun = ""  # and what has settled after them
-        self._live = _live() if sys.stdout.isatty() else None
+        self._live = live_region() if sys.stdout.isatty() else None
 
     def draft(self, event: Draft) -> None:
         """Show one step's draft, up to its first end of sequence; unaccepted tokens are dim."""
@@ -37,7 +39,7 @@ class DraftView:
             drawn.append(piece, "" if kept else "dim")
         drawn.append(f"\n  block {event.block}, step {event.step}", "cyan")
         self._live.start()
-        self._live.update(drawn, refresh=True)
+        self._live.update(tail(drawn, self._live.console), refresh=True)
 
     def settled(self, event: Settled, piece: str) -> None:
         """Count text as final; on a terminal, drafts show it already."""
@@ -74,9 +76,20 @@ class DraftView:
         return self._tokenizer.decode(tokens)
 
 
-def _live() -> Live:
+def live_region() -> Live:
     """Return a region of the terminal that is redrawn, and cleared at the end."""
     from rich.console import Console
     from rich.live import Live
 
     return Live(console=Console(highlight=False, emoji=False), transient=True, auto_refresh=False)
+
+
+def tail(drawn: Text, console: Console) -> Text:
+    """Return the last lines of a text, as many as the terminal shows at once.
+
+    One row stays free: leaving the region moves the cursor to the row below it.
+    """
+    from rich.text import Text
+
+    lines = drawn.wrap(console, console.width)
+    return Text("\n").join(lines[-max(1, console.height - 1) :])

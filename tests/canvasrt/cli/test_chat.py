@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import select
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -52,32 +54,98 @@ def test_it_can_start_over(front: FrontEnd, openai: Any) -> None:
     assert chat(front, "12+34=\n/new\nsort 4017\n") == f"{first}\n{alone}\n"
 
 
-def test_a_terminal_shows_the_drafts_and_keeps_the_answer(front: FrontEnd, openai: Any) -> None:
-    parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    running = subprocess.Popen(
-        command(front), stdin=child, stdout=child, stderr=child, env=environment, close_fds=True
-    )
-    os.close(child)
-    shown = b""
-    sent = 0
-    messages = (b"12+34=\n", b"\x04")
-    while True:
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, front: FrontEnd, columns: int, rows: int, *options: str) -> None:
+        size = {"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(rows)}
+        self._parent, child = pty.openpty()
+        self._running = subprocess.Popen(
+            command(front, *options),
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            env={**os.environ, **size},
+            close_fds=True,
+        )
+        os.close(child)
+        self._shown = ""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.kill()
+        self._running.wait()
+        os.close(self._parent)
+
+    def until(self, text: str) -> str:
+        """Read on until a text is shown; return what came up to there."""
+        while text not in self._shown and (piece := self._read()):
+            self._shown += piece
+        before, found, self._shown = self._shown.partition(text)
+        assert found, f"never shown: {text!r}, after {before[-500:]!r}"
+        return before + found
+
+    def type(self, text: str) -> None:
+        os.write(self._parent, text.encode())
+
+    def interrupt(self) -> None:
+        """Send what Ctrl-C sends."""
+        self._running.send_signal(signal.SIGINT)
+
+    def end(self) -> tuple[str, int]:
+        """Return what else is shown, and the exit code."""
+        rest = self._shown
+        while piece := self._read():
+            rest += piece
+        return rest, self._running.wait(timeout=60)
+
+    def _read(self) -> str:
+        assert select.select([self._parent], [], [], 60)[0], f"silent after {self._shown[-500:]!r}"
         try:
-            piece = os.read(parent, 4096)
+            return os.read(self._parent, 4096).decode(errors="replace").replace("\r\n", "\n")
         except OSError:  # the terminal's other side is closed
-            break
-        shown += piece
-        if sent < len(messages) and shown.count(b"> ") > sent:
-            os.write(parent, messages[sent])
-            sent += 1
-    assert running.wait(timeout=60) == 0
-    text = shown.decode().replace("\r\n", "\n")
-    assert "Ctrl-D ends" in text
-    assert "block 1, step 1" in text
-    assert "block 2, step 6" in text
+            return ""
+
+
+def test_a_terminal_shows_the_drafts_and_keeps_the_answer(front: FrontEnd, openai: Any) -> None:
+    with Terminal(front, 100, 40) as terminal:
+        assert "Ctrl-D ends" in terminal.until("> ")
+        terminal.type("12+34=\n")
+        terminal.until("block 1, step 1")
+        terminal.until("block 2, step 6")
+        text = terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.end()[1] == 0
     erased = text.rpartition("\x1b[2K")[2]
     assert answer(openai, "12+34=").replace("\n", "") in erased.replace("\n", "")
+
+
+def test_drafts_taller_than_the_terminal_stay_in_view(front: FrontEnd) -> None:
+    with Terminal(front, 20, 10, "--max-new-tokens", "200") as terminal:
+        terminal.until("> ")
+        terminal.type("12+34=\n")
+        for block in range(1, 8):
+            terminal.until(f"block {block}, step 6")
+
+
+def test_an_interrupt_ends_the_answer_and_then_the_chat(front: FrontEnd) -> None:
+    long = ("--max-new-tokens", "320", "--steps", "500")
+    with Terminal(front, 100, 40, *long) as terminal:
+        terminal.until("> ")
+        terminal.type("12+34=\n")
+        terminal.until("block 1, step 2")
+        terminal.interrupt()
+        assert "block 10, step" not in terminal.until("stopped")
+        terminal.until("> ")
+        terminal.type("sort 4017\n")
+        terminal.until("block 1, step 2")
+        terminal.interrupt()
+        terminal.until("stopped")
+        terminal.until("> ")
+        terminal.interrupt()
+        assert terminal.end()[1] == 130
 
 
 def test_without_a_server_it_says_so() -> None:
