@@ -19,6 +19,7 @@ from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
+    from canvasrt.runtime.answers.infill import GapRequest
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.pictures import Picture
     from canvasrt.runtime.tokenizer import Tokenizer
@@ -83,8 +84,9 @@ def generate(
         prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
     conditions = canvas_conditions(canvas, infill)
-    files = _read_images(image or (), image_tokens, raw or given.ids is not None, infill)
+    files = _read_images(image or (), image_tokens, raw or given.ids is not None)
 
+    from canvasrt.runtime.answers.infill import infill_request
     from canvasrt.runtime.generator import Generator, Request
     from canvasrt.runtime.open import open_model
     from canvasrt.runtime.sampling_params import SamplingParams
@@ -97,7 +99,8 @@ def generate(
     params.check_fits(model.config, LABELS)
     if infill is not None:
         assert tokenizer is not None
-        _fill(infill, ids, params, model, tokenizer, as_json)
+        request = infill_request(infill, ids, params, model, tokenizer, pictures)
+        _fill(request, model, tokenizer, as_json)
         return
     requests = [
         Request(ids, replace(params, seed=params.seed + i), pictures, conditions=conditions)
@@ -133,14 +136,11 @@ def _infill_prompt(text: str) -> str:
     return default_prompt(text)
 
 
-def _fill(
-    text: str, ids: list[int], params: Any, model: Any, tokenizer: Tokenizer, as_json: bool
-) -> None:
+def _fill(request: GapRequest, model: Model, tokenizer: Tokenizer, as_json: bool) -> None:
     """Fill the gaps of a text, and print it."""
-    from canvasrt.runtime.answers.infill import InfillResult, filled, infill_request
+    from canvasrt.runtime.answers.infill import InfillResult, filled
     from canvasrt.runtime.generator import Generator
 
-    request = infill_request(text, ids, params, model, tokenizer)
     (result,) = Generator(model).run([request])
     assert isinstance(result, InfillResult)
     shown = {**filled(result, tokenizer), "seed": result.seed, "steps": result.steps}
@@ -158,18 +158,15 @@ def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
         return None
 
 
-def _read_images(
-    images: Sequence[Path], budget: int, is_raw: bool, infill: str | None
-) -> list[bytes]:
+def _read_images(images: Sequence[Path], budget: int, is_raw: bool) -> list[bytes]:
     """Return the files of --image. UsageError for options that do not go together."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
         listed = ", ".join(map(str, BUDGETS))
         raise UsageError(f"--image-tokens is {budget}", f"give one of {listed}")
-    if images and (is_raw or infill is not None):
-        other = "--infill" if infill is not None else "--raw and --prompt-ids"
-        raise UsageError(f"--image does not go with {other}", "give it with PROMPT alone")
+    if images and is_raw:
+        raise UsageError("--image does not go with --raw and --prompt-ids", "give it with PROMPT")
     try:
         return [path.read_bytes() for path in images]
     except OSError as error:

@@ -89,9 +89,6 @@ def read_request(
     pictures = _pictures(values, model, encoded, owner)
     prompt: Sequence[int] | np.ndarray = encoded
     if pictures:
-        for name in ("grammar", "infill"):
-            if name in values:
-                raise CanvasError(f"{name} is not supported with images", "send text alone")
         prompt = insert(encoded.tolist(), pictures, model.config)
     request: Request | ConstrainedRequest = Request(
         prompt, params, pictures=pictures, owner=owner, conditions=conditions
@@ -99,12 +96,13 @@ def read_request(
     if "grammar" in values:
         start = read_grammar(values["grammar"], model, encoder.tokenizer, owner)
         end = end_of_answer(model, encoder.tokenizer)
-        request = ConstrainedRequest(encoded.tolist(), params, start, end, owner)
+        request = ConstrainedRequest(prompt, params, start, end, pictures, owner)
     if "infill" in values:
         if encoder.tokenizer is None:
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
-        ids = encoded.tolist()
-        filled = infill_request(values["infill"], ids, params, model, encoder.tokenizer)
+        filled = infill_request(
+            values["infill"], prompt, params, model, encoder.tokenizer, pictures
+        )
         filled.params.check_limits(
             model.config, len(filled.canvases), options.max_steps, options.max_passes
         )

@@ -21,6 +21,7 @@ from canvasrt.runtime.host_sampler import accept
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
+from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.prompted import Prompted
 from canvasrt.runtime.request import (
     Block,
@@ -49,16 +50,17 @@ class ConstrainedRequest:
     end: the token that ends the answer.
     """
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
     start: GrammarState
     end: int
+    pictures: Sequence[Picture] = ()  # one for each run of image tokens in the prompt
     owner: str = ""  # the caller, between whom the passes are shared
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for a request that could not run without a grammar either, or one that
         also asks for what a grammar does not support."""
-        Request(self.prompt_token_ids, self.params).validate(config, max_context)
+        Request(self.prompt_token_ids, self.params, self.pictures).validate(config, max_context)
         for name in ("logprobs", "settle_steps", "score_blocks", "redo_below"):
             if getattr(self.params, name):
                 raise CanvasError(
@@ -84,7 +86,7 @@ class ActiveConstrained(Prompted):
     """The state of one constrained request between passes."""
 
     def __init__(self, id: int, request: ConstrainedRequest, model: Model, added: float) -> None:
-        super().__init__(request.prompt_token_ids, model)
+        super().__init__(request.prompt_token_ids, model, request.pictures)
         self.id = id
         self.finished = False
         self.job: Future[_Step | None] | None = None

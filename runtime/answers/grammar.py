@@ -8,9 +8,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,10 @@ class _Wrapped:
         return self.inner.encode(given, False)
 
 
+class SlowGrammarError(CanvasError):
+    """Looking for a way to end an answer takes too long."""
+
+
 class GrammarState:
     """A place in a grammar. `advanced` leaves it as it is."""
 
@@ -153,17 +158,37 @@ class GrammarState:
         used least. CanvasError if that takes too long.
         """
         deadline = time.monotonic() + MAX_SECONDS
-        spelling = self._vocabulary.spelling
+        wrong: dict[tuple[int, ...], set[int]] = {}  # tokens that lead nowhere, by what precedes
+        while True:
+            path: list[int] = []
+            chosen: list[int] = []  # places of the path where there was a choice
+            try:
+                return self._spelled(path, chosen, wrong, most, deadline)
+            except CanvasError:
+                # The vocabulary may be unable to spell what must follow a choice.
+                if not chosen or time.monotonic() > deadline:
+                    raise
+                wrong.setdefault(tuple(path[: chosen[-1]]), set()).add(path[chosen[-1]])
+
+    def _spelled(
+        self,
+        path: list[int],
+        chosen: list[int],
+        wrong: Mapping[tuple[int, ...], set[int]],
+        most: int,
+        deadline: float,
+    ) -> list[int] | None:
+        """Return `path`, extended to an end, and note in `chosen` where other tokens could follow."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
-        path: list[int] = []
-        speller = Speller(spelling)
+        speller = Speller(self._vocabulary.spelling)
         while not matcher.is_accepting():
             if time.monotonic() > deadline:
-                raise CanvasError(
+                raise SlowGrammarError(
                     f"its shortest answer was not found within {MAX_SECONDS:g} s", "simplify it"
                 )
             forced = state.forced()
+            state._check()
             if len(path) + len(forced) > most:
                 return None
             if forced:
@@ -175,12 +200,14 @@ class GrammarState:
             if len(path) >= most:
                 return None
             # Asked about token by token: for some grammars, looking at all of them takes 30 ms.
-            token = speller.next(lambda token: bool(matcher.validate_tokens([token])))
+            bad = wrong.get(tuple(path), set())
+            token = speller.next(partial(_follows, matcher, bad))
             if token is None:
-                choices = state._compute_allowed()
+                choices = np.setdiff1d(state._compute_allowed(), list(bad))
                 if not choices.size:
-                    return None
+                    raise CanvasError("no token may follow", "simplify it")
                 token = int(choices[0])
+            chosen.append(len(path))
             path.append(token)
             matcher.consume_token(token)
             state._check()
@@ -191,6 +218,10 @@ class GrammarState:
             why = str(self._matcher.get_error()).splitlines()[0][:200]
             why = why.replace("NoExtensionBias", "no token may follow")
             raise CanvasError(f"the grammar cannot be followed: {why}", "simplify it")
+
+
+def _follows(matcher: Any, bad: Collection[int], token: int) -> bool:
+    return token not in bad and bool(matcher.validate_tokens([token]))
 
 
 def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) -> GrammarState:

@@ -21,6 +21,7 @@ from canvasrt.runtime.host_sampler import host_step
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, hidden_input
+from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.prompted import Prompted
 from canvasrt.runtime.request import Event, Finished, FinishReason, Request, Result, Timings
 from canvasrt.runtime.sampling_params import SamplingParams
@@ -76,16 +77,17 @@ class GapRequest:
     canvases: tokens, with −1 in the gaps. words: the tokens that may stand in a gap, int64.
     """
 
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
     canvases: tuple[tuple[int, ...], ...]
     words: np.ndarray
     end: int  # the last of these tokens ends the text
+    pictures: Sequence[Picture] = ()  # one for each run of image tokens in the prompt
     owner: str = ""  # the caller, between whom the passes are shared
 
     def validate(self, config: ModelConfig, max_context: int) -> None:
         """Raise CanvasError for a prompt that is empty, foreign or too long."""
-        Request(self.prompt_token_ids, self.params).validate(config, max_context)
+        Request(self.prompt_token_ids, self.params, self.pictures).validate(config, max_context)
         for name in ("score_blocks", "redo_below"):
             if getattr(self.params, name):
                 raise CanvasError(
@@ -94,7 +96,12 @@ class GapRequest:
 
 
 def infill_request(
-    text: str, prompt: Sequence[int], params: SamplingParams, model: Model, tokenizer: Tokenizer
+    text: str,
+    prompt: Sequence[int] | np.ndarray,
+    params: SamplingParams,
+    model: Model,
+    tokenizer: Tokenizer,
+    pictures: Sequence[Picture] = (),
 ) -> GapRequest:
     """Return the request that fills the gaps in `text`. CanvasError if it does not fit a canvas."""
     most = model.canvas_length * (tokenizer.longest_token + _GAP_LENGTH)
@@ -128,7 +135,7 @@ def infill_request(
         canvases.append((*tokens, end, *filler))
     words = _words(tokenizer, config.vocab_size, config.eos_token_ids)
     params = replace(params, max_new_tokens=room, canvas_length=room)
-    return GapRequest(prompt, params, tuple(canvases), words, end)
+    return GapRequest(prompt, params, tuple(canvases), words, end, pictures)
 
 
 @lru_cache(maxsize=2)
@@ -171,7 +178,7 @@ class ActiveInfill(Prompted):
     whose gaps are likeliest per token is kept."""
 
     def __init__(self, id: int, request: GapRequest, model: Model, added: float) -> None:
-        super().__init__(request.prompt_token_ids, model)
+        super().__init__(request.prompt_token_ids, model, request.pictures)
         self.id = id
         self.finished = False
         self._request, self._params = request, request.params

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from canvasrt.runtime.answers.grammar import GrammarState
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.grammar import GrammarState, SlowGrammarError
 
 BEAM, CHOICES = 4, 4
 _TOP = 64  # candidates of a position that are looked at before all others
@@ -100,6 +101,7 @@ def _kept(
 ) -> list[_Path]:
     """Return the best ways that can still end within `room` more tokens."""
     kept: list[_Path] = []
+    failed: CanvasError | None = None
     for score, path, token in ways:
         if len(kept) == BEAM:
             break
@@ -111,11 +113,19 @@ def _kept(
         if token == end:
             kept.append(_Path(score, tokens, (*path.states, state), None, True))
             continue
-        following = state.advanced(token)
-        close = _close(following, path.close or (), room, near)
+        try:
+            following = state.advanced(token)
+            close = _close(following, path.close or (), room, near)
+        except SlowGrammarError:
+            raise
+        except CanvasError as error:  # such as where the vocabulary cannot spell what must follow
+            failed = error
+            continue
         if room <= near and (close is None or len(close) + 1 > room):
             continue
         kept.append(_Path(score, tokens, (*path.states, following), close))
+    if failed is not None and not kept:
+        raise failed
     return kept
 
 

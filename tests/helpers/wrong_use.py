@@ -59,7 +59,6 @@ WRONG = {
     # generating here
     "generate": "BUNDLE",
     "generate a b --image c --raw": "--image does not go with --raw",
-    "generate a b --image c --infill 'd{2}'": "--image does not go with --infill",
     "generate a b --image-tokens 71": "--image-tokens is 71",
     "generate b": "no prompt was given",
     "generate b ''": "the prompt is empty",

@@ -13,6 +13,10 @@ from canvasrt.demo.dots import COLORS, DOTS_PROMPTS, Dots, right_answer
 from canvasrt.demo.labelled import png
 from canvasrt.demo.mixture import image_processor
 from canvasrt.demo.tokenizer import IMAGE_ID
+from canvasrt.runtime.answers.constrained import ConstrainedRequest
+from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
+from canvasrt.runtime.answers.infill import InfillResult, filled, infill_request
+from canvasrt.runtime.answers.layout import end_of_answer
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.sampling_params import SamplingParams
@@ -70,6 +74,41 @@ def test_it_finds_no_color_without_dots(demo_vision: Pair, budget: int) -> None:
         assert text not in COLORS
 
 
+@pytest.mark.parametrize("budget", [SMALL, FULL])
+def test_a_grammar_and_gaps_see_the_picture(demo_vision: Pair, budget: int) -> None:
+    """Blank pictures get other answers."""
+    model, tokenizer = demo_vision.model, demo_vision.tokenizer
+    words = Vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+    start = compile_grammar({"type": "regex", "regex": "|".join(COLORS)}, words, "grammar")
+    end = end_of_answer(model, tokenizer)
+    named: dict[str, list[list[str]]] = {}
+    for dots in pictures():
+        for what in (dots, blank(dots)):
+            picture = read_picture(png(what), model.config.vision or {}, budget)
+            content = [{"type": "image"}, {"type": "text", "text": COLOR}]
+            ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+            prompt = insert(ids, [picture], model.config)
+            params = SamplingParams.from_defaults(
+                model.sampler, model.config, seed=1, max_new_tokens=32
+            )
+            gaps = f"{{{len(dots.color)}}}"
+            followed, gap = Generator(model).run(
+                [
+                    ConstrainedRequest(prompt, params, start, end, [picture]),
+                    infill_request(gaps, prompt, params, model, tokenizer, [picture]),
+                ]
+            )
+            assert isinstance(gap, InfillResult)
+            texts = [
+                tokenizer.decode(followed.token_ids),
+                str(filled(gap, tokenizer)["text"]),
+            ]
+            named.setdefault(what.color, []).append(texts)
+    blanks = named.pop("none")
+    assert all(texts == [color] * 2 for color, [texts] in named.items())
+    assert not any(texts == [color] * 2 for texts, color in zip(blanks, named, strict=True))
+
+
 def test_the_command_line_takes_images(
     demo_vision: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +118,8 @@ def test_the_command_line_takes_images(
         picture = ["--image", str(ROOT / "docs" / "dots.webp"), "--image-tokens", str(budget)]
         assert run([*call, *picture]) == 0
         assert capsys.readouterr().out == "purple\n"
+    assert run([*call, *picture, "--infill", "{6}"]) == 0
+    assert capsys.readouterr().out == "purple\n"
     assert run(call) == 0
     assert capsys.readouterr().out.strip() not in COLORS
     assert run([*call, "--image", "none.webp"]) == 1

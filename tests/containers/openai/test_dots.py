@@ -32,7 +32,7 @@ def url(dots: Dots) -> str:
     return "data:image/png;base64," + base64.b64encode(png(dots)).decode()
 
 
-def told(client: OpenAI, dots: Dots, budget: int) -> str:
+def told(client: OpenAI, dots: Dots, budget: int, **more: Any) -> str:
     """What the model says about a picture's color."""
     content: list[Any] = [
         {"type": "image_url", "image_url": {"url": url(dots)}},
@@ -43,7 +43,7 @@ def told(client: OpenAI, dots: Dots, budget: int) -> str:
         messages=[{"role": "user", "content": content}],
         max_tokens=32,
         seed=1,
-        extra_body={"image_tokens": budget},
+        extra_body={"image_tokens": budget, **more},
     )
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 0.8 * budget
@@ -77,6 +77,13 @@ def test_chats_name_the_color(sees: OpenAI, budget: int) -> None:
     for dots in pictures():
         assert told(sees, dots, budget) == dots.color
         assert told(sees, blank(dots), budget) not in COLORS
+
+
+def test_a_schema_holds_what_is_seen(sees: OpenAI) -> None:
+    form = {"type": "regex", "regex": "|".join(COLORS)}
+    for dots in pictures():
+        assert told(sees, dots, SMALL, response_format=form) == dots.color
+        assert told(sees, blank(dots), SMALL, response_format=form) in COLORS
 
 
 @pytest.mark.parametrize("budget", [SMALL, FULL])

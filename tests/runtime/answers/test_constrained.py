@@ -220,6 +220,19 @@ def test_a_slow_search_holds_up_nobody(
     assert text_of(demo.tokenizer, events[-1].result) in ("true", "false")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("ways", [["46é", "9"], ["é", "46é", "463", "é9"]])
+def test_what_the_vocabulary_cannot_spell_is_left_out(
+    demo: Pair, words: Vocabulary, ways: list[str]
+) -> None:
+    """The demo has no `é`; the other ways are found, however likely the first tokens are."""
+    start = compile_grammar(schema({"enum": ways}), words, "g")
+    for room in (6, 100):  # with and without a look at how the answer ends
+        (result,) = Generator(demo.model).run([request(demo, start, "12+34=", max_new_tokens=room)])
+        assert text_of(demo.tokenizer, result) == next(f'"{way}"' for way in ways if way.isascii())
+    with pytest.raises(CanvasError, match="cannot be used"):
+        compile_grammar(schema({"enum": ["é", "46é"]}), words, "g")
+
+
 def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) -> None:
     """Among strings of one length, compare with all of them."""
     start = compile_grammar({"type": "regex", "regex": "(ab|cd|ad)x[0-3]"}, words, "g")
