@@ -85,7 +85,7 @@ FIDELITY = (
 # Commands do not import each other. `app` loads each of them by its name, when it is called.
 CLI = (
     "app drafts field_options options",
-    "against answer_options doctor_checks kernels load packaging prompt sampling "
+    "against answer_options doctor_checks image_files kernels load packaging prompt sampling "
     "serve_output serving_profiles walkthrough",
     "call generate_output",
     "ask bench build chat create_model_store demo deploy doctor download_to_cache export generate "

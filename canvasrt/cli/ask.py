@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from canvasrt.cli.image_files import Images, ImageTokens, data_url, pictures_of, read_images
 from canvasrt.cli.options import AsJson, Device, Threads, is_url, refuse
 from canvasrt.cli.prompt import read_stdin
 from canvasrt.console import emit, table
-from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
+from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS, SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
 
 Where = Annotated[
@@ -78,6 +79,8 @@ def ask(
     steps: Steps = None,
     layout: Layout = None,
     seed: Seed = 0,
+    image: Images = None,
+    image_tokens: ImageTokens = SOFT_TOKENS,
     threads: Threads = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -91,14 +94,16 @@ def ask(
     _check_layout(layout)
     if not input.strip():
         raise UsageError("INPUT is empty", "give some text")
+    files = read_images(image or (), image_tokens)
     decisions = _read(questions)
     given = {"samples": samples, "steps": steps, "layout": layout}
     decisions |= {name: value for name, value in given.items() if value is not None}
     text = read_stdin() if input == "-" else input
     if is_url(where):
-        found = _of_server(where, decisions, text, seed)
+        urls = [data_url(*each) for each in zip(image or (), files, strict=True)]
+        found = _of_server(where, decisions, text, seed, urls, image_tokens)
     else:
-        found = _of_bundle(Path(where), decisions, text, seed, threads, device)
+        found = _of_bundle(Path(where), decisions, text, seed, files, image_tokens, threads, device)
     columns = ("question", "answer", "probability", "standard error")
     emit(
         found,
@@ -127,7 +132,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _of_bundle(
-    bundle: Path, decisions: dict[str, Any], text: str, seed: int, threads: Any, device: Any
+    bundle: Path,
+    decisions: dict[str, Any],
+    text: str,
+    seed: int,
+    images: list[bytes],
+    budget: int,
+    threads: Any,
+    device: Any,
 ) -> dict[str, Any]:
     from canvasrt.runtime.answers.layout import Ask
     from canvasrt.runtime.answers.read import ReadResult
@@ -139,7 +151,10 @@ def _of_bundle(
     model = open_model(bundle, threads, device=device)
     assert model.bundle is not None
     tokenizer = Tokenizer.load(model.bundle)
-    request = wanted.request([{"role": "user", "content": text}], model, tokenizer, seed)
+    pictures = pictures_of(images, budget, model)
+    content: Any = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    message = {"role": "user", "content": content if pictures else text}
+    request = wanted.request([message], model, tokenizer, seed, pictures)
     (result,) = Generator(model).run([request])
     assert isinstance(result, ReadResult)
     return {
@@ -150,13 +165,18 @@ def _of_bundle(
     }
 
 
-def _of_server(url: str, decisions: dict[str, Any], text: str, seed: int) -> dict[str, Any]:
+def _of_server(
+    url: str, decisions: dict[str, Any], text: str, seed: int, images: list[str], budget: int
+) -> dict[str, Any]:
     from canvasrt.containers.client.openai import OpenAIClient
 
     client = OpenAIClient(url)
-    reply = client.post(
-        "decisions", {**decisions, "model": client.model, "input": text, "seed": seed}
-    )
+    body = {**decisions, "model": client.model, "input": text, "seed": seed}
+    if images:
+        parts: list[Any] = [{"type": "input_image", "image_url": each} for each in images]
+        content = [*parts, {"type": "input_text", "text": text}]
+        body |= {"input": [{"role": "user", "content": content}], "image_tokens": budget}
+    reply = client.post("decisions", body)
     return {
         "answers": reply["answers"],
         **reply["canvasrt"],

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli.answer_options import CanvasJson, Drafts, canvas_conditions
 from canvasrt.cli.generate_output import answer_of, show_answers, stream_json, stream_text
+from canvasrt.cli.image_files import Images, ImageTokens, pictures_of, read_images
 from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads, read_option
 from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import LABELS, with_sampling
@@ -35,21 +34,6 @@ Infill = Annotated[
         metavar="TEXT",
         show_default=False,
         help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; braces hold the number of tokens.",
-    ),
-]
-Images = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--image",
-        metavar="FILE",
-        show_default=False,
-        help="An image that stands before PROMPT; may be given several times.",
-    ),
-]
-ImageTokens = Annotated[
-    int,
-    typer.Option(
-        "--image-tokens", metavar="N", help="The most tokens that an image takes: 70, 140 or 280."
     ),
 ]
 
@@ -84,7 +68,9 @@ def generate(
         prompt = _infill_prompt(infill)
     given = read_prompt(prompt, prompt_ids, system, raw)
     conditions = canvas_conditions(canvas, infill)
-    files = _read_images(image or (), image_tokens, raw or given.ids is not None)
+    if image and (raw or given.ids is not None):
+        raise UsageError("--image does not go with --raw and --prompt-ids", "give it with PROMPT")
+    files = read_images(image or (), image_tokens)
 
     from canvasrt.runtime.answers.infill import infill_request
     from canvasrt.runtime.generator import Generator, Request
@@ -93,7 +79,7 @@ def generate(
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
     tokenizer = _tokenizer(model, required=given.ids is None or infill is not None)
-    pictures = _pictures(files, image_tokens, model)
+    pictures = pictures_of(files, image_tokens, model)
     ids = _encode(tokenizer, given, pictures, model)
     params = SamplingParams.from_defaults(model.sampler, model.config, LABELS, **sampling)
     params.check_fits(model.config, LABELS)
@@ -156,30 +142,6 @@ def _tokenizer(model: Any, required: bool) -> Tokenizer | None:
         if required:
             raise
         return None
-
-
-def _read_images(images: Sequence[Path], budget: int, is_raw: bool) -> list[bytes]:
-    """Return the files of --image. UsageError for options that do not go together."""
-    from canvasrt.runtime.pictures import BUDGETS
-
-    if budget not in BUDGETS:
-        listed = ", ".join(map(str, BUDGETS))
-        raise UsageError(f"--image-tokens is {budget}", f"give one of {listed}")
-    if images and is_raw:
-        raise UsageError("--image does not go with --raw and --prompt-ids", "give it with PROMPT")
-    try:
-        return [path.read_bytes() for path in images]
-    except OSError as error:
-        raise CanvasError(f"cannot read an image: {error}", "give readable files") from None
-
-
-def _pictures(files: list[bytes], budget: int, model: Model) -> list[Picture]:
-    from canvasrt.runtime.pictures import read_pictures
-
-    if not files:
-        return []
-    model.check_sees()
-    return read_pictures(files, model.config.vision or {}, [budget] * len(files))
 
 
 def _encode(

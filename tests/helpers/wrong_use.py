@@ -139,6 +139,7 @@ WRONG = {
     "ask b q.yaml x --device tpu": "unknown device 'tpu'",
     "ask b q.yaml x --samples 0": "--samples",
     "ask b q.yaml x --steps 0": "--steps",
+    "ask b q.yaml x --image-tokens 71": "--image-tokens is 71",
     "ask b q.yaml x --layout nope": "--layout is 'nope'",
     "ask http://h q.yaml x --threads 2": "--threads does not support a server",
     "ask http://h q.yaml x --device cpu": "--device does not support a server",

@@ -3,6 +3,7 @@ transformers' tokens."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,26 @@ def test_a_grammar_and_gaps_see_the_picture(demo_vision: Pair, budget: int) -> N
     blanks = named.pop("none")
     assert all(texts == [color] * 2 for color, [texts] in named.items())
     assert not any(texts == [color] * 2 for texts, color in zip(blanks, named, strict=True))
+
+
+def test_the_command_line_asks_about_images(
+    demo_vision: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = ", ".join(f"{{value: {each}}}" for each in COLORS)
+    questions = tmp_path / "questions.yaml"
+    questions.write_text(
+        f'layout: bare\nquestions: [{{type: choice, instructions: "?", choices: [{choices}]}}]\n'
+    )
+    call = ["ask", str(demo_vision.bundle), str(questions), COLOR, "--json"]
+    image = ["--image", str(ROOT / "docs" / "dots.webp")]
+    assert run([*call, *image]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["choice"] == "purple"
+    assert max(each["probability"] for each in answer["probabilities"]) > 0.9
+    assert run(call) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["choice"] != "purple"
+    assert run([*call, *image, "--image-tokens", "7"]) == 2
 
 
 def test_the_command_line_takes_images(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
+from canvasrt.cli.app import run
 from canvasrt.demo.dots import COLORS, Dots
 from canvasrt.demo.labelled import png
 from canvasrt.pipeline import build_bundle
@@ -91,6 +94,21 @@ def test_decisions_name_the_color(sees: OpenAI, budget: int) -> None:
     for dots in pictures():
         assert decided(sees, dots, budget)[dots.color] > 0.9
         assert decided(sees, blank(dots), budget)[dots.color] < 0.9
+
+
+def test_the_command_line_asks_the_server(
+    sees: OpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = ", ".join(f"{{value: {each}}}" for each in COLORS)
+    questions = tmp_path / "questions.yaml"
+    questions.write_text(
+        f'layout: bare\nquestions: [{{type: choice, instructions: "?", choices: [{choices}]}}]\n'
+    )
+    image = str(Path(__file__).parents[3] / "docs" / "dots.webp")
+    address = str(sees.base_url).rstrip("/")
+    assert run(["ask", address, str(questions), "color?", "--image", image, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["choice"] == "purple"
 
 
 def test_ollama_s_images_are_seen(sees: OpenAI) -> None:

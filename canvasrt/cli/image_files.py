@@ -1,0 +1,62 @@
+"""Images as options of commands."""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from canvasrt.errors import CanvasError, UsageError
+
+if TYPE_CHECKING:
+    from canvasrt.runtime.model import Model
+    from canvasrt.runtime.pictures import Picture
+
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        show_default=False,
+        help="An image that stands before the text; may be given several times.",
+    ),
+]
+ImageTokens = Annotated[
+    int,
+    typer.Option(
+        "--image-tokens", metavar="N", help="The most tokens that an image takes: 70, 140 or 280."
+    ),
+]
+
+
+def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
+    """Return the files of --image. UsageError for a budget that there is not."""
+    from canvasrt.runtime.pictures import BUDGETS
+
+    if budget not in BUDGETS:
+        listed = ", ".join(map(str, BUDGETS))
+        raise UsageError(f"--image-tokens is {budget}", f"give one of {listed}")
+    try:
+        return [path.read_bytes() for path in images]
+    except OSError as error:
+        raise CanvasError(f"cannot read an image: {error}", "give readable files") from None
+
+
+def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Picture]:
+    """Return images as a model sees them. CanvasError if it does not see any."""
+    from canvasrt.runtime.pictures import read_pictures
+
+    if not files:
+        return []
+    model.check_sees()
+    return read_pictures(list(files), model.config.vision or {}, [budget] * len(files))
+
+
+def data_url(path: Path, content: bytes) -> str:
+    """Return an image as OpenAI's API takes it."""
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
