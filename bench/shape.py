@@ -142,7 +142,6 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
     import onnx_ir as ir
 
     from canvasrt.export import onnx
-    from canvasrt.export.layers import rms_norm
     from canvasrt.export.moe import Experts, Router, Slots
     from canvasrt.graphs.external import Stored
 
@@ -157,11 +156,10 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
             self.router, self.experts = Router(config), Experts(config)
 
         def forward(self, x: Any, slots: Any) -> Any:
-            index, weights = self.router(rms_norm(x, config.rms_norm_eps)[None])
+            index, weights = self.router(x)
             valid = torch.ones_like(x[:, 0], dtype=torch.bool)
             queues = torch.arange(config.num_experts)
-            mixed, load = self.experts(x, index, weights, valid, Slots(queues, slots, slots))
-            return mixed.squeeze(0), load.amax().to(torch.int64)
+            return self.experts(x, index, weights, valid, Slots(queues, slots, slots))
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -224,7 +224,7 @@ class Poisoned(Generator):
     """A generator whose passes fail with a request that has a certain token."""
 
     def _denoise(self) -> list[Event]:
-        if any(POISON in each._prompt for each in self._running):  # type: ignore[union-attr]
+        if any(POISON in each.prompt for each in self._running):  # type: ignore[union-attr]
             raise MemoryError("out of memory")
         return super()._denoise()
 
