@@ -12,7 +12,7 @@ import pytest
 
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
-from canvasrt.containers.triton.blame import MOST, WINDOW
+from canvasrt.containers.triton.blame import MOST
 from canvasrt.containers.triton.tickets import Busy, Late, Overloaded
 from canvasrt.containers.triton.worker import ADMITTED, Worker, _Known
 from canvasrt.errors import CanvasError, EngineError
@@ -234,12 +234,12 @@ def poison(model: Model, owner: str, **options: Any) -> Request:
 
 
 @pytest.mark.parametrize("owner", ["a", ""])
-def test_one_caller_s_requests_do_not_end_the_service(model: Model, owner: str):
+def test_one_caller_s_requests_do_not_end_the_service(
+    model: Model, owner: str, monkeypatch: pytest.MonkeyPatch
+):
     """However many fail. With a key, the caller is refused for a while."""
     lost: queue.SimpleQueue[EngineError] = queue.SimpleQueue()
     worker = Worker(lambda: Poisoned(model), lost=lost.put)
-    now = [0.0]
-    worker._blame._clock = lambda: now[0]
     for _ in range(MOST if owner else 2 * MOST):
         caller = Caller()
         submit(worker, poison(model, owner), caller)
@@ -248,7 +248,7 @@ def test_one_caller_s_requests_do_not_end_the_service(model: Model, owner: str):
         assert eventually(lambda: worker._blame.refuses(owner))
         with pytest.raises(Busy, match="of this key failed"):
             submit(worker, poison(model, owner), Caller())
-        now[0] = WINDOW + 1
+        monkeypatch.setattr("canvasrt.containers.triton.blame.WINDOW", 0.0)  # as if it were over
     for each in (owner, "b"):
         caller = Caller()
         submit(worker, replace(request(model), owner=each), caller)
