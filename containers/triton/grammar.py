@@ -14,7 +14,7 @@ from typing import NamedTuple
 from canvasrt.containers.tensors import read_object
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.containers.triton.trials import Trials
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.answers.tool_grammar import call_grammar, control_ids
 from canvasrt.runtime.model import Model
@@ -102,6 +102,8 @@ def _compiled(text: str, grammars: _Grammars, trials: Trials, share: str) -> Gra
         try:
             trials.check(spec, grammars.control)
             return compile_grammar(spec, grammars.vocabulary, "grammar")
+        except EngineError:  # the grammar is not at fault
+            raise
         except CanvasError as error:
             return _Refusal(error.message, error.hint, time.monotonic())
 

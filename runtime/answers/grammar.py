@@ -164,9 +164,11 @@ class GrammarState:
             chosen: list[int] = []  # places of the path where there was a choice
             try:
                 return self._spelled(path, chosen, wrong, most, deadline)
+            except SlowGrammarError:
+                raise
             except CanvasError:
                 # The vocabulary may be unable to spell what must follow a choice.
-                if not chosen or time.monotonic() > deadline:
+                if not chosen:
                     raise
                 wrong.setdefault(tuple(path[: chosen[-1]]), set()).add(path[chosen[-1]])
 

@@ -13,7 +13,7 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.containers.triton import grammar
 from canvasrt.containers.triton.shared import Shared
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -100,6 +100,23 @@ def test_a_refused_grammar_is_compiled_once_for_a_while(
     monkeypatch.setattr(grammar, "REFUSED_FOR", 0.0)
     refused("a")
     assert len(made) == 3
+
+
+def test_a_grammar_that_could_not_be_tried_is_not_refused(
+    model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    """That is the server's fault, and may be over when it is asked again."""
+
+    def fails(*_: Any) -> None:
+        raise EngineError("no answer")
+
+    tokenizer = Tokenizer.load(engines)
+    text = '{"type": "regex", "regex": "[0-9]{4}"}'
+    with monkeypatch.context() as broken:
+        broken.setattr(grammar.Trials, "check", fails)
+        with pytest.raises(EngineError):
+            grammar.read_grammar(text, model, tokenizer)
+    assert not grammar.read_grammar(text, model, tokenizer).accepts
 
 
 def test_answers_to_one_request_wait_for_one_compilation(

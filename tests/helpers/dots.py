@@ -9,6 +9,12 @@ import numpy as np
 from canvasrt.demo.dots import COLORS, Dots, draw_dots
 
 SMALL, FULL = 70, 280  # soft tokens
+_CHOICES = ", ".join(f"{{value: {each}}}" for each in COLORS)
+# A file of questions for `canvasrt ask`.
+WHICH_COLOR = f"""
+layout: bare
+questions: [{{type: choice, instructions: "?", choices: [{_CHOICES}]}}]
+"""
 
 
 def pictures() -> list[Dots]:

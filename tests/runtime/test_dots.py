@@ -21,7 +21,7 @@ from canvasrt.runtime.answers.layout import end_of_answer
 from canvasrt.runtime.generator import Generator, Request, Result
 from canvasrt.runtime.pictures import insert, read_picture
 from canvasrt.runtime.sampling_params import SamplingParams
-from tests.helpers.dots import FULL, SMALL, blank, pictures
+from tests.helpers.dots import FULL, SMALL, WHICH_COLOR, blank, pictures
 from tests.helpers.reference import Pair
 
 ROOT = Path(__file__).parents[2]
@@ -113,11 +113,8 @@ def test_a_grammar_and_gaps_see_the_picture(demo_vision: Pair, budget: int) -> N
 def test_the_command_line_asks_about_images(
     demo_vision: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    choices = ", ".join(f"{{value: {each}}}" for each in COLORS)
     questions = tmp_path / "questions.yaml"
-    questions.write_text(
-        f'layout: bare\nquestions: [{{type: choice, instructions: "?", choices: [{choices}]}}]\n'
-    )
+    questions.write_text(WHICH_COLOR)
     call = ["ask", str(demo_vision.bundle), str(questions), COLOR, "--json"]
     image = ["--image", str(ROOT / "docs" / "dots.webp")]
     assert run([*call, *image]) == 0

@@ -16,7 +16,7 @@ from canvasrt.cli.app import run
 from canvasrt.demo.dots import COLORS, Dots
 from canvasrt.demo.labelled import png
 from canvasrt.pipeline import build_bundle
-from tests.helpers.dots import FULL, SMALL, blank, pictures
+from tests.helpers.dots import FULL, SMALL, WHICH_COLOR, blank, pictures
 from tests.helpers.scripted import client_of, serving
 from tests.helpers.serving import needs_triton
 
@@ -99,11 +99,8 @@ def test_decisions_name_the_color(sees: OpenAI, budget: int) -> None:
 def test_the_command_line_asks_the_server(
     sees: OpenAI, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    choices = ", ".join(f"{{value: {each}}}" for each in COLORS)
     questions = tmp_path / "questions.yaml"
-    questions.write_text(
-        f'layout: bare\nquestions: [{{type: choice, instructions: "?", choices: [{choices}]}}]\n'
-    )
+    questions.write_text(WHICH_COLOR)
     image = str(Path(__file__).parents[3] / "docs" / "dots.webp")
     address = str(sees.base_url).rstrip("/")
     assert run(["ask", address, str(questions), "color?", "--image", image, "--json"]) == 0
