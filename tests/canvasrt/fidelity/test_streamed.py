@@ -46,6 +46,9 @@ def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
 
 def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
     whole, streamed = ReferenceModel(tiny.checkpoint), ReferenceModel(tiny.checkpoint, True)
+    # On some CPUs, a product's last bits depend on its weight's alignment, and a file's is another.
+    for parameter in whole.module.parameters():
+        parameter.data = parameter.data.clone()
     assert torch.equal(logits(whole), logits(streamed))
     held = [name for name, each in streamed.module.named_parameters() if each.device.type == "cpu"]
     assert held
