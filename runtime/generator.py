@@ -234,7 +234,7 @@ class Generator:
         self._schedule.count(ready)
         for each, item in zip(ready, inputs, strict=True):
             chunk = each.encoded(len(item.tokens))
-            if chunk and self._prefixes is not None and each.shares:
+            if chunk and self._prefixes is not None:
                 self._prefixes.add(each.row, chunk, each.owner)
         scored = [each for each in ready if isinstance(each, ActiveScored)]
         events = [event for each in scored for event in each.judged()]

@@ -6,6 +6,7 @@ Follows `transformers.models.gemma4.image_processing_pil_gemma4`.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ class Picture:
     pixels: np.ndarray  # float32 [patches, 3 · patch²] in [0, 1]
     positions: np.ndarray  # int64 [patches, 2], (x, y) of each patch
     tokens: int
+    digest: bytes  # of the resized image: pictures with the same one are the same
 
 
 def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKENS) -> Picture:
@@ -84,7 +86,9 @@ def cut_patches(pixels: np.ndarray, vision: Mapping[str, Any], budget: int) -> P
     values = (cells.reshape(down * across, -1).astype(np.float64) * (1 / 255)).astype(np.float32)
     x, y = np.meshgrid(np.arange(across), np.arange(down))
     positions = np.stack([x, y], -1).reshape(-1, 2).astype(np.int64)
-    return Picture(values, positions, down * across // pool**2)
+    size = np.array([height, width], "<i8").tobytes()
+    digest = hashlib.sha256(size + np.ascontiguousarray(pixels).tobytes()).digest()
+    return Picture(values, positions, down * across // pool**2, digest)
 
 
 def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> tuple[int, int]:
@@ -160,28 +164,24 @@ def groups_of(
     return groups
 
 
-def uncut(groups: np.ndarray, most: int) -> int:
-    """Return how many of the tokens with these `groups` to encode together: at most `most`, and
-    fewer where that would cut an image. An image that is longer comes alone."""
-    if len(groups) <= most or groups[most] < 0 or groups[most] != groups[most - 1]:
-        return min(len(groups), most)
-    (inside,) = np.nonzero(groups == groups[most])
-    return int(inside[0]) or len(inside)
+def uncut(groups: np.ndarray, size: int, most: int) -> int:
+    """Return how many of the tokens with these `groups` to encode together: `size`, but an image
+    that this would cut is taken whole if they are at most `most` then, or else left for the next
+    time. One that is longer comes alone."""
+    if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
+        return min(len(groups), size)
+    (inside,) = np.nonzero(groups == groups[size])
+    first, end = int(inside[0]), int(inside[-1]) + 1
+    return end if end <= most or not first else first
 
 
-def next_part(
-    tokens: np.ndarray,
-    groups: np.ndarray,
-    pictures: Sequence[Picture],
-    most: int,
-    see: Callable[[Picture], np.ndarray],
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Return the tokens to encode together, at most `most`, their groups, and the soft tokens of
-    the images among them: None twice if there are none."""
-    groups = groups[: uncut(groups, most)]
-    tokens = tokens[: len(groups)]
+def see_groups(
+    groups: np.ndarray, pictures: Sequence[Picture], see: Callable[[Picture], np.ndarray]
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Return the `groups` of tokens to encode, and the soft tokens of the images among them: None
+    twice if there are none."""
     seen = [see(pictures[n]) for n in np.unique(groups[groups >= 0])]
-    return (tokens, groups, np.concatenate(seen)) if seen else (tokens, None, None)
+    return (groups, np.concatenate(seen)) if seen else (None, None)
 
 
 def _size(data: bytes) -> int:

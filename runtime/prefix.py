@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from canvasrt.runtime.model import Model, Row, Saved
+from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # tokens of a prompt's first chunk
 # How the names of callers begin that share what is kept: those without a key, each of which is named by its request.
@@ -29,21 +30,30 @@ def share_of(owner: str) -> str:
     return "" if owner.startswith(ANYBODY) else owner
 
 
-def chunks_of(tokens: np.ndarray, most: int) -> list[Chunk]:
+def chunks_of(
+    tokens: np.ndarray, most: int, groups: np.ndarray | None = None, digests: Sequence[bytes] = ()
+) -> list[Chunk]:
     """Cut a prompt into the chunks that it is encoded in, of at most `most` tokens.
 
     The last bits of keys and values depend on the pass that computed them. So chunks end at fixed
     positions, whatever follows: 128, 256, 512 and so on up to `most`, then at every multiple of it.
     Prompts with the same beginning share chunks, and a saved chunk is what its own pass would give.
+
+    An image's tokens see each other, so none is cut (`pictures.uncut`): `groups` `[tokens]` has the
+    image's number for each of its tokens, and -1 for text. Its place in `digests` tells it from
+    others.
     """
+    groups = np.full(len(tokens), -1) if groups is None else groups
     found: list[Chunk] = []
     key, begin = b"", 0
     while begin < len(tokens):
-        end = min(_next_end(begin, most), len(tokens))
-        key = hashlib.sha256(
-            key + np.ascontiguousarray(tokens[begin:end], "<i8").tobytes()
-        ).digest()
-        found.append(Chunk(end - begin, key))
+        size = uncut(groups[begin:], _next_end(begin, most) - begin, most)
+        end = begin + size
+        images = np.unique(groups[begin:end])
+        seen = b"".join(digests[number] for number in images[images >= 0])
+        text = np.ascontiguousarray(tokens[begin:end], "<i8").tobytes()
+        key = hashlib.sha256(key + text + seen).digest()
+        found.append(Chunk(size, key))
         begin = end
     return found
 

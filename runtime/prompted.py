@@ -8,7 +8,7 @@ import numpy as np
 
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.passes import EncodeInput, Hidden
-from canvasrt.runtime.pictures import Picture, groups_of, next_part
+from canvasrt.runtime.pictures import Picture, groups_of, see_groups
 from canvasrt.runtime.prefix import Chunk, chunks_of
 
 
@@ -24,14 +24,13 @@ class Prompted:
         self.passes = self.turn = 0  # in all, and since it last got a place
         self.prompt = [int(token) for token in prompt]
         self.pending = np.array(prompt, np.int64)
-        # How the prompt is cut for encoding, as far as it is pending; and whether it may be shared.
-        self.shares = not pictures
-        self.chunks = chunks_of(self.pending, model.prefill_chunk) if self.shares else []
         self.cached = 0
         self._model = model
         self._hidden: Hidden = None
         self._pictures = pictures
         self._groups = groups_of(self.pending, pictures, model.config)
+        # How the prompt is cut for encoding, as far as it is pending.
+        self.chunks = self._chunked(self.pending)
         self._clean = [self.pending]  # all tokens that were ever pending, part by part
         self._later: list[np.ndarray] = []  # parts behind the pending one
         self._again = False  # whether they were in the cache before
@@ -48,8 +47,7 @@ class Prompted:
         self._hidden, lost = self._model.park(self.row, self._hidden)
         if lost:
             self.pending, *self._later = self._clean
-            most = self._model.prefill_chunk
-            self.chunks = chunks_of(self.pending, most) if self.shares else []
+            self.chunks = self._chunked(self.pending)
             self._again = self._returning = True
 
     def encode_next(self, tokens: np.ndarray) -> None:
@@ -60,7 +58,7 @@ class Prompted:
     @property
     def cacheable(self) -> list[Chunk]:
         """The next chunks that the prefix cache may hold."""
-        return self.chunks if self.shares else []
+        return self.chunks
 
     def skip(self, count: int) -> None:
         """Count the prompt's next `count` chunks as encoded: they came from the prefix cache."""
@@ -70,20 +68,22 @@ class Prompted:
         self._advance(size)
 
     def next_chunk(self) -> EncodeInput:
-        """Return the tokens to encode next. An image's tokens see each other, so they stay together."""
-        most, whole = self._model.prefill_chunk, self._clean[0]
-        in_prompt = self.pending is whole or self.pending.base is whole
-        if not (self._pictures and in_prompt):
-            size = self.chunks[0].size if self.chunks else most
-            return EncodeInput(self.row, self.pending[:size])
-        groups = self._groups[len(whole) - len(self.pending) :]
-        part = next_part(self.pending, groups, self._pictures, most, self._model.see)
-        return EncodeInput(self.row, *part)
+        """Return the tokens to encode next."""
+        if not self.chunks:  # behind the prompt
+            return EncodeInput(self.row, self.pending[: self._model.prefill_chunk])
+        size, begin = self.chunks[0].size, len(self._groups) - len(self.pending)
+        groups = self._groups[begin : begin + size]
+        seen = see_groups(groups, self._pictures, self._model.see)
+        return EncodeInput(self.row, self.pending[:size], *seen)
 
     def encoded(self, count: int) -> Chunk | None:
         """Count `count` tokens as encoded; return their chunk if they are part of the prompt."""
         self._advance(count)
         return self.chunks.pop(0) if self.chunks else None
+
+    def _chunked(self, prompt: np.ndarray) -> list[Chunk]:
+        digests = [each.digest for each in self._pictures]
+        return chunks_of(prompt, self._model.prefill_chunk, self._groups, digests)
 
     def _advance(self, count: int) -> None:
         self.pending = self.pending[count:]

@@ -117,11 +117,15 @@ def test_requests_with_and_without_images_share_a_batch(tiny: Pair) -> None:
 
 def test_where_chunks_end() -> None:
     groups = np.array([-1, -1, 0, 0, 0, -1, 1, 1, 1, 1])
-    cuts = [uncut(groups, most) for most in range(1, 12)]
+    cuts = [uncut(groups, most, most) for most in range(1, 12)]
     assert cuts == [1, 2, 2, 2, 5, 6, 6, 6, 6, 10, 10]
-    assert uncut(groups[2:], 2) == 3
-    assert uncut(groups[6:], 2) == 4
-    assert uncut(groups[:0], 3) == 0
+    # An image is taken whole where there is room.
+    assert [uncut(groups, 3, most) for most in range(3, 7)] == [2, 2, 5, 5]
+    assert [uncut(groups, 7, most) for most in (9, 10)] == [6, 10]
+    # One that is longer than that comes alone.
+    assert uncut(groups[2:], 2, 2) == 3
+    assert uncut(groups[6:], 2, 2) == 4
+    assert uncut(groups[:0], 3, 3) == 0
 
 
 def test_prompts_and_images_must_fit(tiny: Pair) -> None:

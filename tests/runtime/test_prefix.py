@@ -165,8 +165,8 @@ def test_a_cleared_cache_gives_its_memory_back(model: Model, prompt: Prompt) -> 
     assert (len(prefixes), prefixes._left) == (0, left)
 
 
-def test_a_prompt_with_an_image_is_not_shared(tiny: Any, prompt: Prompt) -> None:
-    """The tokens of two images are the same."""
+def test_a_prompt_is_shared_with_its_own_images_alone(tiny: Any, prompt: Prompt) -> None:
+    """The tokens of two images are the same, and their pixels differ."""
     model = tiny.model
     first, second = (
         read_picture(png(noise(90, 70, seed)), model.config.vision, 70) for seed in (0, 1)
@@ -178,8 +178,32 @@ def test_a_prompt_with_an_image_is_not_shared(tiny: Any, prompt: Prompt) -> None
     alone = [Generator(model).run([each])[0].token_ids for each in wanted]
     assert [generator.run([each])[0].token_ids for each in wanted] == alone
     assert alone[0] != alone[1]
-    assert encoded(model, lambda: generator.run([wanted[0]])) == len(tokens)
-    assert encoded(model, lambda: generator.run([plain])) == 0
+    for each in wanted:
+        assert encoded(model, lambda each=each: generator.run([each])) == 0
+    third = read_picture(png(noise(90, 70, 2)), model.config.vision, 70)
+    later = replace(plain, pictures=[third])
+    # The text before the image is the same for all.
+    assert encoded(model, lambda: generator.run([later])) == len(tokens) - 128
+
+
+def test_answers_about_an_image_share_one_prefill(
+    tiny: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model
+    picture = read_picture(png(noise(90, 70)), model.config.vision, 70)
+    tokens = insert([*prompt(20), 510, *prompt(20)], [picture], model.config)
+    plain = replace(request(model, tokens, blocks=1), pictures=[picture])
+    wanted = [replace(plain, params=replace(plain.params, seed=seed)) for seed in range(3)]
+    alone = [Generator(model).run([each])[0].token_ids for each in wanted]
+    generator = Generator(model, prefixes=PrefixCache(model, 256 * MB))
+    seen: list[object] = []
+    see = model.see
+    monkeypatch.setattr(model, "see", lambda each: seen.append(each) or see(each))
+    found: list[Any] = []
+    assert encoded(model, lambda: found.extend(generator.run(wanted))) == len(tokens)
+    assert [each.token_ids for each in found] == alone
+    assert [each.cached_tokens for each in found] == [0, len(tokens), len(tokens)]
+    assert len(seen) == 1
 
 
 def test_chunks_end_at_fixed_positions() -> None:
@@ -190,6 +214,19 @@ def test_chunks_end_at_fixed_positions() -> None:
     assert sizes(128, 512) == [128]
     assert sizes(70, 32) == [32, 32, 6]
     assert sizes(300, 100) == [100, 100, 100]
+
+
+def test_images_are_not_cut_and_count_for_the_key() -> None:
+    tokens, groups = np.arange(600), np.full(600, -1)
+    groups[100:300], groups[400:540] = 0, 1
+    chunks = chunks_of(tokens, 512, groups, [b"a", b"b"])
+    assert [each.size for each in chunks] == [300, 240, 60]
+    # Too few to take the first image along with the text before it.
+    tight = chunks_of(tokens, 256, groups, [b"a", b"b"])
+    assert [each.size for each in tight] == [100, 200, 240, 60]
+    other = chunks_of(tokens, 256, groups, [b"a", b"c"])
+    same = [ours.key == theirs.key for ours, theirs in zip(tight, other, strict=True)]
+    assert same == [True, True, False, False]
 
 
 def test_keys_depend_on_everything_before() -> None:

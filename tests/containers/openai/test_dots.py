@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from canvasrt.cli.app import run
-from canvasrt.demo.dots import COLORS, Dots
+from canvasrt.demo.dots import COLORS, Dots, draw_dots
 from canvasrt.demo.labelled import png
 from canvasrt.pipeline import build_bundle
 from tests.helpers.dots import FULL, SMALL, WHICH_COLOR, blank, pictures
@@ -35,19 +37,24 @@ def url(dots: Dots) -> str:
     return "data:image/png;base64," + base64.b64encode(png(dots)).decode()
 
 
-def told(client: OpenAI, dots: Dots, budget: int, **more: Any) -> str:
-    """What the model says about a picture's color."""
+def ask(client: OpenAI, dots: Dots, budget: int, **more: Any) -> Any:
+    """Ask for a picture's color."""
     content: list[Any] = [
         {"type": "image_url", "image_url": {"url": url(dots)}},
         {"type": "text", "text": "color?"},
     ]
-    answer = client.chat.completions.create(
+    return client.chat.completions.create(
         model="canvasrt",
         messages=[{"role": "user", "content": content}],
         max_tokens=32,
         seed=1,
         extra_body={"image_tokens": budget, **more},
     )
+
+
+def told(client: OpenAI, dots: Dots, budget: int, **more: Any) -> str:
+    """What the model says about a picture's color."""
+    answer = ask(client, dots, budget, **more)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 0.8 * budget
     return str(answer.choices[0].message.content)
@@ -80,6 +87,15 @@ def test_chats_name_the_color(sees: OpenAI, budget: int) -> None:
     for dots in pictures():
         assert told(sees, dots, budget) == dots.color
         assert told(sees, blank(dots), budget) not in COLORS
+
+
+def test_an_image_asked_about_again_is_not_encoded_again(sees: OpenAI) -> None:
+    dots = draw_dots(random.Random("tests: asked about twice"))
+    inverse = replace(dots, pixels=255 - dots.pixels)
+    first, again, other = (ask(sees, each, FULL).usage for each in (dots, dots, inverse))
+    assert first.prompt_tokens == again.prompt_tokens == other.prompt_tokens
+    found = [each.prompt_tokens_details.cached_tokens for each in (first, again, other)]
+    assert found == [0, again.prompt_tokens, 0]
 
 
 def test_a_schema_holds_what_is_seen(sees: OpenAI) -> None:
