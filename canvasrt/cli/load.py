@@ -16,7 +16,7 @@ from canvasrt.containers.load import load_page as shown
 from canvasrt.containers.load.calls import Endpoint, first_model, root_of
 from canvasrt.containers.load.measure import Load, LoadSummary, ratios, take_turns
 from canvasrt.containers.load.sessions import SETS, Session, built_in, from_file
-from canvasrt.errors import UsageError
+from canvasrt.errors import CanvasError, UsageError
 
 AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"
 
@@ -81,6 +81,13 @@ def measure_servers(url: str, options: LoadOptions, as_json: bool) -> None:
             console.print(f"{options.report / 'bench.html'}", markup=False)
 
     emit(data, as_json, draw)
+    for name, summary in summaries.items():
+        if sum(summary.errors.values()) == summary.calls:
+            often = max(summary.errors, key=lambda error: summary.errors[error])
+            raise CanvasError(
+                f"{name} answered none of {summary.calls} calls: {often}",
+                "see the server's log, or ask it for less with --concurrency and --rate",
+            )
 
 
 def _sessions(prompts: str, count: int) -> list[Session]:

@@ -314,22 +314,25 @@ $("prompt").addEventListener("keydown", (event) => {
   event.preventDefault();
   $("ask").requestSubmit();
 });
-function attach(files) {
-  for (const file of files) {
-    if (!file.type.startsWith("image/")) continue;
+function dataUrl(file) {
+  return new Promise((resolve) => {
     const reader = new FileReader();
-    reader.onload = () => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.title = "remove this image";
-      const image = document.createElement("img");
-      image.src = reader.result;
-      image.alt = file.name;
-      button.append(image);
-      button.addEventListener("click", () => button.remove());
-      $("attached").prepend(button);
-    };
+    reader.onload = () => resolve(reader.result);
     reader.readAsDataURL(file);
+  });
+}
+async function attach(files) {
+  for (const file of [...files]) {
+    if (!file.type.startsWith("image/")) continue;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.title = "remove this image";
+    const image = document.createElement("img");
+    image.src = await dataUrl(file);
+    image.alt = file.name;
+    button.append(image);
+    button.addEventListener("click", () => button.remove());
+    $("files").parentElement.before(button);
   }
 }
 $("files").addEventListener("change", () => {

@@ -246,6 +246,17 @@ def test_the_command_prints_and_writes_a_page(
     assert "p99" in shown.stdout
 
 
+def test_a_server_that_answers_nothing_is_a_failure(
+    endpoint: Endpoint, tmp_path: Path, command: Command
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("refuse\n")
+    done = command("bench", endpoint.url, "--prompts", file, "--sessions", 2, "--rounds", 1)
+    assert done.returncode == 1
+    assert "429" in done.stdout  # the table still tells
+    assert "answered none of 2 calls: HTTP 429" in done.stderr
+
+
 def test_a_server_that_is_not_there_is_one_clear_line(command: Command) -> None:
     with pytest.raises(CanvasError, match="no OpenAI API answers"):
         first_model("http://127.0.0.1:9")

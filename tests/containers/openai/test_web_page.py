@@ -184,8 +184,12 @@ def test_an_image_is_attached_seen_and_sent(front: FrontEnd, visit: Any) -> None
     picture = io.BytesIO()
     Image.new("RGB", (20, 12), "teal").save(picture, "PNG")
     file = {"name": "teal.png", "mimeType": "image/png", "buffer": picture.getvalue()}
-    page.set_input_files("#files", [file, file])
+    # A large one takes longer to read, and still comes first.
+    large = file | {"name": "large.png", "buffer": picture.getvalue() + bytes(10**6)}
+    page.set_input_files("#files", [large, file])
     sync_api.expect(page.locator("#attached img")).to_have_count(2)
+    names = page.locator("#attached img").evaluate_all("all => all.map((each) => each.alt)")
+    assert names == ["large.png", "teal.png"]
     page.locator("#attached button").first.click()
     sync_api.expect(page.locator("#attached img")).to_have_count(1)
     assert page.locator("#attached img").evaluate("image => image.naturalWidth") == 20
