@@ -84,6 +84,11 @@ class InfillRequest(Strict):
     max_denoising_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
 
 
+AnyRequest = DecisionRequest | SystemOneRequest | InfillRequest
+# The field that has what the model reads.
+_TEXTS = {DecisionRequest: "input", SystemOneRequest: "state", InfillRequest: "text"}
+
+
 class Decisions:
     """Answers requests with questions, or with gaps, through one upstream."""
 
@@ -103,7 +108,7 @@ class Decisions:
     async def decide(self, request: Request, body: DecisionRequest) -> Response:
         """Answer in OpenAI's shape."""
         inputs = await self._inputs(body, len(await request.body()))
-        final = await unless_disconnected(request.receive, self._ask(inputs, request))
+        final = await unless_disconnected(request.receive, self._ask(inputs, request, body))
         count = len(final.prompt_token_ids)
         usage = {
             "input_tokens": count,
@@ -129,7 +134,7 @@ class Decisions:
         size = len(await request.body())
         questions, inputs = await self._aside.run(size, _own_inputs, body)
         try:
-            final = await unless_disconnected(request.receive, self._ask(inputs, request))
+            final = await unless_disconnected(request.receive, self._ask(inputs, request, body))
         except ApiError as error:
             raise _by_name(error, list(questions)) from None
         found = json.loads(final.text)["answers"]
@@ -143,11 +148,7 @@ class Decisions:
     async def infill(self, request: Request, body: InfillRequest) -> Response:
         """Fill the gaps of a text."""
         inputs = await self._aside.run(len(await request.body()), _infill_inputs, body)
-        try:
-            final = await unless_disconnected(request.receive, self._ask(inputs, request))
-        except ApiError as error:
-            error.param = "text" if error.param == "infill" else error.param
-            raise
+        final = await unless_disconnected(request.receive, self._ask(inputs, request, body))
         count, made = len(final.prompt_token_ids), len(final.token_ids)
         usage = {
             "prompt_tokens": count,
@@ -170,10 +171,18 @@ class Decisions:
         except ApiError as error:
             raise renamed(error) from None
 
-    async def _ask(self, inputs: Mapping[str, Any], request: Request) -> StreamEvent:
-        """Return the one event that answers."""
+    async def _ask(
+        self, inputs: Mapping[str, Any], request: Request, body: AnyRequest
+    ) -> StreamEvent:
+        """Return the one event that answers. Errors have the caller's name for what is wrong."""
         parameters = parameters_of(request)
-        (final,) = [event async for event in self._upstream.stream(inputs, parameters)]
+        try:
+            (final,) = [event async for event in self._upstream.stream(inputs, parameters)]
+        except ApiError as error:
+            field = re.match(r"\w*", error.param or "")
+            if error.status == 400 and field and field[0] not in type(body).model_fields:
+                error.param = _TEXTS[type(body)]
+            raise
         self._metrics.tokens["prompt"] += len(final.prompt_token_ids)
         self._metrics.steps += sum(final.steps)
         return final

@@ -291,6 +291,25 @@ def test_wrong_use_is_refused_by_name(
     assert says in error.value.message
 
 
+def test_a_decision_s_bad_image_is_in_its_input(sighted: Sighted) -> None:
+    for shown, says in (
+        (b"no image", "nsupported image format"),
+        (noise(4, 900), "closer to a square"),
+    ):
+        data = shown if isinstance(shown, bytes) else png(shown)
+        url = "data:image/png;base64," + base64.b64encode(data).decode()
+        content = [{"type": "input_image", "image_url": url}]
+        body = {
+            "model": "canvasrt",
+            "input": [{"role": "user", "content": content}],
+            "questions": [{"type": "predicate", "instructions": "?"}],
+        }
+        with pytest.raises(BadRequestError) as error:
+            sighted.client.post("/decisions", body=body, cast_to=object)
+        assert error.value.body["param"] == "input"
+        assert says in error.value.message
+
+
 def test_only_users_send_images(sighted: Sighted) -> None:
     for role in ("system", "assistant"):
         with pytest.raises(BadRequestError, match="only a user's message may have one"):
