@@ -142,6 +142,7 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
     import onnx_ir as ir
 
     from canvasrt.export import onnx
+    from canvasrt.export.layers import rms_norm
     from canvasrt.export.moe import Experts, Router, Slots
     from canvasrt.graphs.external import Stored
 
@@ -156,10 +157,11 @@ def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
             self.router, self.experts = Router(config), Experts(config)
 
         def forward(self, x: Any, slots: Any) -> Any:
-            index, weights = self.router(x)
+            index, weights = self.router(rms_norm(x, config.rms_norm_eps)[None])
             valid = torch.ones_like(x[:, 0], dtype=torch.bool)
             queues = torch.arange(config.num_experts)
-            return self.experts(x, index, weights, valid, Slots(queues, slots, slots))
+            mixed, load = self.experts(x, index, weights, valid, Slots(queues, slots, slots))
+            return mixed.squeeze(0), load.amax(dim=(0, 1)).to(torch.int64)
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

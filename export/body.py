@@ -13,6 +13,7 @@ from canvasrt.export.layers import (
     attention_mask,
     inverse_frequencies,
     placeholder,
+    rms_norm,
     rotation,
 )
 from canvasrt.export.moe import Experts, Router, Slots
@@ -24,6 +25,7 @@ class BodyLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
+        self.eps = eps
         self.attention = Attention(config, layer)
         self.mlp = GatedMLP(size, config.intermediate_size)
         self.router = Router(config)
@@ -49,19 +51,19 @@ class BodyLayer(nn.Module):
         valid: Tensor,
         slots: Slots,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Map `x` `[1, B·L, D]` to the same shape, this call's key and value, and the largest expert load.
+        """Map `x` `[1, B·L, D]` to the same shape, this call's key and value, and the experts' loads `[1, E]`.
 
         All rows are one but in attention: TensorRT-RTX takes fewer kernels to quantize tokens that have one axis.
         """
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
         x = x + self.post_attention_norm(attended)
-        flat = x.squeeze(0)
-        index, weights = self.router(flat)
-        mixed, load = self.experts(
-            self.pre_experts_norm(flat), index, weights, valid.reshape(-1), slots
-        )
-        dense = self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
-        x = x + self.post_norm(dense + self.post_experts_norm(mixed.view_as(x)))
+        # The router, the experts and the MLP share one norm: only its weights differ.
+        normed = rms_norm(x, self.eps)
+        index, weights = self.router(normed)
+        own = (normed * self.pre_experts_norm.weight).squeeze(0)
+        mixed, load = self.experts(own, index, weights, valid.reshape(-1), slots)
+        dense = self.post_mlp_norm(self.mlp(normed * self.pre_mlp_norm.weight))
+        x = x + self.post_norm(dense + self.post_experts_norm(mixed))
         scalar = torch.where(causal, self.encoder_scalar, self.decoder_scalar)
         scalar = scalar.to(x.dtype)[:, None].expand_as(valid).reshape(1, -1, 1)
         return x * scalar, key, value, load
@@ -103,8 +105,8 @@ class BodySegment(nn.Module):
             past_positions: by layer kind, `[B, O, 8]` int64 positions of the cached tokens, −1 for none.
             past: per layer, the cached key and value `[B, kv_heads, O, 8, head_dim]`; O is at least 1.
         Returns:
-            hidden `[B, L, D]`, the largest expert load per layer `[layers]` int64, and this call's
-            key and value per layer.
+            hidden `[B, L, D]`, the experts' loads `[layers, E]` int32, and this call's key and value
+            per layer. `chain` reduces the loads to the largest per layer.
         """
         masks, turns = {}, {}
         for kind, octets in past_positions.items():
@@ -124,4 +126,4 @@ class BodySegment(nn.Module):
             )
             loads.append(load)
             new.append((key, value))
-        return hidden.view(shape), torch.stack(loads), new
+        return hidden.view(shape), torch.cat(loads), new

@@ -43,20 +43,30 @@ def chain(layers: Sequence[ir.Model]) -> ir.Model:
         loads.append(load)
         _rename(part, number, kept=part.inputs)
         _move(part, graph)
-    stacked = ir.node("Concat", loads, {"axis": 0}, name="node_load")
-    graph.append(stacked)
-    stacked.outputs[0].type = loads[0].type
-    stacked.outputs[0].shape = ir.Shape([len(loads)])
-    for index, load in enumerate(loads):
-        load.name = f"load_{index}"
-    hidden.name, stacked.outputs[0].name = "hidden_out", "load"
+    hidden.name = "hidden_out"
     graph.inputs[:] = [*inputs.values(), *pasts]
-    graph.outputs[:] = [hidden, stacked.outputs[0], *news]
+    graph.outputs[:] = [hidden, _largest(graph, loads), *news]
     joined.opset_imports[""] = OPSET
     # Masks and rotations are the same in every layer of a kind.
     CommonSubexpressionEliminationPass()(joined)
     RemoveUnusedNodesPass()(joined)
     return joined
+
+
+def _largest(graph: ir.Graph, loads: Sequence[ir.Value]) -> ir.Value:
+    """Return the largest load of each layer, `[layers]` int64. One kernel takes all layers' maxima, not one each."""
+    for index, load in enumerate(loads):
+        load.name = f"loads_{index}"
+    axis = ir.node("Constant", [], {"value": ir.tensor([1])}, name="node_load_axis")
+    stacked = ir.node("Concat", loads, {"axis": 0}, name="node_loads")
+    both = [stacked.outputs[0], axis.outputs[0]]
+    largest = ir.node("ReduceMax", both, {"keepdims": 0}, name="node_largest")
+    wide = ir.node("Cast", largest.outputs, {"to": int(ir.DataType.INT64)}, name="node_load")
+    graph.extend([axis, stacked, largest, wide])
+    (load,) = wide.outputs
+    load.name, load.type = "load", ir.TensorType(ir.DataType.INT64)
+    load.shape = ir.Shape([len(loads)])
+    return load
 
 
 def _keys_and_values(values: Sequence[ir.Value]) -> list[ir.Value]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.export.layers import Linear, gelu_gate, placeholder, rms_norm
+from canvasrt.export.layers import Linear, gelu_gate, placeholder
 
 
 class Router(nn.Module):
@@ -23,7 +23,6 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
         self.top_k = config.top_k_experts
         self.root = config.hidden_size**-0.5
         self.proj = Linear(config.hidden_size, config.num_experts)
@@ -31,8 +30,8 @@ class Router(nn.Module):
         self.per_expert_scale = placeholder(config.num_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map `x` `[T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
-        scores = self.proj(rms_norm(x, self.eps) * self.scale * self.root).to(torch.float32)
+        """Map normalised `x` `[1, T, D]` to the chosen experts' indices and weights, both `[T, top_k]`."""
+        scores = self.proj(x * self.scale * self.root).squeeze(0).to(torch.float32)
         # Renormalising a softmax over all experts to the best equals a softmax over just those.
         best, index = torch.topk(scores, self.top_k, dim=-1)
         weights = torch.softmax(best, dim=-1)
@@ -61,7 +60,7 @@ class Experts(nn.Module):
             valid: `[T]`, false for padding, which takes no slot.
             slots: the rows of both products, see `Slots`.
         Returns:
-            the weighted sum `[T, D]`, and the load: the most tokens given to one expert, a 0-D int64. If the load
+            the weighted sum `[1, T, D]`, and the load: how many tokens each expert was given, int32 `[1, E]`. If one
             exceeds the slots, tokens were dropped and the sum is wrong.
         """
         queue = queues(index, valid, self.experts)
@@ -74,9 +73,11 @@ class Experts(nn.Module):
         place = queue[token, slots.gate_queues[:, None]].to(torch.int64) - 1
         inner = gelu_gate(gather_rows(both, own, place))
         result = inner @ self.down.transpose(1, 2)
-        chosen = gather_rows(result, index, torch.gather(queue, 1, index).to(torch.int64) - 1)
-        mixed = (chosen * weights[:, :, None].to(x.dtype)).sum(dim=1)
-        return mixed, queue[-1, : self.experts].amax(dim=0).to(torch.int64)
+        place = torch.gather(queue, 1, index).to(torch.int64) - 1
+        # A token's choices come first, so that the sum needs no reshape, which would end a fused kernel.
+        chosen = gather_rows(result, index.t(), place.t())
+        mixed = (chosen * weights.t()[:, :, None].to(x.dtype)).sum(dim=0, keepdim=True)
+        return mixed, queue[-1:, : self.experts]
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ CHANGES: list[tuple[str, str, str, str, tuple[str, ...]]] = [
     (
         "load one too low",
         "moe",
-        "queue[-1].amax(dim=0)",
-        "(queue[-1].amax(dim=0) - 1)",
+        "queue[-1:, : self.experts]",
+        "queue[-1:, : self.experts] - 1",
         (GRAPHS, "-k", "capacity"),
     ),
     (

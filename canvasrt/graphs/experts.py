@@ -124,14 +124,14 @@ class _Layer:
         gather = self._producer[first.input[0]]  # x[taken]: [E, C, D]
         x = gather.input[0]
         index = next(n for n in self._ancestors(gather.input[1]) if n.op_type == "TopK").output[1]
-        chosen = self._next(last.output[0], "Gather")  # result[row]: [T, k, D]
+        chosen = self._next(last.output[0], "Gather")  # result[row]: [k, T, D]
         wanted = chosen.output[0]
         chosen.output[0] = f"{self._prefix}/unused"
         self._emit(x, index, wanted)
         self._insert_after(x, index)
 
     def _emit(self, x: str, index: str, wanted: str) -> None:
-        """Map `x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[T, k, D]`."""
+        """Map `x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[k, T, D]`."""
         assert self._down is not None
         inner = self._gate_up.rows // 2
         order, sizes, top_k = self._sort(index)
@@ -159,7 +159,7 @@ class _Layer:
         return self._add(node.op_type, [gated, node.input[1]], "rounded", domain=node.domain)
 
     def _sort(self, index: str) -> tuple[str, str, str]:
-        """Return the order `[T·k]` by expert, the experts' counts `[E]`, and k; emit `place` `[T, k]` too."""
+        """Return the order `[T·k]` by expert, the experts' counts `[E]`, and k; emit `place` `[k, T]` too."""
         zero, one = self._constant("zero", 0), self._constant("one", 1)
         shape = self._add("Shape", [index], "shape")
         flat = self._add("Reshape", [index, self._constant("all", [-1])], "flat")
@@ -172,7 +172,8 @@ class _Layer:
         self._add("TopK", [key, count], "sorted", "order", axis=-1, largest=0, sorted=1)
         order = self._name("order")
         inverse = self._add("ScatterElements", [order, order, arange], "inverse", axis=0)
-        self._add("Reshape", [inverse, shape], "place")
+        by_token = self._add("Reshape", [inverse, shape], "place_by_token")
+        self._add("Transpose", [by_token], "place", perm=[1, 0])
         experts = self._constant("experts", range(self._gate_up.experts))
         wide = self._add("Unsqueeze", [flat, self._constant("last", [-1])], "wide")
         hit = self._add("Equal", [wide, experts], "hit")

@@ -108,13 +108,13 @@ class _Weight:
         if [node.op_type for node in users] == ["Cast"]:
             wide = users[0].outputs[0]
         wide.replace_all_uses_with(plain)
-        if ".factor" in self.values:
-            (scaled,) = self.values[".factor"].consumers()
-            product = scaled.inputs[0]
-            assert product is not None
-            scaled.outputs[0].replace_all_uses_with(product)
-            self.graph.remove(scaled, safe=True)
         _drop(self.graph, wide.producer())
+        for part in (".scale", ".factor"):
+            if part in self.values and (scaled := _multiplication(self.values[part])):
+                product = scaled.inputs[0]
+                assert product is not None
+                scaled.outputs[0].replace_all_uses_with(product)
+                _drop(self.graph, scaled)
         for value in self.values.values():
             if not value.consumers():
                 del self.graph.initializers[str(value.name)]
@@ -142,6 +142,16 @@ class _Weight:
             if factors is not None:
                 wide = wide * factors.reshape(count, -1)[index][:, None]
             yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
+
+
+def _multiplication(value: ir.Value) -> ir.Node | None:
+    """Return the multiplication of a product by a part of its weight, which may be reshaped before."""
+    for node in value.consumers():
+        if node.op_type == "Reshape":
+            return _multiplication(node.outputs[0])
+        if node.op_type == "Mul":
+            return node
+    return None
 
 
 class _Int4Weight(_Weight):

@@ -3,7 +3,7 @@
 Each `weight → Transpose → MatMul` becomes the following, with T the graph's dtype, and scales in float32 if not in T:
 
 - without blocks (FP8): `QuantizeLinear → DequantizeLinear(T)` of the input, `DequantizeLinear(T) → Transpose` of the
-  weight;
+  weight by one scale; scales per output multiply the product, in float32;
 - in blocks with scales in T (INT4): `DequantizeLinear → Transpose` of the weight, the input as it is;
 - in blocks whose scales are quantized too (NVFP4): `TRT_FP4DynamicQuantize → DequantizeLinear → Cast(T)` of the input,
   `DequantizeLinear → Cast(T) → Transpose` of the weight, after dequantizing its block scales by the global scale;
@@ -205,10 +205,14 @@ class _Product(Quantized):
             factor = self._initializer(FACTOR, self.dtype, self.form.factor_shape)
             product = self._add("Mul", [product, factor], "scaled")
         old = self.node.outputs[0]
+        if self.form.scale_shape:
+            product, old = self._scale_outputs(product, old)
         product.type, product.shape = old.type, old.shape
         if old.is_graph_output():
             product.name, old.name = old.name, f"{self.name}/before"
         old.replace_all_uses_with(product, replace_graph_outputs=True)
+        if (reshape := old.producer()) is not None and reshape is not self.node:
+            self.graph.remove(reshape, safe=True)
         self._remove()
 
     def _input(self, x: ir.Value) -> ir.Value:
@@ -239,11 +243,12 @@ class _Product(Quantized):
         *rows, last = self.form.shape
         values, block_scales = self._values(), self.format.block_scales
         if self.form.block is None:
-            scale = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
-            wide = {"output_dtype": int(self.dtype)} | (
-                {"axis": 0} if self.form.scale_shape else {}
-            )
-            return self._add("DequantizeLinear", [values, scale], "weight", **wide)
+            if self.form.scale_shape:
+                scale = self._constant(self.node, np.float32(1), "one")
+            else:
+                scale = self._initializer(SCALE, FLOAT32, ())
+            wide = int(self.dtype)
+            return self._add("DequantizeLinear", [values, scale], "weight", output_dtype=wide)
         blocks = (*rows, last // self.form.block)
         if block_scales is None:
             # In any other dtype, TensorRT would write out the whole widened weight.
@@ -264,6 +269,32 @@ class _Product(Quantized):
         if self.dtype == FLOAT32:
             return wide
         return self._add("Cast", [wide], name, to=int(self.dtype))
+
+    def _scale_outputs(self, product: ir.Value, old: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Multiply by the scales per output. Return the result, and the value that it replaces.
+
+        Inside the DequantizeLinear, they would have TensorRT write the product in float32. If a reshape to heads
+        follows, it comes first: between a multiplication and a norm, it would keep them from being one kernel.
+        """
+        scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
+        where, users = self.node, old.consumers()
+        size = _last_size(users[0]) if len(users) == 1 else None
+        if size is not None:
+            where, old = users[0], users[0].outputs[0]
+            by_head = self._constant(where, np.array([-1, size]), "by_head")
+            scales = self._insert(where, "Reshape", [scales, by_head], "scales")
+            shape = where.inputs[1]
+            assert shape is not None
+            product = self._insert(where, "Reshape", [product, shape], "heads", allowzero=1)
+        if self.dtype != FLOAT32:
+            product = self._insert(where, "Cast", [product], "wide", to=int(FLOAT32))
+        product = self._insert(where, "Mul", [product, scales], "scaled")
+        if self.dtype != FLOAT32:
+            product = self._insert(where, "Cast", [product], "narrow", to=int(self.dtype))
+        return product, old
+
+    def _constant(self, before: ir.Node, data: Any, name: str) -> ir.Value:
+        return self._insert(before, "Constant", [], name, value=ir.tensor(data))
 
     def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
         return self._insert(self.node, kind, inputs, name, **attributes)
@@ -288,6 +319,14 @@ class _Product(Quantized):
         if transpose is not None:
             self.graph.remove(transpose, safe=True)
         del self.graph.initializers[self.name]
+
+
+def _last_size(node: ir.Node) -> int | None:
+    """Return the last size that a Reshape gives, if it is a constant; None for other nodes."""
+    shape = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] else None
+    last = shape.inputs[-1] if shape is not None and shape.op_type == "Concat" else None
+    size = None if last is None else ir.convenience.get_const_tensor(last)
+    return None if size is None else int(size.numpy().item())
 
 
 def _is_plain_gemm(node: ir.Node) -> bool:

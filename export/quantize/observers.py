@@ -69,12 +69,12 @@ class _Observer:
             tokens = _input(_producer(x, "Gather", name), 0)
             return self._amax(tokens, self._wide(self._tokens, 1))
         if name.endswith(DOWN):
-            slots = _input(self._next(product, "Gather", name), 1)
+            slots = _input(self._next(product, "Gather", name), 1)  # [top_k, B·L]
             weight = self._graph.initializers[name].shape
             assert weight is not None
             flat = self._shaped(x, [-1, int(weight.numpy()[-1])])
             rows = self.add("Gather", [flat, slots], "slots", axis=0)
-            return self._amax(rows, self._wide(self._tokens, 1, 2))
+            return self._amax(rows, self._wide(self._tokens, 0, 2))
         if name.removesuffix(".weight").endswith(ROUTER):
             return self._amax(x, self._wide(self._tokens, 1))
         return self._amax(x, self._wide(self._tokens, 1))

@@ -53,9 +53,7 @@ def test_generations_equal_transformers(
     params = seeds(replace(BASE, entropy_bound=bound, **change), 3)
     prompts = [prompt(30, seed) for seed in range(3)]
     expected = tiny.reference.generate(prompts, params)
-    for row, result in enumerate(tiny.generate(prompts, params)):
-        assert result.token_ids == expected.tokens[row], f"row {row}"
-        assert result.steps == expected.trace.steps(row), f"row {row}"
+    expected.check(tiny.generate(prompts, params))
 
 
 def test_the_undertrained_checkpoint_too(undertrained: Pair) -> None:
@@ -159,9 +157,7 @@ def test_a_bias_is_added_before_the_temperature(tiny: Pair, prompt: Prompt, bias
     params = seeds(replace(BASE, logit_bias=bias, entropy_bound=1.0, top_k=50), 3)
     prompts = [prompt(30, seed) for seed in range(3)]
     expected = tiny.reference.generate(prompts, params)
-    for row, result in enumerate(tiny.generate(prompts, params)):
-        assert result.token_ids == expected.tokens[row], f"row {row}"
-        assert result.steps == expected.trace.steps(row), f"row {row}"
+    expected.check(tiny.generate(prompts, params))
     free = tiny.generate(prompts, seeds(replace(BASE, entropy_bound=1.0, top_k=50), 3))
     assert [each.token_ids for each in free] != expected.tokens
 

@@ -109,8 +109,7 @@ def test_generations_equal_transformers(
     params = replace(BASE, seed=seed, canvas_length=length)
     expected = reference(tiny, prompt(40, seed), params, given)
     result = run(tiny, prompt(40, seed), params, given)
-    assert result.token_ids == expected.tokens[0]
-    assert result.steps == expected.trace.steps(0)
+    expected.check([result])
     assert all(result.token_ids[at] == token for at, token in given.pin.items())
     assert all(result.token_ids[at] in tokens for at, tokens in given.allow.items())
     (free,) = tiny.generate([prompt(40, seed)], [params])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.defaults import FOLDED_HEADS
 from canvasrt.kernels import cost, group, store
 from canvasrt.kernels.dims import UNKNOWN, volume
 from canvasrt.kernels.parse import Kernel
@@ -33,6 +35,9 @@ TARGETS = [
     ("nvfp4-mixed", "rtx-5090"),
     ("nvfp4", "rtx-5090"),
     ("nvfp4", "dgx-spark"),
+    ("nvfp4-mixed", "dgx-spark"),
+    ("fp8", "dgx-spark"),
+    ("int4", "dgx-spark"),
 ]
 # What a weight of each number format is stored as, and what its product runs in.
 PRODUCTS = {
@@ -55,6 +60,9 @@ MATRICES = {
     SLIDING: {"attention.qkv": (D, 8192), "attention.o": (4096, D)} | SHARED,
     FULL: {"attention.qkv": (D, 9216), "attention.o": (8192, D)} | SHARED,
 }
+HEAD = {"table": (D, WIDTHS["vocab_size"])} | {
+    f"signal_mlp.{name}": SHARED[f"mlp.{name}"] for name in ("gate_up", "down")
+}
 SIZES = {
     "batch": 1,
     "length": 256,
@@ -64,6 +72,8 @@ SIZES = {
     "gate_rows": 64,
     "gate_queues": E,
 }
+# A short encoding pass has a slot for each token.
+SIZES_BY_PROGRAM = {"denoise": SIZES, "encode": SIZES | {"capacity": 256, "gate_rows": 256}}
 LIMITS = Path(__file__).with_name("limits.json")
 
 
@@ -162,25 +172,25 @@ def test_the_head_multiplies_by_the_table_twice_in_its_recipe_s_format(built: Bu
 
 
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
-    """No output has as many elements as a matrix of a layer, but for the router's small one."""
-    shapes = {shape for matrices in MATRICES.values() for shape in matrices.values()}
+    """No output has as many elements as a matrix of a layer or the head, but for the router's small one."""
+    shapes = {shape for matrices in (*MATRICES.values(), HEAD) for shape in matrices.values()}
     sizes = {prod(shape) for shape in shapes - {SHARED["router.proj"]}}
-    for profile, kernels in programs(built).items():
+    for segment, profile, kernels in all_programs(built):
         for kernel in kernels:
             for each in kernel.outputs:
                 static = all(isinstance(dim, int) for dim in each.dims)
-                assert not (static and volume(each.dims, {}) in sizes), (profile, kernel.name, each)
+                found = static and volume(each.dims, {}) in sizes
+                assert not found, (segment, profile, kernel.name, each)
 
 
 def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
     """The router's weights come in fp32. Scores of heads of 512 are widened first; their maximum and sum are fp32."""
     for profile, kernels in programs(built).items():
-        inside = [k for k, _ in of_layer(kernels, FULL) if "Exp" in cost.step_names(k)]
-        routers = [k for k in inside if "Gath" in cost.step_names(k)]
-        attention = [k for k in inside if k not in routers]
-        assert len(routers) == 1, profile
-        top = [each.dtype for each in routers[0].inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
+        inside = [k for k, _ in of_layer(kernels, FULL)]
+        (router,) = [k for k in inside if f"layers.{FULL}.router/node_softmax" in k.nodes]
+        top = [each.dtype for each in router.inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
         assert set(top) == {"Float", "Int64"}, (profile, top)
+        attention = [k for k in inside if "Exp" in cost.step_names(k) and k is not router]
         assert len(attention) >= 6, profile
         for kernel in attention:
             steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
@@ -188,6 +198,35 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
             sums = [each for each in kernel.tensors if each.dims[-1] == 1 and set(each.dims) != {1}]
             assert sums, (profile, kernel.name)
             assert {each.dtype for each in sums} == {"Float"}, (profile, kernel.name)
+
+
+def longest_chain(kernels: Sequence[Kernel]) -> int:
+    """Return the most of attention's own products, those without a weight, that wait for each other."""
+    depth: dict[str, int] = {}
+    for kernel in kernels:
+        own = cost.is_product(kernel) and cost.weight(kernel) is None
+        reached = max((depth.get(each.name, 0) for each in kernel.inputs), default=0) + own
+        for each in kernel.outputs:
+            depth[each.name] = max(reached, depth.get(each.name, 0))
+    return max(depth.values())
+
+
+def test_attention_with_heads_of_512_runs_piece_by_piece(built: Bundle) -> None:
+    """A piece reads the last one's result times zero. If the builder folded that, all scores would be held at once.
+
+    A chain through two pieces has four products: scores and values of each.
+    """
+    model = built.manifest.model
+    layer = model.layers[FULL]
+    group_size = model.num_attention_heads // layer.num_kv_heads
+    pieces = -(-group_size // FOLDED_HEADS)
+    for profile, kernels in programs(built).items():
+        inside = [k for k, place in of_layer(kernels, FULL) if place.part == group.ATTENTION]
+        assert longest_chain(inside) == 2 * pieces, profile
+        # As if the zero had been folded: queries that come from no product.
+        own = [k for k in inside if cost.is_product(k) and cost.weight(k) is None]
+        cut = [replace(k, inputs=k.inputs[1:]) if k in own else k for k in inside]
+        assert longest_chain(cut) < 2 * pieces, profile
 
 
 def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
@@ -199,15 +238,16 @@ def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
 
 
 def measured(bundle: Bundle) -> dict[str, Any]:
-    """Return each program's kernels per layer, and the bytes besides products when one canvas is denoised."""
+    """Return each program's kernels per layer, and the bytes besides products when one canvas is denoised or encoded."""
     found: dict[str, Any] = {}
     for name, layer in (("sliding layer", SLIDING), ("full layer", FULL)):
         found[name] = {p: len(of_layer(ks, layer)) for p, ks in programs(bundle).items()}
-        kernels = programs(bundle)["denoise"]
-        each = zip(kernels, cost.costs(kernels, SIZES), strict=True)
-        inside = {k.name for k, _ in of_layer(kernels, layer)}
-        moved = sum(c.moved for k, c in each if k.name in inside and not c.is_product)
-        found[name]["megabytes"] = round(moved / 1e6, 1)
+        for program, sizes in SIZES_BY_PROGRAM.items():
+            kernels = programs(bundle)[program]
+            each = zip(kernels, cost.costs(kernels, sizes), strict=True)
+            inside = {k.name for k, _ in of_layer(kernels, layer)}
+            moved = sum(c.moved for k, c in each if k.name in inside and not c.is_product)
+            found[name][f"{program} megabytes"] = round(moved / 1e6, 1)
     found["segment"] = {p: len(ks) for p, ks in programs(bundle).items()}
     found["head"] = {p: len(ks) for p, ks in programs(bundle, "head").items()}
     return found

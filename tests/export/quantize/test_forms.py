@@ -58,17 +58,38 @@ def test_fp8_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
     assert [(name, node.op_type) for name, node in form.items()] == [
         ("input_bits", "QuantizeLinear"),
         ("input", "DequantizeLinear"),
+        ("one", "Constant"),
         ("weight", "DequantizeLinear"),
         ("turned", "Transpose"),
         ("product", "MatMul"),
+        ("wide", "Cast"),
+        ("scaled", "Mul"),
+        ("narrow", "Cast"),
     ]
     assert form["input"].attributes["output_dtype"].value == TensorProto.BFLOAT16
-    assert form["weight"].attributes["axis"].value == 0
+    # TensorRT writes a product in 16 bits only if its weight has one scale.
+    assert ir.convenience.get_const_tensor(form["weight"].inputs[1]).numpy() == 1
     scale = model.graph.initializers["layers.0.mlp.down.weight.scale"]
+    assert form["scaled"].inputs[1] is scale
     assert (scale.dtype, tuple(scale.shape)) == (ir.DataType.FLOAT, (64,))
     # A per-expert scale inside the DequantizeLinear would be dequantized on every call.
     assert model.graph.initializers[f"{GATE_UP}.scale"].shape == ()
     assert tuple(model.graph.initializers[f"{GATE_UP}.factor"].shape) == (4, 1, 64)
+
+
+def test_heads_are_split_before_they_are_scaled(quantized) -> None:
+    """A reshape between the scales and the norm would cost a kernel."""
+    model = ir.load(quantized("fp8", weights="per_channel").file)
+    name = "layers.0.attention.qkv.weight"
+    form = producers(model, name)
+    scaled, heads = form["scaled"], form["heads"]
+    assert heads.inputs[0] is form["product"].outputs[0]
+    assert scaled.inputs[0].producer().inputs[0] is heads.outputs[0]
+    size = model.graph.initializers["layers.0.attention.q_norm.weight"].shape[0]
+    by_head = ir.convenience.get_const_tensor(form["scales"].inputs[1])
+    assert by_head.numpy().tolist() == [-1, size]
+    after = form["narrow"].outputs[0].consumers()
+    assert {node.op_type for node in after} == {"RMSNormalization"}
 
 
 def test_int4_stands_in_the_graph_as_tensorrt_keeps_it(quantized) -> None:
