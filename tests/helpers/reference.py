@@ -130,7 +130,9 @@ class ReferenceOutput:
         """
         assert len(results) == len(self.tokens)
         for row, result in enumerate(results):
-            where = f"row {row}; the closest draw was {self.trace.closest[row]:.1e} from another token"
+            where = (
+                f"row {row}; the closest draw was {self.trace.closest[row]:.1e} from another token"
+            )
             assert result.token_ids == self.tokens[row], where
             assert result.steps == self.trace.steps(row), where
 
