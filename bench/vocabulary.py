@@ -24,11 +24,11 @@ _SCRIPTS = (
 )
 
 
-def large_tokenizer(size: int = SIZE, seed: int = 0) -> Tokenizer:
+def large_tokenizer(size: int = SIZE) -> Tokenizer:
     """Return a tokenizer of `size` tokens. As in the released model's vocabulary, no token has two
     digits. The ids of `SPECIAL` are 0, 1, 2, 3."""
     tokens = dict.fromkeys(SPECIAL)
-    for token in _tokens(random.Random(seed)):
+    for token in _tokens(random.Random(0)):
         if len(tokens) == size:
             break
         tokens[token] = None

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 _ITERATIONS = 5
+_MOMENTUM = 0.95
 
 
 class Muon(torch.optim.Optimizer):
     """The optimizer. Parameters have two dimensions, or three for a stack of matrices."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -26,21 +27,19 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
-                updates = torch.stack(
-                    [self._nesterov(p, p.grad, group["momentum"]) for p in parameters]
-                )
+                updates = torch.stack([self._nesterov(p, p.grad) for p in parameters])
                 updates = orthogonalize(updates)
                 scale = max(1.0, shape[-2] / shape[-1]) ** 0.5
                 for parameter, update in zip(parameters, updates, strict=True):
                     parameter.add_(update, alpha=-group["lr"] * scale)
 
-    def _nesterov(self, parameter: nn.Parameter, gradient: Any, momentum: float) -> Tensor:
+    def _nesterov(self, parameter: nn.Parameter, gradient: Any) -> Tensor:
         state = self.state[parameter]
         if not state:
             state["velocity"] = torch.zeros_like(parameter)
         velocity = state["velocity"]
-        velocity.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(velocity, momentum)
+        velocity.lerp_(gradient, 1 - _MOMENTUM)
+        return gradient.lerp(velocity, _MOMENTUM)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
