@@ -120,17 +120,15 @@ def _segments(data: Json) -> str:
 
 
 def _experts(data: Json) -> str:
+    made = {name: runs for name, runs in data["experts"].items() if "skipped" not in runs}
+    sizes = {each for runs in made.values() for found in runs.values() for each in found}
+    columns = sorted(sizes, key=lambda each: (not each.isdigit(), each.zfill(9)))
     rows = [
-        [
-            name,
-            str(tokens),
-            *(_number(found.get(each)) for each in ("32", "64", "128", "256", "dense")),
-        ]
-        for name, runs in data["experts"].items()
-        if "skipped" not in runs
+        [name, str(tokens), *(_number(found.get(each)) for each in columns)]
+        for name, runs in made.items()
         for tokens, found in runs.items()
     ]
-    heads = ["side", "tokens", "32", "64", "128", "256", "dense"]
+    heads = ["side", "tokens", *columns]
     title = f"One layer's experts in {data['shape']['precision']}, milliseconds by capacity"
     return _table(heads, rows, title)
 

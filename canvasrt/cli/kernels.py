@@ -113,7 +113,8 @@ def _show_pass(console: Any, kind: str, made: Json) -> None:
     rows = [(each["segment"], *_cells(each, 1)) for each in made["segments"]]
     console.print(table(("segment", "kernels", "formats", "bytes", "Gop", "ms"), rows))
     console.print()
-    console.print(table(("largest", "part", "kernels", "bytes each", "ms"), largest(made["each"])))
+    heads = ("largest", "part", "kernels", "formats", "bytes each", "Gop each", "ms")
+    console.print(table(heads, largest(made["each"])))
 
 
 def _cells(each: Json, count: int) -> tuple[str, ...]:
@@ -138,11 +139,18 @@ def largest(rows: list[Json]) -> list[tuple[str, ...]]:
             what if len(what) < 60 else f"{what[:57]}…",
             part,
             str(len(held)),
+            " ".join(sorted({each for row in held for each in _formats(row)})),
             size(sum(row["bytes"] for row in held) / len(held)),
+            f"{sum(row['operations'] for row in held) / len(held) / 1e9:,.1f}",
             f"{sum(row['us'] for row in held) / 1e3:.3f}",
         )
         for (what, part), held in order[:_LARGEST]
     ]
+
+
+def _formats(row: Json) -> set[str]:
+    """Return what a product runs in; of other kernels, what they write."""
+    return {row["format"]} if row["format"] else {dtype for dtype, _ in row["out"]}
 
 
 def _without_numbers(row: Json) -> str:

@@ -71,6 +71,7 @@ def test_the_script_runs_and_says_what_it_left_out(
     text = (tmp_path / "out" / "gpu.md").read_text()
     assert "| 64 | 2 |" in text
     assert "half padding" in text
+    assert "| side | tokens | 32 | 48 | 64 | 128 | 160 | 256 | dense |" in text
     assert ", with padding " in text
     assert "- tensorrt: CanvasError: TensorRT needs a GPU, and this machine has none" in text
 

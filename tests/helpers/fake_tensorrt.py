@@ -46,6 +46,7 @@ class FakeCudaDevice(FakeDevice):
         self.graphs: dict[int, list[Callable[[], Any]]] = {}
         self.replayed = 0
         self.captures = True
+        self.breaks_captures = False  # though TensorRT said that it could be captured
         # What made a request wait: (what, engine), and seconds.
         self.stalls: list[tuple[str, str]] = []
         self.waited = 0.0
@@ -86,6 +87,9 @@ class FakeCudaDevice(FakeDevice):
             raise CanvasError("CUDA: operation not permitted when stream is capturing", "")
         self._recording = []
         work()
+        if self.breaks_captures:
+            self._recording = None
+            raise CanvasError("CUDA: operation failed due to a previous error during capture", "")
         number = max(self.graphs, default=0) + 1
         self.graphs[number], self._recording = self._recording, None
         self.stall("capture", "", CAPTURE)

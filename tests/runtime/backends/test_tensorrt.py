@@ -172,6 +172,20 @@ def test_a_call_that_cannot_be_captured_runs_as_it_is(
     assert not engines.device.replayed
 
 
+def test_a_capture_that_fails_is_not_tried_again(
+    tiny: Pair, prompt: Prompt, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=False)
+    engines.device.breaks_captures = True
+    wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
+    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
+    calls = [known for each in engines.backend.engines for known in each._known.values()]
+    tried = [known for known in calls if known is not None and not known.fits]
+    assert tried
+    assert capsys.readouterr().err.count("runs without a CUDA graph: CUDA") == len(tried)
+    assert not engines.device.replayed
+
+
 def test_no_context_ends_while_queued_work_may_use_it(
     tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
