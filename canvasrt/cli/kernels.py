@@ -113,8 +113,8 @@ def _show_pass(console: Any, kind: str, made: Json) -> None:
     rows = [(each["segment"], *_cells(each, 1)) for each in made["segments"]]
     console.print(table(("segment", "kernels", "formats", "bytes", "Gop", "ms"), rows))
     console.print()
-    heads = ("largest", "part", "kernels", "formats", "bytes each", "Gop each", "ms")
-    console.print(table(heads, largest(made["each"])))
+    columns = ("largest", "part", "kernels", "formats", "bytes each", "Gop each", "ms")
+    console.print(table(columns, largest(made["each"])))
 
 
 def _cells(each: Json, count: int) -> tuple[str, ...]:

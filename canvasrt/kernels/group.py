@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from canvasrt.kernels.cost import is_attention, is_product, weight
+from canvasrt.kernels.cost import is_attention, is_product, step_names, weight
 from canvasrt.kernels.parse import Kernel
 
 ATTENTION, ROUTING, EXPERTS, MLP = "attention", "routing", "experts", "shared MLP"
@@ -21,6 +21,8 @@ VISION, OTHER = "vision", "other"
 PARTS = (ATTENTION, ROUTING, EXPERTS, MLP, NORMS, MASKS, HEAD, SAMPLER, SIGNAL, VISION, OTHER)
 
 _LAYER = re.compile(r"^layers\.(\d+)(?:\.([\w.]+))?/")
+# A layer's cached keys and values on their way into it.
+_PAST = re.compile(r"^layer_(\d+)/")
 _INTEGERS = {"Int32", "Int64", "Bool"}
 
 
@@ -47,8 +49,18 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     found = Counter(_named(node) for node in kernel.nodes)
     if not found:
         return Place(None, OTHER, product)
-    # Nodes are in no order, so in a tie any will do, except that norms lose.
-    number, part = max(found, key=lambda place: (found[place], place[1] != NORMS))
+    if product or "Exp" in step_names(kernel):
+        # A layer's, whatever masks are fused with it.
+        found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
+    # Nodes are in no order, so in a tie any part will do, except that masks and norms lose.
+    losers = (MASKS, NORMS)
+    number, part = max(
+        found,
+        key=lambda place: (
+            found[place],
+            losers.index(place[1]) if place[1] in losers else len(losers),
+        ),
+    )
     if part == EXPERTS and not product and _is_integer(kernel):
         part = ROUTING
     layer = None if number is None or part == MASKS else layers[number]
@@ -57,6 +69,8 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
 
 def _named(node: str) -> tuple[int | None, str]:
     """Return a node's layer, by its number in the segment, and its part."""
+    if past := _PAST.match(node):
+        return int(past[1]), ATTENTION
     found = _LAYER.match(node)
     if found is None:
         return None, MASKS

@@ -171,8 +171,8 @@ def find_gpu(name: str) -> GpuRates:
 def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench.gpu` measured, from its gpu.json.
 
-    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach; the rate of a matrix
-    product becomes the share of the peak.
+    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The rate of a matrix
+    product, in bf16 or FP8, becomes the share of the peak of every format. The cost of a launch stays a guess.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -11,8 +11,9 @@ from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.pipeline import build_bundle
 
-# The released widths and head sizes, with as few experts and tokens as leave every kernel as it is.
-WIDTHS = {"num_experts": 8, "top_k_experts": 4, "vocab_size": 4096}
+# The released widths and head sizes, with as few experts and tokens as leave every kernel as it is. Each token has as
+# many experts as there: sums over fewer are fused with more.
+WIDTHS = {"num_experts": 10, "top_k_experts": 8, "vocab_size": 4096}
 # A calibration that is made up: the kernels do not depend on it.
 AMAX = 8.0
 OPTIONS = BuildOptions(max_context=4096, max_batch=4)

@@ -17,7 +17,7 @@ from canvasrt.kernels.rates import GPUS, find_gpu, measured
 from canvasrt.kernels.report import prediction_report
 from canvasrt.pass_shapes import usual_capacity
 from canvasrt.targets import TARGETS
-from tests.canvasrt.kernels.conftest import Released
+from tests.canvasrt.kernels.conftest import WIDTHS, Released
 
 GPU = find_gpu("rtx-5090")
 
@@ -43,7 +43,7 @@ def test_a_pass_is_the_sum_of_its_kernels_and_above_its_floor(predictor: Predict
 
 def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle) -> None:
     """The floor's bytes are those of the weights' shapes; norms and scalars are negligible."""
-    d, mlp, inner, experts = 2816, 2112, 704, 8
+    d, mlp, inner, experts = 2816, 2112, 704, WIDTHS["num_experts"]
     packed, plain = 0.5 + 1 / 16, 2
     layer = packed * 3 * d * (mlp + experts * inner) + plain * d * experts
     sliding = layer + packed * d * (8192 + 4096)
@@ -56,7 +56,7 @@ def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_floor_multiplies_only_what_was_routed(predictor: Predictor, batch: int) -> None:
     """However many rows the experts' products take: all tokens for every expert, with one canvas, or padded slots."""
-    d, mlp, inner, chosen = 2816, 2112, 704, 4
+    d, mlp, inner, chosen = 2816, 2112, 704, WIDTHS["top_k_experts"]
     dense = 3 * 3 * d * mlp + d * (2 * (8192 + 4096) + 9216 + 8192)
     operations = 2 * batch * 256 * (dense + 3 * chosen * 3 * d * inner)
     # Nothing but products of four bits takes time here.

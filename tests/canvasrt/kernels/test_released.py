@@ -38,6 +38,7 @@ TARGETS = [
     ("nvfp4-mixed", "dgx-spark"),
     ("fp8", "dgx-spark"),
     ("int4", "dgx-spark"),
+    ("bf16", "dgx-spark"),
 ]
 # What a weight of each number format is stored as, and what its product runs in.
 PRODUCTS = {
@@ -164,11 +165,15 @@ def test_every_weight_is_multiplied_once_in_its_recipe_s_format(built: Bundle) -
 
 
 def test_the_head_multiplies_by_the_table_twice_in_its_recipe_s_format(built: Bundle) -> None:
-    wanted = PRODUCTS[choices(built).get("table")]
+    formats = choices(built)
+    wanted = PRODUCTS[formats.get("table")]
     vocabulary = WIDTHS["vocab_size"]
     for profile, kernels in programs(built, "head").items():
         found = products(kernels)
         assert found[D, vocabulary] + found[vocabulary, D] == [wanted, wanted], profile
+        # Self-conditioning has an MLP of its own.
+        for name in ("signal_mlp.gate_up", "signal_mlp.down"):
+            assert found[HEAD[name]] == [PRODUCTS[formats.get(name)]], (profile, name)
 
 
 def test_no_kernel_writes_a_weight(built: Bundle) -> None:
@@ -187,17 +192,32 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
     """The router's weights come in fp32. Scores of heads of 512 are widened first; their maximum and sum are fp32."""
     for profile, kernels in programs(built).items():
         inside = [k for k, _ in of_layer(kernels, FULL)]
-        (router,) = [k for k in inside if f"layers.{FULL}.router/node_softmax" in k.nodes]
+        assert not [k.name for k in outside(kernels) if "Exp" in cost.step_names(k)], profile
+        exp = f"layers.{FULL}.router/node_exp"
+        (router,) = [k for k in inside if any(node.startswith(exp) for node in k.nodes)]
         top = [each.dtype for each in router.inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
         assert set(top) == {"Float", "Int64"}, (profile, top)
         attention = [k for k in inside if "Exp" in cost.step_names(k) and k is not router]
-        assert len(attention) >= 6, profile
+        # Of each piece, one over the cached keys and one over the new ones; and those that merge them.
+        assert len(attention) >= 2 * pieces(built), profile
         for kernel in attention:
             steps = re.findall("[A-Z][a-z]+", cost.step_names(kernel))
             assert "Cast" in steps[: steps.index("Exp")], (profile, kernel.name)
             sums = [each for each in kernel.tensors if each.dims[-1] == 1 and set(each.dims) != {1}]
             assert sums, (profile, kernel.name)
             assert {each.dtype for each in sums} == {"Float"}, (profile, kernel.name)
+
+
+def outside(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return the kernels of no layer."""
+    found = group.places(kernels, "body_0", range(3))
+    return [kernel for kernel, place in zip(kernels, found, strict=True) if place.layer is None]
+
+
+def pieces(bundle: Bundle) -> int:
+    """Return into how many pieces a full layer's attention is cut."""
+    model = bundle.manifest.model
+    return -(-model.num_attention_heads // model.layers[FULL].num_kv_heads // FOLDED_HEADS)
 
 
 def longest_chain(kernels: Sequence[Kernel]) -> int:
@@ -216,17 +236,14 @@ def test_attention_with_heads_of_512_runs_piece_by_piece(built: Bundle) -> None:
 
     A chain through two pieces has four products: scores and values of each.
     """
-    model = built.manifest.model
-    layer = model.layers[FULL]
-    group_size = model.num_attention_heads // layer.num_kv_heads
-    pieces = -(-group_size // FOLDED_HEADS)
+    count = pieces(built)
     for profile, kernels in programs(built).items():
         inside = [k for k, place in of_layer(kernels, FULL) if place.part == group.ATTENTION]
-        assert longest_chain(inside) == 2 * pieces, profile
+        assert longest_chain(inside) == 2 * count, profile
         # As if the zero had been folded: queries that come from no product.
         own = [k for k in inside if cost.is_product(k) and cost.weight(k) is None]
         cut = [replace(k, inputs=k.inputs[1:]) if k in own else k for k in inside]
-        assert longest_chain(cut) < 2 * pieces, profile
+        assert longest_chain(cut) < 2 * count, profile
 
 
 def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
