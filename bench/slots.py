@@ -3,7 +3,7 @@
     python -m bench.slots /path/of/bench.predict/engines-fp8-4 --gpu rtx-5090
 
 Prints milliseconds per denoising pass of the kernels that depend on the slots. Capacities per layer or per group of
-experts are multiples of `shapes.SLOT_UNIT`; products over sorted rows round up each expert's rows to as many. Nothing
+experts are multiples of `pass_shapes.SLOT_UNIT`; products over sorted rows round up each expert's rows to as many. Nothing
 is added for finding the sizes, nor for leaving the engine in between. The engines have three layers, and may have fewer
 experts.
 """

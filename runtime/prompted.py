@@ -72,6 +72,8 @@ class Prompted:
         if not self.chunks:  # behind the prompt
             return EncodeInput(self.row, self.pending[: self._model.prefill_chunk])
         size, begin = self.chunks[0].size, len(self._groups) - len(self.pending)
+        if not self._pictures:
+            return EncodeInput(self.row, self.pending[:size])
         groups = self._groups[begin : begin + size]
         seen = see_groups(groups, self._pictures, self._model.see)
         return EncodeInput(self.row, self.pending[:size], *seen)

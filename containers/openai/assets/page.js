@@ -318,17 +318,19 @@ function dataUrl(file) {
   return new Promise((resolve) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
+    reader.onerror = () => resolve("");
     reader.readAsDataURL(file);
   });
 }
 async function attach(files) {
   for (const file of [...files]) {
-    if (!file.type.startsWith("image/")) continue;
+    const url = file.type.startsWith("image/") && await dataUrl(file);
+    if (!url) continue;
     const button = document.createElement("button");
     button.type = "button";
     button.title = "remove this image";
     const image = document.createElement("img");
-    image.src = await dataUrl(file);
+    image.src = url;
     image.alt = file.name;
     button.append(image);
     button.addEventListener("click", () => button.remove());
