@@ -49,8 +49,8 @@ def chunks_of(
     while begin < len(tokens):
         size = uncut(groups[begin:], _next_end(begin, most) - begin, most)
         end = begin + size
-        images = np.unique(groups[begin:end])
-        seen = b"".join(digests[number] for number in images[images >= 0])
+        images = np.unique(groups[begin:end]) if digests else ()
+        seen = b"".join(digests[number] for number in images if number >= 0)
         text = np.ascontiguousarray(tokens[begin:end], "<i8").tobytes()
         key = hashlib.sha256(key + text + seen).digest()
         found.append(Chunk(size, key))

@@ -69,11 +69,10 @@ class Prompted:
 
     def next_chunk(self) -> EncodeInput:
         """Return the tokens to encode next."""
-        if not self.chunks:  # behind the prompt
-            return EncodeInput(self.row, self.pending[: self._model.prefill_chunk])
-        size, begin = self.chunks[0].size, len(self._groups) - len(self.pending)
-        if not self._pictures:
+        size = self.chunks[0].size if self.chunks else self._model.prefill_chunk
+        if not (self.chunks and self._pictures):  # text, or behind the prompt
             return EncodeInput(self.row, self.pending[:size])
+        begin = len(self._groups) - len(self.pending)
         groups = self._groups[begin : begin + size]
         seen = see_groups(groups, self._pictures, self._model.see)
         return EncodeInput(self.row, self.pending[:size], *seen)
