@@ -3,6 +3,7 @@ code."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import signal
 import threading
@@ -27,7 +28,9 @@ def stop_request() -> Iterator[StopRequest]:
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
-        (request.forced if request.requested.is_set() else request.requested).set()
+        noted = request.forced if request.requested.is_set() else request.requested
+        # An event has a lock, and what the signal interrupts may hold it.
+        _thread.start_new_thread(noted.set, ())
 
     # Keep ignoring SIGHUP under nohup. Scripts start background jobs with SIGINT ignored, but still
     # stop them with it.

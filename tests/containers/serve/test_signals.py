@@ -1,0 +1,21 @@
+"""Signals ask to stop, whatever they interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from canvasrt.containers.serve.signals import stop_request
+
+
+def test_a_signal_that_interrupts_a_wait_is_not_lost() -> None:
+    with stop_request() as stop:
+        # The lock that `wait` holds for a moment at its beginning and at its end.
+        with stop.requested._cond:  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+        assert stop.requested.wait(5)
+        assert not stop.forced.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.forced.wait(5)
