@@ -56,14 +56,20 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 
 
 def _rewrite(file: Path) -> bool:
-    """Rewrite experts, INT4 products and an INT8 table for a CPU. Weights stay in the linked file."""
+    """Rewrite layers, INT4 products and an INT8 table for a CPU. Weights stay in the linked file."""
     onnx = require("onnx", "export")
     from canvasrt.graphs.experts import split_experts
     from canvasrt.graphs.nbits import use_nbits
+    from canvasrt.graphs.simplify import simplify_layers
     from canvasrt.graphs.table import split_table
 
     model = onnx.load(file, load_external_data=False)
-    changed = [split_experts(model), use_nbits(model), split_table(model)]
+    changed = [
+        split_experts(model),
+        use_nbits(model),
+        split_table(model),
+        simplify_layers(model),
+    ]
     if not any(changed):
         return False
     # The file may be a link to the graph bundle's, so it is replaced and never written through.

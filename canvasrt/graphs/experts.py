@@ -13,7 +13,7 @@ import numpy as np
 
 from canvasrt.checkpoints import weight_names
 from canvasrt.graphs import nbits
-from canvasrt.graphs.protos import drop_unused, import_contrib, make_node, rows_of
+from canvasrt.graphs.protos import drop_unused, import_contrib, integers_of, make_node, rows_of
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -125,13 +125,25 @@ class _Layer:
         x = gather.input[0]
         index = next(n for n in self._ancestors(gather.input[1]) if n.op_type == "TopK").output[1]
         chosen = self._next(last.output[0], "Gather")  # result[row]: [k, T, D]
-        wanted = chosen.output[0]
-        chosen.output[0] = f"{self._prefix}/unused"
-        self._emit(x, index, wanted)
-        self._insert_after(x, index)
+        weighted = self._next(chosen.output[0], "Mul")
+        turned = (n for n in self._ancestors(weighted.input[1]) if n.op_type == "Transpose")
+        weights = next(turned).input[0]  # [T, k]
+        mixed = self._sum(weighted)
+        wanted = mixed.output[0]
+        mixed.output[0] = f"{self._prefix}/unused"
+        self._emit(x, index, weights, wanted)
+        self._insert_after(x, index, weights)
 
-    def _emit(self, x: str, index: str, wanted: str) -> None:
-        """Map `x` `[T, D]` and `index` `[T, k]` to each token's results `wanted` `[k, T, D]`."""
+    def _sum(self, weighted: NodeProto) -> NodeProto:
+        """Return the node that ends the sum over a token's experts: in one piece, or in halves."""
+        users = self._users(weighted.output[0])
+        while len(users) > 1 or users[0].op_type != "RMSNormalization":
+            last = users[0]
+            users = self._users(last.output[0])
+        return last
+
+    def _emit(self, x: str, index: str, weights: str, wanted: str) -> None:
+        """Map `x` `[T, D]`, `index` and `weights` `[T, k]` to each token's weighted sum `wanted` `[1, T, D]`."""
         assert self._down is not None
         inner = self._gate_up.rows // 2
         order, sizes, top_k = self._sort(index)
@@ -144,9 +156,12 @@ class _Layer:
         gated = self._add("Mul", [gate, self._name("up")], "gated")
         gated = self._round(gated)
         result = self._multiply(gated, sizes, self._down, "down")
-        self._new.append(
-            make_node("Gather", [result, self._name("place")], [wanted], self._name("back"), axis=0)
-        )
+        # A product with the weights reads each token's rows once, and writes nothing of their size.
+        back = self._add("Gather", [result, self._name("place")], "back", axis=0)
+        wide = self._add("Unsqueeze", [weights, self._constant("second", [1])], "weights")
+        mixed = self._add("MatMul", [wide, back], "mixed")
+        shape = self._constant("tokens_first", [1, -1, self._down.rows])
+        self._new.append(make_node("Reshape", [mixed, shape], [wanted], self._name("sum")))
 
     def _round(self, gated: str) -> str:
         """Return `gated` as a quantized graph's second product sees it. Rounding is by row, so
@@ -159,11 +174,13 @@ class _Layer:
         return self._add(node.op_type, [gated, node.input[1]], "rounded", domain=node.domain)
 
     def _sort(self, index: str) -> tuple[str, str, str]:
-        """Return the order `[T·k]` by expert, the experts' counts `[E]`, and k; emit `place` `[k, T]` too."""
+        """Return the order `[T·k]` by expert, the experts' counts `[E]`, and k; emit `place` `[T, k]` too."""
         zero, one = self._constant("zero", 0), self._constant("one", 1)
-        shape = self._add("Shape", [index], "shape")
+        top_k = self._constant("top_k", [self._top_k(index)])
         flat = self._add("Reshape", [index, self._constant("all", [-1])], "flat")
-        count = self._add("Shape", [flat], "count")
+        # Every layer asks for the number of tokens in these words, and ONNX Runtime answers once.
+        tokens = self._add("Shape", ["positions"], "tokens")
+        count = self._add("Mul", [self._add("ReduceProd", [tokens], "total"), top_k], "count")
         end = self._add("Squeeze", [count], "end")
         arange = self._add("Range", [zero, end, one], "arange")
         # Distinct keys make the order stable: by expert, then by token.
@@ -172,15 +189,18 @@ class _Layer:
         self._add("TopK", [key, count], "sorted", "order", axis=-1, largest=0, sorted=1)
         order = self._name("order")
         inverse = self._add("ScatterElements", [order, order, arange], "inverse", axis=0)
-        by_token = self._add("Reshape", [inverse, shape], "place_by_token")
-        self._add("Transpose", [by_token], "place", perm=[1, 0])
-        experts = self._constant("experts", range(self._gate_up.experts))
-        wide = self._add("Unsqueeze", [flat, self._constant("last", [-1])], "wide")
-        hit = self._add("Equal", [wide, experts], "hit")
-        ones = self._add("Cast", [hit], "ones", to=_INT64)
-        sizes = self._add("ReduceSum", [ones, self._constant("first", [0])], "sizes", keepdims=0)
-        top_k = self._add("Gather", [shape, one], "top_k", axis=0)
+        shape = self._constant("by_token", [-1, self._top_k(index)])
+        self._add("Reshape", [inverse, shape], "place")
+        zeros = self._constant("zeros", [0] * self._gate_up.experts)
+        ones = self._add("Expand", [one, count], "ones")
+        self._add("ScatterElements", [zeros, flat, ones], "sizes", axis=0, reduction="add")
+        sizes = self._name("sizes")
         return order, sizes, top_k
+
+    def _top_k(self, index: str) -> int:
+        """Return how many experts a token has, which the exported graph has as a constant."""
+        (count,) = integers_of(self._graph, self._producer[index].input[1])
+        return count
 
     def _multiply(self, rows: str, sizes: str, weight: _Stack, what: str) -> str:
         """Multiply each expert's rows by its own matrix, and concatenate the results."""

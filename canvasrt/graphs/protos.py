@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 # onnx is imported inside functions: a serving image has this package, but not onnx.
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -24,6 +26,20 @@ def make_node(
 def users(graph: GraphProto, value: str) -> list[NodeProto]:
     """Return the nodes that read a value."""
     return [each for each in graph.node if value in each.input]
+
+
+def integers_of(graph: GraphProto, value: str) -> list[int]:
+    """Return what a value holds that a Constant node or an initializer gives it."""
+    from onnx import numpy_helper
+    from onnx.helper import get_attribute_value
+
+    for tensor in graph.initializer:
+        if tensor.name == value:
+            return [int(each) for each in numpy_helper.to_array(tensor).ravel()]
+    (node,) = (each for each in graph.node if value in each.output)
+    held = get_attribute_value(node.attribute[0])
+    found = numpy_helper.to_array(held) if node.attribute[0].name == "value" else held
+    return [int(each) for each in np.ravel(found)]
 
 
 def replace(graph: GraphProto, old: NodeProto, new: list[NodeProto]) -> None:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 TABLE_VALUES, TABLE_SCALE = f"{TABLE}.values", f"{TABLE}.scale"
-# Size of a piece in float32: the memory that a product needs beyond the mapped table.
-PIECE_BYTES = 1 << 27
+# A piece in float32 is the memory that a product needs beyond the mapped table: at most these bytes, and in a small
+# model at most an eighth of the table. More pieces than needed would cost the sum of their results.
+PIECE_BYTES, PIECES, LEAST_BYTES = 1 << 27, 8, 1 << 20
 
 
 def embedding_entry(file: Path) -> dict[str, Any]:
@@ -76,7 +77,8 @@ class _Pieces:
     def __init__(self, graph: GraphProto, values: TensorProto, scale: TensorProto) -> None:
         self._graph, self._values, self._scale = graph, values, scale
         tokens, width = values.dims
-        count = -(-tokens * width * 4 // PIECE_BYTES)
+        size = tokens * width * 4
+        count = -(-size // min(PIECE_BYTES, max(LEAST_BYTES, size // PIECES)))
         self._cuts = [tokens * number // count for number in range(count + 1)]
 
     def turned(self, x: str, output: str) -> list[NodeProto]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from tests.helpers.random_models import Graphs
 
@@ -102,3 +103,28 @@ def assert_cache(graphs: Graphs, cache: list[tuple], reference: DynamicCache) ->
         held = layer.keys.shape[2]
         assert_close(key[:, :, key.shape[2] - held :], layer.keys)
         assert_close(value[:, :, value.shape[2] - held :], layer.values)
+
+
+def random_feeds(
+    config: ModelConfig, rows: int, length: int, past: int, padding: int = 0
+) -> dict[str, np.ndarray]:
+    """Return random inputs of a body graph with all layers. The last row ends with `padding` empty positions."""
+    rng = np.random.default_rng(length)
+    positions = np.tile(np.arange(past, past + length), (rows, 1))
+    if padding:
+        positions[-1, -padding:] = -1
+    known = np.tile(np.arange(past), (rows, 1))
+    values: dict[str, np.ndarray] = {
+        "hidden": rng.standard_normal((rows, length, config.hidden_size)).astype(np.float32),
+        "positions": positions,
+        "groups": np.full((rows, length), -1),
+        "causal": np.ones(rows, bool),
+        **expert_slots(rows * length, config.num_experts),
+        "past_positions_sliding": past_in_octets(known, 1, empty=-1),
+        "past_positions_full": past_in_octets(known, 1, empty=-1),
+    }
+    for i, layer in enumerate(config.layers):
+        shape = (rows, layer.num_kv_heads, past, layer.head_dim)
+        values[f"past_key_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
+        values[f"past_value_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
+    return values

@@ -110,6 +110,8 @@ class Trace:
     accepted: list[list[list[np.ndarray]]] = field(default_factory=list)
     # How far the closest of the accepted draws was from having been another token.
     closest: list[float] = field(default_factory=list)
+    # How far the router's last chosen expert was ahead of the next one, where that was least.
+    ahead: list[float] = field(default_factory=list)
 
     def steps(self, row: int) -> list[int]:
         return [len(block) for block in self.argmax[row]]
@@ -125,13 +127,14 @@ class ReferenceOutput:
     def check(self, results: Sequence[Result]) -> None:
         """Assert that `results` have the same tokens and steps, row by row.
 
-        Both sides round, so a draw closer than about 1e-6 to another token's share may go either way.
-        Such a seed proves nothing: the message says how close the closest one was.
+        Both sides round, so a draw closer than about 1e-6 to another token's share may go either way, and so may the
+        choice between two experts. Such a seed proves nothing: the message says how close the closest ones were.
         """
         assert len(results) == len(self.tokens)
         for row, result in enumerate(results):
             where = (
-                f"row {row}; the closest draw was {self.trace.closest[row]:.1e} from another token"
+                f"row {row}; the closest draw was {self.trace.closest[row]:.1e} from another token, "
+                f"the closest expert {self.trace.ahead[row]:.1e} ahead of another"
             )
             assert result.token_ids == self.tokens[row], where
             assert result.steps == self.trace.steps(row), where
@@ -196,12 +199,14 @@ class Reference:
     def _patched(
         self, seeds: list[int], early_stop: bool, warpers: LogitsProcessorList
     ) -> Iterator[Trace]:
-        trace = Trace([[] for _ in seeds], [[] for _ in seeds], [1.0 for _ in seeds])
+        trace = Trace(
+            [[] for _ in seeds], [[] for _ in seeds], [1.0 for _ in seeds], [1.0 for _ in seeds]
+        )
         distance = torch.ones(len(seeds), self.canvas)
         at = {"block": -1, "step": 0}
         kind = type(self.model)
         prepare, denoise = kind._prepare_denoiser_inputs, kind._denoising_step
-        noise = self._noise
+        noise, choose = self._noise, torch.topk
 
         def new_block(self: Any, *args: Any, **kwargs: Any) -> Any:
             at.update(block=at["block"] + 1, step=0)
@@ -218,6 +223,13 @@ class Reference:
             tokens = inverse_cdf(probabilities, uniforms)
             distance[:] = boundary_distance(probabilities, uniforms, tokens).view_as(distance)
             return tokens[:, None]
+
+        def topk(x: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+            if x.shape[-1] == self.model.config.text_config.num_experts:
+                best = choose(x, k + 1, dim=-1).values
+                ahead = (best[..., -2] - best[..., -1]).reshape(len(seeds), -1).amin(1).tolist()
+                trace.ahead = [min(pair) for pair in zip(trace.ahead, ahead, strict=True)]
+            return choose(x, k, *args, **kwargs)
 
         def uniform_canvas(self: Any, batch_size: int, device: torch.device) -> torch.Tensor:
             return torch.from_numpy(noise(seeds, at["block"], at["step"])[1])
@@ -239,6 +251,7 @@ class Reference:
             patch.setattr(kind, "_denoising_step", denoising_step)
             patch.setattr(EntropyBoundSampler, "initialize_canvas", uniform_canvas)
             patch.setattr(torch, "multinomial", multinomial)
+            patch.setattr(torch, "topk", topk)
             if not early_stop:
                 patch.setattr(kind, "_prepare_diffusion_stopping_criteria", lambda *_: None)
             yield trace

@@ -52,7 +52,7 @@ def common_token(results: list[Result]) -> int:
 def test_several_blocks(tiny, prompt: Prompt, length: int, adaptive: bool, batch: int) -> None:
     base = replace(BASE, early_stop=adaptive, max_new_tokens=96 if length < 100 else 64)
     prompts = [prompt(length, seed) for seed in range(batch)]
-    results = check(tiny, prompts, seeds(base, batch, first=length))
+    results = check(tiny, prompts, seeds(base, batch, first=1000 + length))
     assert {result.finish_reason for result in results} == {"length"}
     if not adaptive:
         assert all(steps == 11 for result in results for steps in result.steps)

@@ -12,7 +12,8 @@ import pytest
 from canvasrt.bundle import Bundle
 from canvasrt.export.graphs import export_graphs
 from canvasrt.graphs.experts import split_experts
-from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
+from canvasrt.runtime.body_inputs import expert_slots
+from tests.helpers.graph_runs import random_feeds
 
 
 @pytest.fixture(scope="module")
@@ -32,33 +33,10 @@ def sessions(graphs: Bundle) -> tuple[ort.InferenceSession, ort.InferenceSession
     return ort.InferenceSession(file), ort.InferenceSession(rewritten)
 
 
-def feeds(graphs: Bundle, rows: int, length: int, past: int, padding: int = 0) -> dict:
-    config = graphs.manifest.model
-    rng = np.random.default_rng(length)
-    positions = np.tile(np.arange(past, past + length), (rows, 1))
-    if padding:
-        positions[-1, -padding:] = -1
-    known = np.tile(np.arange(past), (rows, 1))
-    values: dict[str, np.ndarray] = {
-        "hidden": rng.standard_normal((rows, length, config.hidden_size)).astype(np.float32),
-        "positions": positions,
-        "groups": np.full((rows, length), -1),
-        "causal": np.ones(rows, bool),
-        **expert_slots(rows * length, config.num_experts),
-        "past_positions_sliding": past_in_octets(known, 1, empty=-1),
-        "past_positions_full": past_in_octets(known, 1, empty=-1),
-    }
-    for i, layer in enumerate(config.layers):
-        shape = (rows, layer.num_kv_heads, past, layer.head_dim)
-        values[f"past_key_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
-        values[f"past_value_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
-    return values
-
-
 # One token leaves most experts without a row.
 @pytest.mark.parametrize(("rows", "length", "past"), [(1, 1, 0), (1, 32, 5), (3, 40, 9)])
 def test_the_same_function(graphs: Bundle, sessions, rows: int, length: int, past: int) -> None:
-    given = feeds(graphs, rows, length, past)
+    given = random_feeds(graphs.manifest.model, rows, length, past)
     expected, found = (session.run(None, given) for session in sessions)
     names = [value.name for value in sessions[0].get_outputs()]
     for name, before, after in zip(names, expected, found, strict=True):
@@ -67,14 +45,14 @@ def test_the_same_function(graphs: Bundle, sessions, rows: int, length: int, pas
 
 
 def test_padding_does_not_matter(graphs: Bundle, sessions) -> None:
-    given = feeds(graphs, 2, 16, 4, padding=6)
+    given = random_feeds(graphs.manifest.model, 2, 16, 4, padding=6)
     expected, found = (session.run(["hidden_out"], given)[0] for session in sessions)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found[1, :10], expected[1, :10], rtol=1e-4, atol=1e-4)
 
 
 def test_no_capacity_is_needed(graphs: Bundle, sessions) -> None:
-    given = feeds(graphs, 1, 32, 0)
+    given = random_feeds(graphs.manifest.model, 1, 32, 0)
     narrow_slots = expert_slots(1, graphs.manifest.model.num_experts)
     wide = sessions[1].run(["hidden_out", "load"], given)
     narrow = sessions[1].run(["hidden_out", "load"], given | narrow_slots)
