@@ -3,9 +3,11 @@
     python -m bench.build_full --layers 30 -o DIR     # the released shape, in NVFP4, for rtx-5090
     python -m bench.build_full --shape narrow -o DIR  # the same in a minute
     python -m bench.build_full --format int4 --target rtx-4090,cpu --layers-per-segment 3 -o DIR
+    python -m bench.build_full --format int4 --target cpu --verify -o DIR
 
 It writes a random checkpoint, exports it and builds its engines, each as `canvasrt` does, with
-nothing cached. Results go to `DIR/build.json` and `DIR/build.md`. Memory is sampled over all
+nothing cached. With `--verify`, bundles that run on this machine are compared with the checkpoint
+as `canvasrt verify --reference` does. Results go to `DIR/build.json` and `DIR/build.md`. Memory is sampled over all
 processes of a stage together; mapped files count while they are in memory.
 """
 
@@ -129,11 +131,15 @@ class BuildReport:
     @property
     def seconds(self) -> float:
         """Export and build: the time that a user waits."""
-        return sum(row.seconds for row in self.stages if row.name != "checkpoint")
+        return sum(row.seconds for row in self._waited)
 
     @property
     def peak(self) -> int:
-        return max(row.peak.resident for row in self.stages if row.name != "checkpoint")
+        return max(row.peak.resident for row in self._waited)
+
+    @property
+    def _waited(self) -> list[StageUse]:
+        return [row for row in self.stages if row.name == "export" or row.name.startswith("build")]
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": self.seconds, "peak": self.peak}
@@ -159,11 +165,13 @@ class BuildReport:
         return "\n".join(lines) + "\n"
 
 
-def run(command: Sequence[str], name: str, out: Path) -> StageUse:
-    """Run one stage in a process of its own."""
+def run(command: Sequence[str], name: str, out: Path, check: bool = True) -> StageUse:
+    """Run one stage in a process of its own. Without `check`, a failure only shows in its name."""
     start = time.monotonic()
     with Sampler() as sampler:
-        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+        program = [sys.executable, "-m", *command]
+        done = subprocess.run(program, check=check, stdout=subprocess.DEVNULL)
+    name += f" (exit code {done.returncode})" if done.returncode else ""
     return StageUse(name, time.monotonic() - start, sampler.whole, _size(out))
 
 
@@ -217,6 +225,7 @@ def measure(
     work: Path,
     keep: bool,
     max_context: int | None = None,
+    verify: bool = False,
 ) -> BuildReport:
     """Create the checkpoint in `work`, export it and build it there for one target after the other."""
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
@@ -238,14 +247,20 @@ def measure(
     command = ["canvasrt", "export", str(checkpoint), *plain, *cut, "-o", str(graphs)]
     report.stages.append(run(command, "export", graphs))
     options["layers"] = len(load_bundle(graphs, check=False).manifest.model.layers)
-    # The graphs contain everything in the checkpoint; free the disk for engines.
-    shutil.rmtree(checkpoint)
+    if not verify:
+        # The graphs contain everything in the checkpoint; free the disk for engines.
+        shutil.rmtree(checkpoint)
     for target in targets.split(","):
         engines = work / f"engines-{target}"
         built, segments, memory = run_build(graphs, target, engines, max_context)
         report.memory[target] = memory
         report.stages.append(built)
         report.segments += segments
+        if verify and find_target(target).builder == "onnxruntime":
+            reports = work / f"report-{target}"
+            against = ["--reference", str(checkpoint), "--report", str(reports)]
+            command = ["canvasrt", "verify", str(engines), *against]
+            report.stages.append(run(command, f"verify {target}", reports, check=False))
         if not keep:
             shutil.rmtree(engines)
             shutil.rmtree(work / "cache")
@@ -269,6 +284,7 @@ def main() -> None:
     parser.add_argument("--target", default="rtx-5090", help="one, or several with commas")
     parser.add_argument("--layers-per-segment", type=int, default=LAYERS_PER_SEGMENT)
     parser.add_argument("--max-context", type=int, help="tokens, for a batch of one")
+    parser.add_argument("--verify", action="store_true", help="compare with the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep graphs and engines")
     args = parser.parse_args()
     work = args.output / "work"
@@ -283,6 +299,7 @@ def main() -> None:
             work,
             args.keep,
             args.max_context,
+            args.verify,
         )
     finally:
         if not args.keep:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,9 @@ def streamed_module(path: Path) -> Any:
         (ENCODER, module.model.encoder.language_model),
     ):
         layers += [(f"{prefix}.layers.{i}.", layer) for i, layer in enumerate(holder.layers)]
+    room: dict[tuple[str, torch.Size], Tensor] = {}
     for prefix, layer in layers:
-        _stream(layer, prefix.replace(ENCODER, DECODER), checkpoint)
+        _stream(layer, prefix.replace(ENCODER, DECODER), checkpoint, room)
     later = (*(prefix for prefix, _ in layers), *_VISION)
     read: dict[str, Tensor] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
@@ -55,21 +57,20 @@ def streamed_module(path: Path) -> Any:
             continue
         source = _SHARED.get(name, name.replace(ENCODER, DECODER))
         if source not in read:
-            wide = read_wide(checkpoint, source, parameter.shape)
+            wide = torch.empty(parameter.shape)
+            read_wide(checkpoint, source, wide)
             read[source] = nn.Parameter(wide, requires_grad=False)
         _put(module, name, read[source])
     return module.eval()
 
 
-def read_wide(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
-    """Read a parameter of transformers' model in float32, whatever the checkpoint has in its place."""
-    wide = torch.empty(shape)
-    flat, first = wide.view(-1), 0
+def read_wide(checkpoint: Checkpoint, name: str, wide: Tensor) -> None:
+    """Read a parameter of transformers' model into float32 `wide`, whatever the checkpoint has in its place."""
+    shape, flat, first = wide.shape, wide.view(-1), 0
     for part in wide_rows(checkpoint, (name,), tuple(shape)):
         flat[first : first + part.numel()] = part.reshape(-1)
         first += part.numel()
     assert first == flat.numel(), name
-    return wide
 
 
 def wide_rows(
@@ -82,13 +83,29 @@ def wide_rows(
     yield from held.wide() if held else weight.read(torch.float32)
 
 
-def _stream(layer: nn.Module, prefix: str, checkpoint: Checkpoint) -> None:
-    """Have a layer read its weights before it runs, and drop them afterwards."""
+def _stream(
+    layer: nn.Module,
+    prefix: str,
+    checkpoint: Checkpoint,
+    room: dict[tuple[str, torch.Size], Tensor],
+) -> None:
+    """Have a layer read its weights before it runs, and drop them afterwards.
+
+    One layer runs at a time, so all share the memory in `room`: taking it anew costs as much as filling it.
+    """
     empty = dict(layer.named_parameters())
 
+    def read(name: str) -> Tensor:
+        key = name, empty[name].shape
+        if key not in room:
+            room[key] = torch.empty(empty[name].shape)
+        read_wide(checkpoint, prefix + name, room[key])
+        return room[key]
+
     def fill(*_: object) -> None:
-        for name, parameter in empty.items():
-            _put(layer, name, read_wide(checkpoint, prefix + name, parameter.shape))
+        with ThreadPoolExecutor() as pool:
+            for name, wide in zip(empty, pool.map(read, empty), strict=True):
+                _put(layer, name, wide)
 
     def drop(*_: object) -> None:
         for name, parameter in empty.items():
