@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.runner import Runner
+from bench.runner import ROUTINGS, Routing, Runner
 from bench.shape import Shape
 from canvasrt.types import Json
 
@@ -24,13 +24,15 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 def passes(runner: Runner, shape: Shape) -> list[Json]:
-    """Measure a denoising pass at every batch and context, also with canvases that are half padding."""
+    """Measure a denoising pass at every batch and context, with canvases of each routing."""
 
     def one(batch: int, context: int) -> Json:
         took = runner.pass_ms(batch, context, shape.repeats)
-        padded = runner.pass_ms(batch, context, shape.repeats, padded=True)
         found = {"ms": statistics.median(took), "min": min(took), "max": max(took)}
-        return found | ({"padded_ms": statistics.median(padded)} if padded else {})
+        for routing in ROUTINGS[1:]:
+            if others := runner.pass_ms(batch, context, shape.repeats, routing):
+                found[f"{routing}_ms"] = statistics.median(others)
+        return found
 
     return [
         {"batch": batch, "context": context} | attempt(partial(one, batch, context))
@@ -70,15 +72,17 @@ def generation(runner: Runner, shape: Shape) -> list[Json]:
     ]
 
 
-def _loads(runner: Runner, context: int, padded: bool) -> list[int]:
-    return runner.loads() if runner.pass_ms(1, context, 1, padded) else []
+def _loads(runner: Runner, context: int, routing: Routing) -> list[int]:
+    return runner.loads() if runner.pass_ms(1, context, 1, routing) else []
 
 
 def side(runner: Runner, shape: Shape) -> Json:
     """Measure everything about one side."""
     found: Json = {"passes": passes(runner, shape), "segments": segments(runner, shape)}
     found["generation"] = generation(runner, shape)
-    for name, padded in (("expert_loads", False), ("expert_loads_padded", True)):
-        found[name] = attempt(partial(_loads, runner, shape.contexts[0], padded))
+    found["expert_loads"] = {
+        routing: attempt(partial(_loads, runner, shape.contexts[0], routing))
+        for routing in ROUTINGS
+    }
     found["memory_bytes"] = runner.memory()
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.runner import WARM_UP, Generation
+from bench.runner import WARM_UP, Generation, Routing
 from bench.shape import Prepared
 from canvasrt.cli.against import NO_TOKEN, Clock
 from canvasrt.extras import require
@@ -32,8 +32,10 @@ class TransformersRunner:
         self._loads_of: dict[str, int] = {}
         _watch_routers(self._model, self._loads_of, prepared.config.num_experts)
 
-    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
-        if padded:
+    def pass_ms(
+        self, batch: int, context: int, repeats: int, routing: Routing = "even"
+    ) -> list[float]:
+        if routing != "even":
             return []
         # Compiling happens in a first run, which does not count.
         for _ in range(1 + self._static):

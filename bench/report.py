@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from bench.runner import ROUTINGS
 from canvasrt.types import Json
 
 FILES = ("gpu.json", "gpu.md")
@@ -21,7 +22,7 @@ def write(data: Json, out: Path) -> tuple[Path, Path]:
 
 def markdown(data: Json) -> str:
     """Return a run's tables."""
-    parts = [_heading(data), _passes(data), _floor(data), _padded(data)]
+    parts = [_heading(data), _passes(data), _floor(data), _uneven(data)]
     parts += [_generation(data), _segments(data)]
     parts += [_experts(data), _loads(data), _skipped(data)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -66,16 +67,23 @@ def _passes(data: Json) -> str:
     return _table(["context", "batch", *sides, "floor"], rows, "Milliseconds per denoising pass")
 
 
-def _padded(data: Json) -> str:
+def _uneven(data: Json) -> str:
     rows = [
-        [name, f"{run['context']:,}", str(run["batch"]), _number(run["padded_ms"]), ratio]
+        [name, f"{run['context']:,}", str(run["batch"]), *times]
         for name, side in _sides(data).items()
         for run in side["passes"]
         if "padded_ms" in run
-        for ratio in [f"{run['padded_ms'] / run['ms']:.2f} ×"]
+        for times in [
+            [
+                f"{run[f'{routing}_ms']:.4g} ({run[f'{routing}_ms'] / run['ms']:.2f} ×)"
+                for routing in ROUTINGS[1:]
+            ]
+        ]
     ]
-    heads = ["side", "context", "batch", "ms", "to noise alone"]
-    return _table(heads, rows, "A pass whose canvases are half padding, which routes alike")
+    heads = ["side", "context", "batch", "few tokens", "half padding"]
+    return _table(
+        heads, rows, "Milliseconds per pass whose tokens route alike, and to even routing"
+    )
 
 
 def _floor(data: Json) -> str:
@@ -136,12 +144,15 @@ def _experts(data: Json) -> str:
 def _loads(data: Json) -> str:
     lines = [data["routing"]]
     for name, side in _sides(data).items():
-        loads, padded = side["expert_loads"], side["expert_loads_padded"]
-        if isinstance(loads, list) and loads:
-            skewed = f", with padding {min(padded)} to {max(padded)}" if padded else ""
+        spans = [
+            f"{min(loads)} to {max(loads)} ({routing})"
+            for routing, loads in side["expert_loads"].items()
+            if isinstance(loads, list) and loads
+        ]
+        if spans:
             lines.append(
-                f"{name}: the fullest expert of a layer got {min(loads)} to {max(loads)} tokens{skewed} "
-                f"(mean of all experts {data['mean_load']:g}); memory {_bytes(side['memory_bytes'])}."
+                f"{name}: the fullest expert of a layer got {', '.join(spans)} tokens, the mean of all experts is "
+                f"{data['mean_load']:g}; memory {_bytes(side['memory_bytes'])}."
             )
     return "\n".join(lines)
 

@@ -7,13 +7,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from bench.replicas import ReplicaEngine, ReplicaSegment, TimedEngine
 from bench.shape import Prepared
 from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.bench import measure_round, random_prompts
 from canvasrt.runtime.cpu import CpuBody, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
@@ -27,6 +28,22 @@ from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import map_table
 
 WARM_UP = 4  # a call is captured when it comes a third time
+# The tokens of a canvas, which equal tokens route alike: any of the vocabulary; a few of which some are frequent; or
+# one for the second half, as behind a short answer.
+Routing = Literal["even", "skewed", "padded"]
+ROUTINGS: tuple[Routing, ...] = ("even", "skewed", "padded")
+FEW = 64
+
+
+def routed(tokens: np.ndarray, config: ModelConfig, routing: Routing) -> np.ndarray:
+    """Return random `tokens` int64 `[canvas]` as a canvas of this routing."""
+    if routing == "padded":
+        half = len(tokens) // 2
+        return np.concatenate([tokens[:half], np.full(len(tokens) - half, config.pad_token_id)])
+    if routing == "skewed":
+        # Token n comes up about 1 / n as often as the first.
+        return (FEW ** (tokens / config.vocab_size)).astype(np.int64)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -44,11 +61,12 @@ class Runner(Protocol):
 
     name: str
 
-    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
+    def pass_ms(
+        self, batch: int, context: int, repeats: int, routing: Routing = "even"
+    ) -> list[float]:
         """Return milliseconds of denoising passes of `batch` requests with `context` cached tokens each.
 
-        padded: half of each canvas is one token, as behind a short answer. It routes alike. Empty if this
-        side chooses its own canvases.
+        `routing` decides the canvases. Empty if it is not `even` and this side chooses its own.
         """
         ...
 
@@ -76,25 +94,25 @@ class OurRunner(ABC):
         self.name = name
         self.model = model
 
-    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
+    def pass_ms(
+        self, batch: int, context: int, repeats: int, routing: Routing = "even"
+    ) -> list[float]:
         rows = [self.model.new_row() for _ in range(batch)]
         for row in rows:
             self._fill(row, context)
-        took = self._passes(rows, repeats, padded)
+        took = self._passes(rows, repeats, routing)
         for row in rows:
             self.model.release(row)
         return took
 
-    def _passes(self, rows: Sequence[Any], repeats: int, padded: bool) -> list[float]:
+    def _passes(self, rows: Sequence[Any], repeats: int, routing: Routing) -> list[float]:
         def noise(seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
             config = self.model.config
             uniforms, tokens = step_noise(seed, 0, step, config.canvas_length, config.vocab_size)
-            if padded:
-                tokens[config.canvas_length // 2 :] = config.pad_token_id
-            return uniforms, tokens
+            return uniforms, routed(tokens, config, routing)
 
-        # With this bound, a step accepts nothing of the padding, and draws it again.
-        bound = 0.0 if padded else 0.1
+        # With this bound, a step accepts next to nothing, and its noise is the next canvas.
+        bound = 0.1 if routing == "even" else 0.0
         hidden = [self.model.first_hidden(noise(seed, 0)[1]) for seed in range(len(rows))]
         took = []
         for step in range(1, WARM_UP + repeats + 1):
@@ -207,10 +225,12 @@ class DeviceRunner(OurRunner):
             ),
         )
 
-    def pass_ms(self, batch: int, context: int, repeats: int, padded: bool = False) -> list[float]:
+    def pass_ms(
+        self, batch: int, context: int, repeats: int, routing: Routing = "even"
+    ) -> list[float]:
         assert isinstance(self.model, DeviceModel)
         self.model.share_passes(batch > 1)
-        return super().pass_ms(batch, context, repeats, padded)
+        return super().pass_ms(batch, context, repeats, routing)
 
     def _fill(self, row: Any, context: int) -> None:
         # Zeros, as memory starts: reading them costs as much as reading keys and values.

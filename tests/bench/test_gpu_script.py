@@ -15,7 +15,7 @@ import pytest
 from bench import experts, floor, measure, shape
 from bench.reference import repeated_model
 from bench.report import markdown
-from bench.runner import DeviceRunner, HostRunner
+from bench.runner import ROUTINGS, DeviceRunner, HostRunner
 from canvasrt.export.quantize.quantize import read_calibration
 from canvasrt.machine import gpus
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
@@ -57,12 +57,16 @@ def test_the_script_runs_and_says_what_it_left_out(
         for run in side["generation"]:
             assert run["tokens_per_second"] > 0
             assert run["first_tokens_ms"] > 0
-        assert len(side["expert_loads"]) == 4
-    assert not side["expert_loads_padded"]  # transformers draws its own canvases
+        assert len(side["expert_loads"]["even"]) == 4
+    # transformers draws its own canvases.
+    assert not side["expert_loads"]["padded"]
+    assert not side["expert_loads"]["skewed"]
     ours = data["sides"]["onnxruntime"]
-    assert all(run["padded_ms"] > 0 for run in ours["passes"])
-    # Much of the padding goes to the same experts.
-    assert sum(ours["expert_loads_padded"]) > 1.5 * sum(ours["expert_loads"])
+    assert all(run["padded_ms"] > 0 and run["skewed_ms"] > 0 for run in ours["passes"])
+    # Equal tokens go to the same experts.
+    even, skewed, padded = (sum(ours["expert_loads"][each]) for each in ROUTINGS)
+    assert even < skewed < padded
+    assert padded > 1.5 * even
     (parts,) = [run["parts"] for run in data["sides"]["onnxruntime"]["segments"]]
     assert list(parts) == ["body_0", "body_1", "head"]
     assert set(data["experts"]["onnxruntime"]["256"]) == {"32", "48", "64", "128", "160", "dense"}
@@ -72,7 +76,7 @@ def test_the_script_runs_and_says_what_it_left_out(
     assert "| 64 | 2 |" in text
     assert "half padding" in text
     assert "| side | tokens | 32 | 48 | 64 | 128 | 160 | 256 | dense |" in text
-    assert ", with padding " in text
+    assert " (skewed), " in text
     assert "- tensorrt: CanvasError: TensorRT needs a GPU, and this machine has none" in text
 
 
