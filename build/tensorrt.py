@@ -18,6 +18,7 @@ from canvasrt.build.plan import Plan
 from canvasrt.build.profile_ranges import Profile, profiles, to_json
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
+from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.kernels import builder_log, dims, parse, resolve, store, tensor_shapes
 from canvasrt.machine import BUILDER_MODULES, available_bytes
@@ -67,6 +68,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
     ]
     with staging(plan.out) as tmp:
         made = _engines(plan, graphs, segments, tmp, progress)
+        _check_workspace(plan, made)
         known = {each.file: _without_facts(made[each.name]) for each in segments}
         taken = [manifest.embedding["file"], *(manifest.tokenizer or ())]
         if host_head := manifest.embedding.get("host_head"):
@@ -173,6 +175,23 @@ def _timings(made_from: Json) -> Path:
         name: made_from[name] for name in ("builder_version", "compute_capability", "built_on")
     }
     return cache_folder() / "timing" / key_of(about)
+
+
+def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
+    """Refuse engines that need more for activations than was planned, and so more than the target has.
+
+    A builder that finds another order for a layer's pieces may keep all of them in memory.
+    """
+    needs = {name: each["facts"]["activation_bytes"] or 0 for name, each in made.items()}
+    name = max(needs, key=lambda each: needs[each])
+    planned, room = plan.memory, plan.target.memory
+    total = planned.total + max(0, needs[name] - planned.workspace)
+    if room is not None and planned.total <= room < total:
+        raise CanvasError(
+            f"{name} for {plan.target.name} needs {needs[name] / 1e9:.1f} GB for activations where {planned.workspace / 1e9:.1f} "
+            f"GB were planned: with everything else {total / 1e9:.1f} GB, and there are {room / 1e9:.1f}",
+            "build with a smaller --max-context or --max-batch, and report the builder's version",
+        )
 
 
 def _described(segment: SegmentBuild, made: Json) -> Json:

@@ -152,6 +152,22 @@ def test_a_damaged_file_in_the_cache_is_built_again(
     assert "building head for rtx-4090" in said
 
 
+def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one would that computes the pieces of attention side by side."""
+    compile_graph = compile.compile_graph
+
+    def greedy(job: compile.Job, children: compile.Children) -> compile.Compiled:
+        made = compile_graph(job, children)
+        return compile.Compiled(25 * 10**9) if job.graph.stem == "body_0" else made
+
+    monkeypatch.setattr("canvasrt.build.compile.compile_graph", greedy)
+    with pytest.raises(CanvasError, match=r"body_0 for rtx-4090 needs 25\.0 GB .*there are 24\.0"):
+        built("rtx-4090", "engines", tmp_path / "own")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own"]
+
+
 def test_an_interrupted_build_goes_on_where_it_was(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
