@@ -20,7 +20,7 @@ from canvasrt.fidelity.part_errors import DENOISE, part_errors
 from canvasrt.fidelity.prompts import PromptSet, is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors
-from canvasrt.machine import available_bytes
+from canvasrt.machine import available_bytes, gpus
 from canvasrt.progress import Progress, no_progress
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
@@ -50,6 +50,7 @@ def measure_quality(
             f"{checkpoint} and {bundle.path} have different shapes",
             "give the checkpoint that the bundle was made from",
         )
+    _check_runs_here(bundle)
     show("loading both sides", 0, 0)
     streamed = is_streamed(config, checkpoint)
     observed, reference = ObservedModel(bundle, streamed), ReferenceModel(checkpoint, streamed)
@@ -80,6 +81,19 @@ def is_streamed(config: ModelConfig, checkpoint: Path) -> bool:
     """
     whole = 4 * sum(parameters(config).values())
     return whole > available_bytes() // 3 or quantization_of(checkpoint) is not None
+
+
+def _check_runs_here(bundle: Bundle) -> None:
+    """Raise CanvasError for engines of a GPU on a machine without one, before anything is loaded."""
+    target = bundle.manifest.target or {}
+    if target.get("backend", "onnxruntime") == "onnxruntime" or gpus():
+        return
+    recipe = bundle.manifest.options.get("recipe")
+    asked = f" --precision {recipe['name']}" if recipe else ""
+    raise CanvasError(
+        f"{bundle.path} was built for {target['name']}, and this machine has no GPU to run it",
+        f"verify what `canvasrt build … --target cpu{asked}` makes of the same graphs: it has the same weights and scales",
+    )
 
 
 def finite(value: Any) -> Any:

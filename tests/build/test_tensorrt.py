@@ -247,6 +247,18 @@ def test_without_a_gpu_generate_says_in_one_line_that_it_needs_one(
     assert "nvidia-smi" in hint
 
 
+@pytest.mark.skipif(bool(gpus()), reason="there is a GPU")
+def test_without_a_gpu_verify_names_what_can_be_verified(
+    built: Built, graphs: Bundle, command: Command
+) -> None:
+    bundle, _ = built("rtx-4090")
+    done = command("verify", bundle.path, "--reference", graphs.path.parent / "checkpoint")
+    assert done.returncode == 1
+    error, hint = done.stderr.strip().splitlines()[-2:]
+    assert "built for rtx-4090, and this machine has no GPU" in error
+    assert "--target cpu`" in hint
+
+
 def test_the_cache_is_where_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
