@@ -21,7 +21,9 @@ def pass_work(config: ModelConfig) -> int:
     gated = 3 * size
     weights = 2 * config.vocab_size * size + gated * config.intermediate_size
     for layer in config.layers:
-        heads = 2 * config.num_attention_heads + 2 * layer.num_kv_heads
+        # A full layer's values are its keys.
+        projections = 1 if layer.kind == "full" else 2
+        heads = 2 * config.num_attention_heads + projections * layer.num_kv_heads
         weights += size * layer.head_dim * heads
         weights += gated * (config.intermediate_size + experts * config.moe_intermediate_size)
     return weights * config.canvas_length

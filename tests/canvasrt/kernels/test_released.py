@@ -34,6 +34,8 @@ TARGETS = [
     ("int4", "rtx-5080"),
     ("nvfp4-mixed", "rtx-5090"),
     ("nvfp4", "rtx-5090"),
+    ("nvfp4-experts", "rtx-5090"),
+    ("int4", "rtx"),
     ("nvfp4", "dgx-spark"),
     ("nvfp4-mixed", "dgx-spark"),
     ("fp8", "dgx-spark"),
