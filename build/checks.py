@@ -128,12 +128,22 @@ def check_memory(plan: Plan) -> None:
     """Raise CanvasError when serving would take more memory than the target has; name what would fit."""
     if plan.fits is not False or plan.target.memory is None:
         return
-    hint = ", or ".join(_what_fits(plan))
     raise CanvasError(
-        f"{plan.precision.text} engines for {plan.max_batch} requests of {plan.max_context} tokens"
+        f"{plan.precision.text} engines for {requests_of(plan)}"
         f" take {gigabytes(plan.memory.total)}, but {plan.target.name} has {gigabytes(plan.target.memory)}",
-        f"this would fit: {hint}" if hint else "no precision or target has enough memory",
+        what_fits(plan, plan.target.memory),
     )
+
+
+def requests_of(plan: Plan) -> str:
+    """Return how many requests of which length a plan serves, in words."""
+    return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
+
+
+def what_fits(plan: Plan, memory: int) -> str:
+    """Return a hint: what would fit that many bytes in place of the plan."""
+    found = _what_fits(replace(plan, target=replace(plan.target, memory=memory)))
+    return f"this would fit: {', or '.join(found)}" if found else "nothing smaller fits either"
 
 
 def _what_fits(plan: Plan) -> list[str]:

@@ -222,6 +222,12 @@ def load_bundle(
     return bundle
 
 
+def _bundles_in(path: Path) -> str | None:
+    """Return a hint that names the bundles in a folder of several, as a build for several targets leaves it."""
+    found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
+    return f"name one of its bundles: {', '.join(found)}" if found else None
+
+
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     try:
@@ -231,7 +237,8 @@ def _read_manifest(path: Path) -> Manifest:
             f"{path} is not a bundle: it has no {MANIFEST}"
             if path.exists()
             else f"no bundle at {path}",
-            "a bundle is a folder written by `canvasrt export`, `build` or `package`",
+            _bundles_in(path)
+            or "a bundle is a folder written by `canvasrt export`, `build` or `package`",
         ) from None
     try:
         data = json.loads(raw, object_hook=_Record)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from canvasrt.checkpoints.quantized import INT4_GROUPS
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
@@ -22,8 +23,6 @@ from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
 
 _HERE = "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
-# The group lengths that TensorRT and ONNX Runtime both support.
-_GROUPS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,9 @@ def _block(weight: Weight, part: str) -> int:
     short = FORMATS["int4"].block(width)
     if shape[1] < FORMATS["int4"].least_blocks and short:
         return short
-    if group not in _GROUPS:
+    if group not in INT4_GROUPS:
         raise CanvasError(
-            f"{name} in {held.path} has groups of {group}, not one of {_GROUPS}", _HERE
+            f"{name} in {held.path} has groups of {group}, not one of {INT4_GROUPS}", _HERE
         )
     return group
 

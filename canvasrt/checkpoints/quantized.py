@@ -20,6 +20,8 @@ _LAYOUTS = {
     if each.compressed
     for layout in each.compressed.layouts
 }
+# The lengths of INT4's groups that TensorRT and ONNX Runtime both support.
+INT4_GROUPS = (16, 32, 64, 128, 256)
 _INPUTS = ("tensor", "token")  # how inputs' scales are shared
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
@@ -119,6 +121,8 @@ def _check(
         raise _unknown(file, f"{name} of {kind}")
     if found.get("strategy") not in strategies:
         raise _unknown(file, f"{name} with scales by {found.get('strategy')!r}")
+    if found.get("strategy") == "group" and found.get("group_size") not in INT4_GROUPS:
+        raise _unknown(file, f"{name} in groups of {found.get('group_size')}")
     if found.get("symmetric") is False:
         raise _unknown(file, f"{name} with zero points (symmetric: false)")
     if found.get("actorder") in (True, "group"):

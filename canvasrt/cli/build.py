@@ -52,28 +52,35 @@ def build(
 
 
 def _show_plans(plans: Sequence[Plan], as_json: bool) -> None:
-    rows = [{**plan.to_json(), "not_here": _why_not(plan)} for plan in plans]
+    rows = []
+    for plan in plans:
+        not_here, hint = _why_not(plan)
+        rows.append({**plan.to_json(), "not_here": not_here, "hint": hint})
 
     def render(console: Any) -> None:
         for plan, row in zip(plans, rows, strict=True):
-            _draw_plan(console, plan, row["not_here"])
+            _draw_plan(console, plan, row["not_here"], row["hint"])
 
     emit(rows, as_json, render)
 
 
-def _why_not(plan: Plan) -> str | None:
-    """Return why the plan would be refused; None when it would not."""
-    from canvasrt.build.checks import check_plan
+def _why_not(plan: Plan) -> tuple[str | None, str | None]:
+    """Return why the plan would be refused, and the way out. What this machine builds but cannot run has only that."""
+    from canvasrt.build.checks import check_plan, what_fits
     from canvasrt.errors import CanvasError
+    from canvasrt.machine import memory_bytes
 
     try:
         check_plan(plan)
     except CanvasError as error:
-        return error.message
-    return None
+        return error.message, error.hint
+    here = memory_bytes()
+    tight = plan.target.memory is None and plan.memory.total > here
+    return None, what_fits(plan, here) if tight else None
 
 
-def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
+def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None) -> None:
+    from canvasrt.build.checks import requests_of
     from canvasrt.machine import memory_bytes
 
     need, here = plan.memory, plan.needs
@@ -82,7 +89,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
     console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
     console.print(
-        f"  serves     up to {plan.max_batch} requests of {plan.max_context} tokens at once,"
+        f"  serves     up to {requests_of(plan)} at once,"
         f" reading prompts {plan.prefill_chunk} tokens at a time{blind}"
     )
     console.print(
@@ -101,6 +108,8 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None) -> None:
         f" and {size(here.engines)} of engines, minus what is in the cache"
     )
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
+    if hint:
+        console.print(f"  hint       {hint}")
 
 
 def _show_bundles(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
 from canvasrt.build.plan import BuildOptions, Plan, plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
+from canvasrt.cli import build as cli
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
@@ -29,6 +31,27 @@ def released(target: str, precision: str, context: int = 32_768, batch: int = 4)
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
     options = BuildOptions(precision, max_context=context, max_batch=batch)
     return plan(source, target, "out", options)
+
+
+def test_a_dry_run_says_what_would_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a GPU the way out of a refusal; for a CPU, on which anything may be built, what this machine could run."""
+    monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 25 * 10**9)
+    monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
+    plans = [released("rtx-4090", "fp8"), released("cpu", "fp32"), released("cpu", "int4", 4096, 1)]
+    cli._show_plans(plans, as_json=True)
+    first, second, third = json.loads(capsys.readouterr().out)
+    assert "fp8 engines for 4 requests of 32768 tokens take" in first["not_here"]
+    assert first["hint"] == "this would fit: --precision int4"
+    assert (second["not_here"], third["not_here"]) == (None, None)
+    assert second["hint"] == "this would fit: --precision int4 --max-context 32768 --max-batch 1"
+    assert third["hint"] is None
+    cli._show_plans(plans[1:], as_json=False)
+    shown = capsys.readouterr().out
+    assert "up to 4 requests of 32768 tokens at once" in shown
+    assert "up to 1 request of 4096 tokens at once" in shown
+    assert shown.count("hint       this would fit: --precision int4") == 1
 
 
 # An FP8 checkpoint of the released model, which cannot become anything else.

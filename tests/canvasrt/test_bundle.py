@@ -162,6 +162,10 @@ def test_what_is_no_bundle(tmp_path: Path) -> None:
         load_bundle(tmp_path / "nothing")
     with pytest.raises(CanvasError, match=r"is not a bundle: it has no manifest\.json"):
         load_bundle(tmp_path)
+    make(tmp_path / "cpu")
+    with pytest.raises(CanvasError) as raised:
+        load_bundle(tmp_path)
+    assert raised.value.hint == f"name one of its bundles: {tmp_path / 'cpu'}"
 
 
 def test_a_copied_bundle_is_as_good(tmp_path: Path) -> None:

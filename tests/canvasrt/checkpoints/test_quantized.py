@@ -101,6 +101,10 @@ def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
             "zero points .symmetric: false.",
         ),
         (
+            compressed("pack-quantized", weights=_INT4 | {"group_size": 44}),
+            "weights in groups of 44",
+        ),
+        (
             compressed("pack-quantized", weights=_INT4 | {"actorder": "group"}),
             "reordered inputs .actorder: group.",
         ),
