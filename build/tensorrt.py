@@ -177,6 +177,10 @@ def _timings(made_from: Json) -> Path:
     return cache_folder() / "timing" / key_of(about)
 
 
+# What small tensors may take beyond the plan.
+_UNCOUNTED = 1 << 28
+
+
 def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
     """Refuse engines that need more for activations than was planned, and so more than the target has.
 
@@ -185,8 +189,9 @@ def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
     needs = {name: each["facts"]["activation_bytes"] or 0 for name, each in made.items()}
     name = max(needs, key=lambda each: needs[each])
     planned, room = plan.memory, plan.target.memory
-    total = planned.total + max(0, needs[name] - planned.workspace)
-    if room is not None and planned.total <= room < total:
+    excess = needs[name] - planned.workspace
+    total = planned.total + excess
+    if room is not None and excess > _UNCOUNTED and planned.total <= room < total:
         raise CanvasError(
             f"{name} for {plan.target.name} needs {needs[name] / 1e9:.1f} GB for activations where {planned.workspace / 1e9:.1f} "
             f"GB were planned: with everything else {total / 1e9:.1f} GB, and there are {room / 1e9:.1f}",
