@@ -66,6 +66,8 @@ def estimate(
     prefill_chunk: the most tokens per row of an encoding pass.
     sees: whether the engines include the vision tower, if the model has one.
     """
+    if formats is None:
+        formats = _default_formats(model, precision)
     model = model if sees else replace(model, vision=None)
     element = 4 if on_cpu or precision == "fp32" else 2
     cached = sum(
@@ -82,7 +84,7 @@ def estimate(
             MEMORY_MARGIN
             * max(
                 _body_workspace(model, max_context, max_batch, element, row),
-                _head_workspace(model, max_batch, element, on_cpu),
+                _head_workspace(model, max_batch, element, on_cpu, formats.get(TABLE)),
             )
         ),
         buffers=0
@@ -238,14 +240,19 @@ def _attention_workspace(
     return (turned + 2 * scores) * element + mask
 
 
-def _head_workspace(model: ModelConfig, max_batch: int, element: int, on_cpu: bool) -> int:
+def _head_workspace(
+    model: ModelConfig, max_batch: int, element: int, on_cpu: bool, table: str | None
+) -> int:
     """Return the bytes of the vocabulary-sized tensors that the sampler holds at once.
 
-    A GPU keeps what the projection wrote, and unnormalised probabilities. ONNX Runtime runs one operator at a time, in
-    float32.
+    A GPU keeps what the projection wrote, unnormalised probabilities, and these in the table's format if products with
+    the table round their inputs. ONNX Runtime runs one operator at a time, in float32.
     """
     logits = model.canvas_length * max_batch * model.vocab_size
-    return round(3.5 * logits * 4 if on_cpu else 2 * logits * element)
+    if on_cpu:
+        return round(3.5 * logits * 4)
+    rounded = FORMATS[table].bits / 8 if table in FORMATS and FORMATS[table].projects else 0
+    return round(logits * (2 * element + rounded))
 
 
 def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:

@@ -4,6 +4,7 @@ serving image needs."""
 from __future__ import annotations
 
 import ast
+import fnmatch
 import json
 import re
 import subprocess
@@ -327,3 +328,12 @@ def test_serving_needs_neither_torch_nor_the_exporter(stage: str) -> None:
     names = [name for name in modules() if room(name) == stage]
     assert len(names) > 10
     assert not imported_together(names, FORBIDDEN) & set(FORBIDDEN)
+
+
+def test_every_test_is_collected(request: pytest.FixtureRequest) -> None:
+    """By default, pytest would pass over `tests/build`."""
+    skipped = request.config.getini("norecursedirs")
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.parts}
+    assert "build" in parts
+    assert not [part for part in parts for pattern in skipped if fnmatch.fnmatch(part, pattern)]

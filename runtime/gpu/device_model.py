@@ -112,7 +112,9 @@ class DeviceModel(Model):
 
     def _shapes(self, most: int) -> PassShapes:
         batch = 1 if self.rows_apart else self.max_batch
-        return PassShapes(self.config, self.prefill_chunk, most, batch)
+        # Engines without the vision tower have fewer slots than tokens.
+        slots = self._largest("capacity", batch=1, length=self.prefill_chunk)
+        return PassShapes(self.config, self.prefill_chunk, most, batch, slots)
 
     def _past(self) -> dict[str, int]:
         """Return the most tokens that a request's layers of each kind hold."""

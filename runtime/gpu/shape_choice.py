@@ -24,11 +24,15 @@ class PassShapes:
     request computes must not depend on how many others there are, or on how long they are.
     """
 
-    def __init__(self, config: ModelConfig, chunk: int, most: int, batch: int) -> None:
-        """`chunk`: the most tokens of an encoding pass; `most`: of a full layer's past."""
+    def __init__(
+        self, config: ModelConfig, chunk: int, most: int, batch: int, slots: int | None = None
+    ) -> None:
+        """`chunk`: the most tokens of an encoding pass; `most`: of a full layer's past; `slots`: the most per expert of
+        an encoding pass, by default one for each token."""
         self._config, self._batch = config, batch
         self.widths = (most,) if batch > 1 else widths(most)
         self.lengths = lengths(max(chunk, config.canvas_length))
+        self._slots = self.lengths[-1] if slots is None else slots
 
     def encode(self, tokens: int, width: int) -> PassShape:
         """Return the shape of the pass that encodes one request's `tokens`.
@@ -43,11 +47,11 @@ class PassShapes:
         return PassShape("encode", 1, length, capacity, width)
 
     def roomy(self) -> PassShape:
-        """Return the shape of an encoding pass that no expert overflows: the longest, with a slot for each token.
+        """Return the shape of an encoding pass that no expert overflows: the longest that may have a slot for each token.
 
         It is rare. To be one shape and not many, it has the widest past.
         """
-        length = self.lengths[-1]
+        length = max(each for each in self.lengths if each <= self._slots)
         return PassShape("encode", 1, length, length, self.widths[-1])
 
     def denoise(self, width: int, load: int = 0) -> PassShape:

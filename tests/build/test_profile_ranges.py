@@ -106,7 +106,8 @@ def test_every_canvas_takes_the_program_that_is_built_for_canvases(form: str, co
     entry = {**BODY, "quantized": {"layers.0.experts.gate_up": form}}
     made = to_json(profiles(entry, RELEASED, context, 1))
     picked = {}
-    for shape in PassShapes(RELEASED, 512, context, 1):
+    slots = Profiles(made).largest("capacity", {"batch": 1, "length": 512})
+    for shape in PassShapes(RELEASED, 512, context, 1, slots):
         sizes = CallSizes(shape.batch, shape.length, shape.width, shape.capacity)
         tokens = form == "nvfp4" and shape.length == RELEASED.canvas_length
         number = Profiles(made).pick(sizes.dims(RELEASED, context, shared=tokens))

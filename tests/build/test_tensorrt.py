@@ -70,7 +70,7 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
     assert manifest.options["precision"] == "bf16"
     engines = {"body_0.engine", "head.engine"}
     lists = {"body_0.kernels.json.gz", "head.kernels.json.gz"}
-    assert set(manifest.files) == engines | lists | {"embedding.bin"}
+    assert set(manifest.files) == engines | lists | {"embedding.bin", "host_head.bin"}
     assert {each["kernels"] for each in manifest.segments} == lists
     assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
     body, head = manifest.segments

@@ -134,6 +134,7 @@ def test_they_answer_text_and_refuse_images(
     (plan,) = plan_all(checkpoint, parse_targets("cpu"), tmp_path / "cpu", BuildOptions("fp32"))
     graphs = graphs_of(plan, no_progress)
     model = opened(bundle, graphs, tmp_path / "fake")
+    model.warm_up()
     wanted = texts(500, [9, 700])
     ours = Generator(model).run(wanted)
     theirs = Generator(open_model(graphs.path, threads=1)).run(wanted)
