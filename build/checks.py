@@ -20,6 +20,9 @@ from canvasrt.formats import PLAIN
 from canvasrt.machine import BUILDER_MODULES, has_gpu
 from canvasrt.targets import TARGETS, Target
 
+# What a builder may take before a dry run offers shorter segments: about what small CI machines have free.
+_MUCH = 8 * 10**9
+
 
 def check_plan(plan: Plan) -> None:
     """Raise CanvasError when a plan cannot be carried out here, or when its engines would not fit
@@ -122,6 +125,15 @@ def check_space(plans: Sequence[Plan]) -> None:
         if not same_disk(cache, plan.out):
             outputs[plan.out.resolve()] = plan.needs.engines
     check_disk({cache: sum(graphs.values()) + sum(engines.values()), **outputs})
+
+
+def lighter_segments(plan: Plan) -> tuple[int, int] | None:
+    """Return fewer layers per segment and the bytes that their build takes, if the plan's takes much."""
+    layers = plan.layers_per_segment // 2
+    if plan.source.graphs is not None or not layers or plan.needs.memory <= _MUCH:
+        return None
+    needed = replace(plan, layers_per_segment=layers).needs.memory
+    return (layers, needed) if needed < plan.needs.memory else None
 
 
 def check_memory(plan: Plan) -> None:

@@ -17,7 +17,7 @@ from canvasrt.build.checks import check_buildable, check_plan, check_space
 from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, plan
 from canvasrt.build.precision import choose_precisions
 from canvasrt.build.source import find_source, hash_source
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import MANIFEST, Bundle
 from canvasrt.cache import GraphCache
 from canvasrt.formats import PLAIN
 from canvasrt.hashes import HashProgress
@@ -85,7 +85,7 @@ def plan_all(
 ) -> list[Plan]:
     """Return one plan per target: a single one writes `out`, several write `out/<target>`.
 
-    With `check`, a target that cannot be built here is refused. The source is hashed last.
+    With `check`, what cannot be built here is refused, unless it has been built already. The source is hashed last.
     """
     found = find_source(source)
     precisions = choose_precisions(targets, options.precision, found.precision)
@@ -98,6 +98,9 @@ def plan_all(
         plan(found, target, folder, options, precision)
         for target, folder, precision in zip(targets, folders, precisions, strict=True)
     ]
+    for each in plans if check else ():
+        if not (each.out / MANIFEST).exists():
+            check_plan(each)
     hashed = hash_source(found, progress)
     return [replace(each, source=hashed) for each in plans]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canvasrt.checkpoints.quantized import INT4_GROUPS
+from canvasrt.checkpoints.quantized import INT4_GROUPS, INT4_HINT
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
@@ -21,8 +21,6 @@ from canvasrt.export.weights import DAMAGED, PACKED, Weight, check_scales, packe
 from canvasrt.formats import FORMATS
 from canvasrt.graphs import lowbits
 from canvasrt.graphs.lowbits import INT4_OFFSET, Bytes, Floats
-
-_HERE = "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,9 @@ def table_codes(weight: Weight, format: str) -> TableCodes:
 def read_int4(weight: Weight) -> Int4Codes | None:
     """Return a weight's INT4 form, or None if the checkpoint does not pack it.
 
-    Raises `CanvasError`, naming the tensor, for zero points, reordered inputs, unsupported group lengths, shapes that
-    disagree with the configuration, scales that are missing, not positive or not finite, and parts in several formats.
+    Raises `CanvasError`, naming the tensor, for unsupported group lengths, shapes that disagree with the configuration,
+    scales that are missing, not positive or not finite, and parts in several formats. `quantization_of` has refused zero
+    points and reordered inputs.
     """
     held = weight.checkpoint
     packed = [part for part in weight.parts if packed_name(part) in held]
@@ -119,10 +118,6 @@ def _rows(weight: Weight, part: str) -> int:
     """Return the outputs of one part, checked."""
     name, width = packed_name(part), weight.shape[-1]
     held = weight.checkpoint
-    for kind, what in (("weight_zero_point", "zero points"), ("weight_g_idx", "reordered inputs")):
-        found = name.removesuffix(PACKED) + kind
-        if found in held:
-            raise CanvasError(f"{found} in {held.path}: INT4 with {what} is not supported", _HERE)
     shape = held.shape(name)
     if len(shape) != 2 or held.dtype(name) != torch.int32 or shape[1] * 8 != width:
         said = f"{str(held.dtype(name)).removeprefix('torch.')} {shape}"
@@ -145,7 +140,7 @@ def _block(weight: Weight, part: str) -> int:
         return short
     if group not in INT4_GROUPS:
         raise CanvasError(
-            f"{name} in {held.path} has groups of {group}, not one of {INT4_GROUPS}", _HERE
+            f"{name} in {held.path} has groups of {group}, not one of {INT4_GROUPS}", INT4_HINT
         )
     return group
 

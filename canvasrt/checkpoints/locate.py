@@ -125,8 +125,16 @@ def read_index(folder: Path) -> dict[str, str] | None:
     return weights
 
 
-def _check_safetensors(path: Path) -> None:
-    """Compare the file's size with the size in its header."""
+def tensor_names(folder: Path) -> frozenset[str]:
+    """Return the names of a checkpoint's tensors, from its index or from the headers of its files."""
+    index = read_index(folder)
+    if index is not None:
+        return frozenset(index)
+    return frozenset().union(*map(_check_safetensors, sorted(folder.glob("*.safetensors"))))
+
+
+def _check_safetensors(path: Path) -> set[str]:
+    """Compare the file's size with the size in its header, and return the names of its tensors."""
     again = "fetch it again (`huggingface-cli download` resumes what is missing)"
     try:
         size = path.stat().st_size
@@ -146,6 +154,7 @@ def _check_safetensors(path: Path) -> None:
     expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise CanvasError(f"{path} has {size} bytes; its header says {expected}", again)
+    return header.keys() - {"__metadata__"}
 
 
 def fingerprint(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from canvasrt.checkpoints.locate import tensor_names
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS, most_demanding
 from canvasrt.types import Json
@@ -22,6 +23,11 @@ _LAYOUTS = {
 }
 # The lengths of INT4's groups that TensorRT and ONNX Runtime both support.
 INT4_GROUPS = (16, 32, 64, 128, 256)
+INT4_HINT = (
+    "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
+)
+# Tensors of an INT4 weight that no product expresses.
+INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
 _INPUTS = ("tensor", "token")  # how inputs' scales are shared
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
@@ -109,6 +115,8 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         if inputs:
             _check(file, f"{name}'s input_activations", inputs, compressed.kind, _INPUTS)
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
+    if format.name == "int4":
+        _check_extras(file.parent)
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     return Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)
 
@@ -127,6 +135,14 @@ def _check(
         raise _unknown(file, f"{name} with zero points (symmetric: false)")
     if found.get("actorder") in (True, "group"):
         raise _unknown(file, f"{name} with reordered inputs (actorder: {found['actorder']})")
+
+
+def _check_extras(folder: Path) -> None:
+    """Refuse INT4 weights by the names of their tensors: configurations may be silent about what they hold."""
+    for name in sorted(tensor_names(folder)):
+        what = INT4_EXTRAS.get(name.rpartition(".")[2])
+        if what:
+            raise CanvasError(f"{name} in {folder}: INT4 with {what} is not supported", INT4_HINT)
 
 
 def _producer(method: str, producer: object) -> str:

@@ -80,7 +80,7 @@ def _why_not(plan: Plan) -> tuple[str | None, str | None]:
 
 
 def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None) -> None:
-    from canvasrt.build.checks import requests_of
+    from canvasrt.build.checks import lighter_segments, requests_of
     from canvasrt.machine import memory_bytes
 
     need, here = plan.memory, plan.needs
@@ -103,8 +103,10 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
         on, there = "this machine", memory_bytes()
     verdict = "fits" if need.total <= there else "does not fit"
     console.print(f"  runs on    {on}, {size(there)}: {verdict}")
+    lighter = lighter_segments(plan)
+    less = f", {size(lighter[1])} with --layers-per-segment {lighter[0]}" if lighter else ""
     console.print(
-        f"  building   {size(here.memory)} of memory; on disk {size(here.graphs)} of graphs"
+        f"  building   {size(here.memory)} of memory{less}; on disk {size(here.graphs)} of graphs"
         f" and {size(here.engines)} of engines, minus what is in the cache"
     )
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")

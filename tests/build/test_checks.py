@@ -176,6 +176,19 @@ def test_the_build_s_own_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--layers-per-segment" in raised.value.hint
 
 
+def test_a_dry_run_offers_shorter_segments_for_a_large_build(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
+    cli._show_plans([released("rtx-4090", "int4"), released("rtx-5090", "nvfp4")], as_json=False)
+    first, second = capsys.readouterr().out.split("rtx-5090 →")
+    assert "building   11.8 GB of memory, 6.2 GB with --layers-per-segment 3;" in first
+    assert "--layers-per-segment" not in second
+    shorter = replace(released("rtx-4090", "int4"), layers_per_segment=3)
+    assert shorter.needs.memory < 8e9
+    assert checks.lighter_segments(shorter) is None
+
+
 def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 10 * 10**9
@@ -232,3 +245,12 @@ def test_options_that_the_model_or_the_graphs_rule_out(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(UsageError, match="holds graphs, but --adapter merges into a checkpoint"):
         plan(graphs, "cpu", "out", BuildOptions(adapters=((tmp_path, 1.0),)))
+
+
+def test_what_cannot_be_built_is_refused_before_the_source_is_hashed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("canvasrt.pipeline.hash_source", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr(host, "available_bytes", lambda: 1)
+    with pytest.raises(CanvasError, match="building body_0 takes about"):
+        plan_all("demo", parse_targets("rtx-4090"), tmp_path / "out", BuildOptions())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from canvasrt.build.source import find_source
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
@@ -155,8 +157,12 @@ def test_what_has_no_product_is_refused_by_name(
     name = f"{DECODER}.0.self_attn.k_proj.{kind}"
     edited(copy, lambda tensors: tensors.update({name: torch.zeros(shape, dtype=torch.int32)}))
     with pytest.raises(CanvasError, match=message) as raised:
-        read(copy, "layers.0.attention.qkv.weight")
+        find_source(copy)
     assert name in str(raised.value)
+    index = {"weight_map": {name: "model.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CanvasError, match=message):
+        quantization_of(copy)
 
 
 def test_an_asymmetric_checkpoint_is_refused_before_it_is_read(tmp_path: Path) -> None:
