@@ -68,18 +68,13 @@ def _passes(data: Json) -> str:
 
 
 def _uneven(data: Json) -> str:
-    rows = [
-        [name, f"{run['context']:,}", str(run["batch"]), *times]
-        for name, side in _sides(data).items()
-        for run in side["passes"]
-        if "padded_ms" in run
-        for times in [
-            [
-                f"{run[f'{routing}_ms']:.4g} ({run[f'{routing}_ms'] / run['ms']:.2f} ×)"
-                for routing in ROUTINGS[1:]
-            ]
-        ]
-    ]
+    rows = []
+    for name, side in _sides(data).items():
+        for run in side["passes"]:
+            if "padded_ms" in run:
+                times = [run[f"{routing}_ms"] for routing in ROUTINGS[1:]]
+                ratios = [f"{each:.4g} ({each / run['ms']:.2f} ×)" for each in times]
+                rows.append([name, f"{run['context']:,}", str(run["batch"]), *ratios])
     heads = ["side", "context", "batch", "few tokens", "half padding"]
     return _table(
         heads, rows, "Milliseconds per pass whose tokens route alike, and to even routing"

@@ -150,7 +150,7 @@ def largest(rows: list[Json]) -> list[tuple[str, ...]]:
 
 def _formats(row: Json) -> set[str]:
     """Return what a product runs in; of other kernels, what they write."""
-    return {row["format"]} if row["format"] else {dtype for dtype, _ in row["out"]}
+    return {row["runs_in"]} if row["runs_in"] else {dtype for dtype, _ in row["out"]}
 
 
 def _without_numbers(row: Json) -> str:

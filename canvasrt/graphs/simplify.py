@@ -54,9 +54,8 @@ def _share_lengths(graph: GraphProto) -> None:
 def _share_phase(graph: GraphProto) -> None:
     """Give each token its phase before a layer chooses its scalar by it: choosing comes last, the rest is shared."""
     nodes: list[NodeProto] = []
-    chosen: dict[
-        str, NodeProto
-    ] = {}  # by the value that was chosen from, in the shape it has by now
+    # By the value that was chosen from, in the shape it has by now.
+    chosen: dict[str, NodeProto] = {}
     for node in graph.node:
         if node.op_type == "Where" and node.input[0] == "causal":
             chosen[node.output[0]] = node

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
-from canvasrt.kernels.cost import product_format, step_names
+from canvasrt.kernels.cost import BITS, product_format, step_names, weight
 from canvasrt.kernels.group import PARTS
 from canvasrt.kernels.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
 from canvasrt.kernels.rates import GpuRates
@@ -103,10 +103,17 @@ def _sum(rows: Iterable[TimedKernel]) -> Json:
 
 
 def formats(rows: Iterable[TimedKernel]) -> list[str]:
-    """Return the formats of the products among these kernels; without any, the dtypes that are written."""
+    """Return what the products among these kernels run in; without any, the dtypes that are written."""
     rows = list(rows)
-    products = {row.cost.format for row in rows if row.cost.is_product}
+    products = {_runs_in(row) for row in rows if row.cost.is_product}
     return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})
+
+
+def _runs_in(row: TimedKernel) -> str:
+    """Return a product's format, after that of a weight which the kernel widens: `int4→bf16`."""
+    stored = weight(row.kernel)
+    widened = stored is not None and BITS[stored.dtype] < 16 and row.cost.format == "bf16"
+    return f"{stored.dtype.lower()}→bf16" if stored and widened else row.cost.format
 
 
 def _row(row: TimedKernel) -> Json:
@@ -119,6 +126,7 @@ def _row(row: TimedKernel) -> Json:
         "kind": kernel.kind,
         "steps": step_names(kernel),
         "format": product_format(kernel) if row.cost.is_product else None,
+        "runs_in": _runs_in(row) if row.cost.is_product else None,
         "in": [[each.dtype, list(each.dims)] for each in (*kernel.inputs, *kernel.constants)],
         "out": [[each.dtype, list(each.dims)] for each in kernel.outputs],
         "bytes": row.cost.moved,

@@ -18,9 +18,9 @@ from canvasrt.graphs.experts import DOMAIN, split_experts
 from canvasrt.graphs.lower import lower, lower_graph
 from canvasrt.graphs.nbits import UNPACK, use_nbits
 from canvasrt.graphs.rounding import operator, rounding
-from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from tests.helpers import quantized as shared
 from tests.helpers import rounding as oracle
+from tests.helpers.graph_runs import random_feeds
 from tests.helpers.quantized import dequantize
 
 plain_graphs, quantized = shared.plain_graphs, shared.quantized
@@ -38,24 +38,8 @@ def session(model: Path | onnx.ModelProto) -> ort.InferenceSession:
     return ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
-def feeds(graphs: Bundle, rows: int = 2, length: int = 7, past: int = 5) -> dict[str, np.ndarray]:
-    config = graphs.manifest.model
-    rng = np.random.default_rng(length)
-    known = np.tile(np.arange(past), (rows, 1))
-    values: dict[str, np.ndarray] = {
-        "hidden": rng.standard_normal((rows, length, config.hidden_size)).astype("f"),
-        "positions": np.tile(np.arange(past, past + length), (rows, 1)),
-        "groups": np.full((rows, length), -1),
-        "causal": np.ones(rows, bool),
-        **expert_slots(rows * length, config.num_experts),
-        "past_positions_sliding": past_in_octets(known, 1, empty=-1),
-        "past_positions_full": past_in_octets(known, 1, empty=-1),
-    }
-    for i, layer in enumerate(config.layers):
-        shape = (rows, layer.num_kv_heads, past, layer.head_dim)
-        values[f"past_key_{i}"] = past_in_octets(rng.standard_normal(shape).astype("f"), 2)
-        values[f"past_value_{i}"] = past_in_octets(rng.standard_normal(shape).astype("f"), 2)
-    return values
+def feeds(graphs: Bundle) -> dict[str, np.ndarray]:
+    return random_feeds(graphs.manifest.model, rows=2, length=7, past=5)
 
 
 @pytest.mark.parametrize("kind", ORACLE)
