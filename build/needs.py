@@ -60,6 +60,7 @@ def host_needs(
     needs = {n: builder_memory(n, size, kinds) for n, size in built.items() if not on_cpu}
     # A CPU's engines are links to its graphs, unless their weights are widened.
     engines = 0 if on_cpu and not precision.is_quantized else sum(built.values())
+    engines += 0 if on_cpu else memory.ENGINE_CODE * len(built)
     return Needs(needs, graphs, engines)
 
 

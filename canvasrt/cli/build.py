@@ -84,6 +84,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     from canvasrt.machine import memory_bytes
 
     need, here = plan.memory, plan.needs
+    kernels = f" kernels {size(need.code)}," if need.code else ""
     blind = ", without images" if plan.options.get("vision") is False else ""
     console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
@@ -93,7 +94,7 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
         f" reading prompts {plan.prefill_chunk} tokens at a time{blind}"
     )
     console.print(
-        f"  memory     {size(need.total)}: weights {size(need.weights)},"
+        f"  memory     {size(need.total)}: weights {size(need.weights)},{kernels}"
         f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)},"
         f" buffers {size(need.buffers)}"
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from canvasrt.build.memory import (
+    ENGINE_CODE,
     Estimate,
     Reading,
     estimate,
@@ -40,8 +41,10 @@ def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
     assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
     assert segment_bytes(model, "nvfp4", 6)["vision"] == 2 * vision_parameters(model)
     seeing, blind = (estimate(each, "nvfp4", 8192, 1) for each in (model, RELEASED))
-    assert replace(seeing, workspace=0, weights=0) == replace(blind, workspace=0, weights=0)
+    unlike = {"weights": 0, "code": 0, "workspace": 0}
+    assert replace(seeing, **unlike) == replace(blind, **unlike)
     assert seeing.weights - blind.weights == 2 * vision_parameters(model)
+    assert seeing.code - blind.code == ENGINE_CODE
     assert estimate(model, "nvfp4", 8192, 1, sees=False) == blind
     on_cpu = [estimate(each, "int4", 8192, 1, on_cpu=True).weights for each in (model, RELEASED)]
     assert on_cpu[0] == on_cpu[1]
@@ -51,7 +54,7 @@ def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
 
 def test_long_passes_are_given_up_before_sight() -> None:
     def of(way: Reading) -> Estimate:
-        return Estimate(10 + 2 * way.sees, 0, way.prefill_chunk // 256, 0)
+        return Estimate(10 + 2 * way.sees, 0, 0, way.prefill_chunk // 256, 0)
 
     seeing = replace(RELEASED, vision=VISION)
     usual = Reading(512, True)
@@ -121,7 +124,7 @@ def test_what_passes_between_engines_counts() -> None:
     new = 512 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2
     assert need.buffers == new + states + 2 * 512 * 32_768 * 2
-    assert need.total == need.weights + need.kv_cache + need.workspace + need.buffers
+    assert need.total == need.weights + need.code + need.kv_cache + need.workspace + need.buffers
     assert estimate(RELEASED, "bf16", 32_768, 8, on_cpu=True).buffers == 0
 
 
