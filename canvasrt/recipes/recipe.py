@@ -156,7 +156,11 @@ class Recipe:
                     f"give it the format {' or '.join(fitting)}, or exclude it",
                 )
             if not format.divides(widths[name]):
-                fitting = [each.name for each in FORMATS.values() if each.divides(widths[name])]
+                fitting = [
+                    each.name
+                    for each in FORMATS.values()
+                    if each.quantizes(name == TABLE) and each.divides(widths[name])
+                ]
                 raise self._wrong(
                     f"{name} has rows of {widths[name]}, but {format.name} has {format.blocks_text}",
                     f"give it the format {' or '.join(fitting)} in a later rule, or exclude it",

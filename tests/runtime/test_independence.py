@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from canvasrt.build.plan import BuildOptions
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.backends.onnxruntime import OrtBackend
 from canvasrt.runtime.generator import Block, Draft, Finished, Generator, Request
 from canvasrt.runtime.open import open_model
@@ -175,3 +178,14 @@ def test_threads_go_to_requests_when_passes_are_small(tiny) -> None:
     small, large = OrtBackend(4, work=pass_work(tiny.model.config)), OrtBackend(4, work=10**10)
     assert (small.threads, small.max_workers) == (1, 4)
     assert (large.threads, large.max_workers) == (4, 1)
+
+
+def test_packed_weights_keep_the_promise(requests, tmp_path: Path) -> None:
+    """A CPU multiplies INT4 by other kernels, whose results may not depend on rows or threads either."""
+    bundle = build_bundle("demo", "cpu", tmp_path / "int4", BuildOptions("int4"))
+    model = open_model(bundle.path, threads=1)
+    alone = [Generator(model, 1).run([request])[0] for request in requests]
+    assert same(Generator(model, 4).run(requests), alone)
+    assert same(Generator(open_model(bundle.path, threads=3), 4).run(requests), alone)
+    sharing = open_model(bundle.path, backend=OrtBackend(threads=3))
+    assert same(Generator(sharing, 4).run(requests[:3]), alone[:3])

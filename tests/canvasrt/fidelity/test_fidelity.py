@@ -16,12 +16,14 @@ import onnx_ir as ir
 import pytest
 from safetensors.torch import load_file, save_file
 
+from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cli.app import run
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity import failures, measure_quality, write_report
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.reference import ReferenceModel
+from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.generator import Generator, Request
 from canvasrt.runtime.sampling_params import SamplingParams
 
@@ -86,6 +88,18 @@ def test_a_bundle_agrees_with_its_checkpoint(tiny: Any, capsys: Any) -> None:
     assert len(quality["experts"]) == 6 * 8
     assert quality["pace"]["steps_growth"] == 0
     assert quality["answers"] is None
+
+
+def test_int4_is_within_its_limits_of_the_demo(tmp_path: Path, capsys: Any) -> None:
+    """As a CPU runs it: packed, with its own rounding of experts' inputs."""
+    bundle = build_bundle("demo", "cpu", tmp_path / "int4", BuildOptions("int4"))
+    arguments = ["verify", str(bundle.path), "--reference", "demo", "--questions", "0", "--json"]
+    assert run(arguments) == 0
+    quality = json.loads(capsys.readouterr().out)["quality"]
+    assert quality["recipe"] == "int4"
+    found = {each["name"]: each for each in quality["limits"]}
+    assert 0.02 < found["weight_error_int4"]["measured"] < found["weight_error_int4"]["limit"]
+    assert 0 < quality["steps"]["all"]["kl_mean"] < found["kl_mean"]["limit"]
 
 
 def test_it_does_not_agree_with_a_checkpoint_that_was_edited(
