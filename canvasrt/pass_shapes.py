@@ -72,15 +72,18 @@ def capacities(model: ModelConfig) -> tuple[int, ...]:
     """
     tokens = model.canvas_length
     middle = tokens // 2 + usual_capacity(model, tokens // 2)
-    return tuple(sorted({usual_capacity(model, tokens), middle, tokens}))
+    return tuple(sorted({usual_capacity(model, tokens), middle, tokens} - {0}))
 
 
 def roomy_capacity(model: ModelConfig, longest: int) -> int:
     """Return the slots per expert of encoding passes of up to `longest` tokens in which nothing can overflow.
 
-    Passes of text are cut in two before they need more than `ROOMY`. Tokens of an image stay in one.
+    Passes of text are cut in two before they need more than `ROOMY`, except for those of a whole canvas. Tokens of an
+    image stay in one.
     """
-    return longest if model.vision is not None else min(longest, ROOMY)
+    if model.vision is not None:
+        return longest
+    return round_up(min(longest, max(ROOMY, model.canvas_length)), lengths(longest))
 
 
 def canvas_sizes(length: int) -> tuple[int, ...]:

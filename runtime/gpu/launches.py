@@ -116,7 +116,7 @@ def body_call(
         "causal": ((this.batch,), space.causal[this.phase]),
         "slots": ((capacity,), space.slots),
         "gate_slots": ((gate_rows,), space.slots),
-        "gate_queues": ((queues,), space.queues + 8 * config.num_experts * shared),
+        "gate_queues": ((queues,), space.all_tokens if shared else space.queues),
         "hidden_out": (states, space.hidden[number + 1]),
         "load": ((len(segment.layers),), space.results.address(f"load_{number}")),
     }

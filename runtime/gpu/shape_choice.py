@@ -74,7 +74,8 @@ class PassShapes:
         """
         if canvas < self._config.canvas_length:
             shape = self.encode(canvas, width)
-            if shape.length < self._config.canvas_length:
+            # With fewer slots than tokens, an expert could overflow again and again.
+            if shape.length < self._config.canvas_length and shape.capacity == shape.length:
                 return replace(shape, phase="denoise")
         return self.denoise(width, load)
 

@@ -69,8 +69,9 @@ class Workspace:
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
-        # Each expert's own queue, and after them the queue of all tokens.
-        self.queues = constant(device, np.arange(config.num_experts + 1, dtype=np.int64))
+        # Each expert's own queue; and the queue of all tokens, which comes after them.
+        self.queues = constant(device, np.arange(config.num_experts, dtype=np.int64))
+        self.all_tokens = constant(device, np.array([config.num_experts], np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
         self.causal = {
             "encode": constant(device, np.ones(batch, np.bool_)),

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from canvasrt.pass_shapes import in_units, lengths, round_up, widths
+from canvasrt.pass_shapes import (
+    canvas_sizes,
+    in_units,
+    lengths,
+    roomy_capacity,
+    round_up,
+    widths,
+)
 from canvasrt.runtime.gpu.shape_choice import PassShapes
 from tests.helpers.configs import MAX_SHAPES, RELEASED
 
@@ -45,6 +54,18 @@ def test_a_canvas_has_slots_for_the_load_seen_so_far() -> None:
     for width in shapes.widths:
         found = [shapes.denoise(width, load).capacity for load in loads]
         assert found == [48, 48, 160, 160, 256, 256]
+
+
+@pytest.mark.parametrize("canvas", [1, 300, 384, 1024])
+def test_canvases_of_other_lengths(canvas: int) -> None:
+    """A whole canvas fits a pass without overflow; a shorter one is not run with slots that it overflows for ever."""
+    model = replace(RELEASED, canvas_length=canvas)
+    longest = max(canvas, 512)
+    shapes = PassShapes(model, 512, 4096, 1, roomy_capacity(model, longest))
+    assert shapes.roomy().capacity == shapes.roomy().length >= canvas
+    assert all(shape.capacity > 0 for shape in shapes)
+    for size in canvas_sizes(canvas):
+        assert shapes.alone(size, 2048, load=canvas).capacity >= size
 
 
 def test_passes_that_are_shared_have_one_width() -> None:

@@ -58,12 +58,17 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tiny: Pair, tmp_path: Path) -> Path:
     """Engines with the profiles that a build gives them."""
+    return write_engines(tiny, tmp_path)
+
+
+def write_engines(tiny: Pair, tmp_path: Path, **entry_fields: Any) -> Path:
+    """Write a bundle of fake engines; `entry_fields` change what profiles are made from."""
     graphs: Bundle = load_bundle(tiny.graphs, check=False)
     manifest = graphs.manifest
     entries = []
     for entry in manifest.segments:
         made = profile_ranges.to_json(
-            profile_ranges.profiles(entry, manifest.model, CONTEXT, BATCH)
+            profile_ranges.profiles({**entry, **entry_fields}, manifest.model, CONTEXT, BATCH)
         )
         file = f"{entry['name']}.engine"
         (tmp_path / file).write_bytes(engine_file(graphs.file(entry["file"]), made))
@@ -149,6 +154,20 @@ def test_no_request_meets_a_new_shape(
     calls = BATCH * len(server.model.segments) * 2 * len(server.model.shapes.widths)
     assert server.device.count("capture") <= calls
     assert server.device.count("context") <= calls
+
+
+def test_engines_that_feed_all_tokens_to_every_expert(
+    tiny: Pair, prompt: Prompt, tmp_path: Path
+) -> None:
+    """As in NVFP4. The queue of all tokens starts where TensorRT wants tensors to, however few experts there are."""
+    folder = write_engines(tiny, tmp_path, quantized={"layers.0.experts.gate_up": "nvfp4"})
+    server = Server(folder)
+    profiles = load_bundle(folder, check=False).manifest.segments[0]["profiles"]
+    assert {each["gate_queues"]["max"] for each in profiles} == {1, tiny.model.config.num_experts}
+    server.model.warm_up()
+    wanted = requests(tiny, prompt, [9, 130], max_denoising_steps=4)
+    ours, theirs = (Generator(each).run(wanted) for each in (server.model, tiny.model))
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
 
 
 def test_tokens_that_stay_in_one_pass_meet_no_new_shape(
