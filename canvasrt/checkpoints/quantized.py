@@ -115,7 +115,7 @@ def _compressed_tensors(file: Path, found: Json) -> Quantization:
         if inputs:
             _check(file, f"{name}'s input_activations", inputs, compressed.kind, _INPUTS)
         static &= not format.rounds_inputs or (bool(inputs) and not inputs.get("dynamic"))
-    if format.name == "int4":
+    if not format.rounds_inputs:
         _check_extras(file.parent)
     algorithm = format.name.upper() + ("" if static else "-dynamic")
     return Quantization(_producer("compressed-tensors", found), algorithm, format.name, static)

@@ -26,6 +26,7 @@ NAMED_IN = {
     "bench/floor.py",
     "bench/predict.py",
     "bench/build_full.py",
+    "bench/rounded.py",
     "bench/llama.py",
 }
 
