@@ -15,6 +15,7 @@ from canvasrt.defaults import (
     PREFILL_CHUNK,
 )
 from canvasrt.formats import FORMATS, NumberFormat
+from canvasrt.graphs.table import PIECE_BYTES
 from canvasrt.pass_shapes import in_units, roomy_capacity, usual_capacity
 from canvasrt.recipes.recipe import load_recipe, quantizable
 
@@ -25,12 +26,15 @@ _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
 MEMORY_MARGIN = 1.1
 # What an engine holds beside its weights: the kernels of all its profiles. 16 to 31 MB with TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6
+# Python and ONNX Runtime without a model.
+CPU_PROCESS = 200 * 10**6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of device memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches
-    exchange."""
+    """Bytes of memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches exchange. On a
+    CPU, these are the copies of caches that passes read, and the process itself; bodies and head do not share a workspace
+    there."""
 
     weights: int
     code: int
@@ -81,20 +85,24 @@ def estimate(
     number = 1 if kv_cache and not on_cpu else element
     weights = segment_bytes(model, precision, layers_per_segment, formats, on_cpu)
     row = max(model.canvas_length, min(prefill_chunk, max_context))
+    cache = cached * max_batch * number
+    head = _head_workspace(model, max_batch, element, on_cpu, formats.get(TABLE))
+    if on_cpu:
+        body = _cpu_body_workspace(model, max_context, row)
+        return Estimate(
+            weights=sum(size for name, size in weights.items() if name != "vision"),
+            code=0,
+            kv_cache=cache,
+            workspace=round(MEMORY_MARGIN * (body + head)),
+            buffers=cache + CPU_PROCESS,
+        )
+    body = _body_workspace(model, max_context, max_batch, element, row)
     return Estimate(
-        weights=sum(size for name, size in weights.items() if name != "vision" or not on_cpu),
-        code=0 if on_cpu else ENGINE_CODE * len(weights),
-        kv_cache=cached * max_batch * number,
-        workspace=round(
-            MEMORY_MARGIN
-            * max(
-                _body_workspace(model, max_context, max_batch, element, row),
-                _head_workspace(model, max_batch, element, on_cpu, formats.get(TABLE)),
-            )
-        ),
-        buffers=0
-        if on_cpu
-        else _buffers(model, max_context, max_batch, element, number, layers_per_segment, row),
+        weights=sum(weights.values()),
+        code=ENGINE_CODE * len(weights),
+        kv_cache=cache,
+        workspace=round(MEMORY_MARGIN * max(body, head)),
+        buffers=_buffers(model, max_context, max_batch, element, number, layers_per_segment, row),
     )
 
 
@@ -231,6 +239,19 @@ def _body_workspace(
     return max(attention(longest), attention(canvas) * max_batch, experts)
 
 
+def _cpu_body_workspace(model: ModelConfig, max_context: int, longest: int) -> int:
+    """Return the bytes of the largest operator's tensors in float32: attention's scores of all heads beside the joined
+    keys and values, or the experts' rows, which are sorted and have no empty slots."""
+    inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
+    experts = rows * (2 * model.hidden_size + 3 * inner)
+    attention = 0
+    for layer in model.layers:
+        keys = _cached_tokens(model, layer, max_context) + longest
+        scores = model.num_attention_heads * longest * keys
+        attention = max(attention, scores + 2 * layer.num_kv_heads * keys * layer.head_dim)
+    return 4 * max(experts, attention)
+
+
 def _attention_workspace(
     model: ModelConfig, layer: Layer, max_context: int, length: int, element: int
 ) -> int:
@@ -251,13 +272,14 @@ def _head_workspace(
     """Return the bytes of the vocabulary-sized tensors that the sampler holds at once.
 
     A GPU keeps what the projection wrote, unnormalised probabilities, and these in the table's format if products with
-    the table round their inputs. ONNX Runtime runs one operator at a time, in float32.
+    the table round their inputs. ONNX Runtime runs one request and one operator at a time, in float32, and widens a piece
+    of the table. (Only small passes run side by side.)
     """
-    logits = model.canvas_length * max_batch * model.vocab_size
+    logits = model.canvas_length * model.vocab_size
     if on_cpu:
-        return round(3.5 * logits * 4)
+        return round(3.5 * logits * 4) + (PIECE_BYTES if table in FORMATS else 0)
     rounded = FORMATS[table].bits / 8 if table in FORMATS and FORMATS[table].projects else 0
-    return round(logits * (2 * element + rounded))
+    return round(max_batch * logits * (2 * element + rounded))
 
 
 def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:

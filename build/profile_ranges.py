@@ -57,9 +57,9 @@ def profiles(
         return made
     assert model.vision is not None, segment["name"]
     square = model.vision["pooling_kernel_size"] ** 2
-    # The exporter names the number of patches by its expression.
+    # The runtime sees one image at a time. The exporter names the number of patches by its expression.
     patches = Range(square, square * SOFT_TOKENS, square * SOFT_TOKENS)
-    return {IMAGES_PROFILE: {"images": Range(1, 1, max_batch), f"{square}*soft_tokens": patches}}
+    return {IMAGES_PROFILE: {"images": _always(1), f"{square}*soft_tokens": patches}}
 
 
 def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ class PastBatch:
         if key != self._key:
             # Holding the caches keeps their ids from being reused.
             self._key, self._caches = key, list(caches)
+            self._feeds = {}  # not beside its successor: each is as large as the caches
             self._feeds = _assemble(caches)
         return self._feeds
 

@@ -37,7 +37,7 @@ def test_a_dry_run_says_what_would_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a GPU the way out of a refusal; for a CPU, on which anything may be built, what this machine could run."""
-    monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 25 * 10**9)
+    monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     plans = [released("rtx-4090", "fp8"), released("cpu", "fp32"), released("cpu", "int4", 4096, 1)]
     cli._show_plans(plans, as_json=True)
