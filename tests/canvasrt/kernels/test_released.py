@@ -257,8 +257,7 @@ def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
 
 
 def measured(bundle: Bundle) -> dict[str, Any]:
-    """Return each program's kernels per layer, and the bytes of its products and besides them when one canvas is
-    denoised or encoded."""
+    """Return each program's kernels per layer, and the bytes besides products when one canvas is denoised or encoded."""
     found: dict[str, Any] = {}
     for name, layer in (("sliding layer", SLIDING), ("full layer", FULL)):
         found[name] = {p: len(of_layer(ks, layer)) for p, ks in programs(bundle).items()}
@@ -266,10 +265,8 @@ def measured(bundle: Bundle) -> dict[str, Any]:
             kernels = programs(bundle)[program]
             each = zip(kernels, cost.costs(kernels, sizes), strict=True)
             inside = {k.name for k, _ in of_layer(kernels, layer)}
-            held = [c for k, c in each if k.name in inside]
-            for what, of_products in (("megabytes", False), ("products' megabytes", True)):
-                moved = sum(c.moved for c in held if c.is_product == of_products)
-                found[name][f"{program} {what}"] = round(moved / 1e6, 1)
+            moved = sum(c.moved for k, c in each if k.name in inside and not c.is_product)
+            found[name][f"{program} megabytes"] = round(moved / 1e6, 1)
     found["segment"] = {p: len(ks) for p, ks in programs(bundle).items()}
     found["head"] = {p: len(ks) for p, ks in programs(bundle, "head").items()}
     return found
