@@ -27,7 +27,7 @@ INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 )
 # Tensors of an INT4 weight that no product expresses.
-INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
+_INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
 _INPUTS = ("tensor", "token")  # how inputs' scales are shared
 _HINT = (
     "canvasrt reads ModelOpt's NVFP4 and FP8, and compressed-tensors' FP8 and INT4 (W4A16);"
@@ -140,7 +140,7 @@ def _check(
 def _check_extras(folder: Path) -> None:
     """Refuse INT4 weights by the names of their tensors: configurations may be silent about what they hold."""
     for name in sorted(tensor_names(folder)):
-        what = INT4_EXTRAS.get(name.rpartition(".")[2])
+        what = _INT4_EXTRAS.get(name.rpartition(".")[2])
         if what:
             raise CanvasError(f"{name} in {folder}: INT4 with {what} is not supported", INT4_HINT)
 
