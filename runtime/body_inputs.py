@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from canvasrt.defaults import OCTET, octets
@@ -18,6 +20,7 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
     return array.reshape(*array.shape[:axis], -1, OCTET, *array.shape[axis + 1 :])
 
 
+@cache
 def expert_slots(capacity: int, experts: int) -> Arrays:
     """Return the inputs that give every expert `capacity` slots in both of its products."""
     slots = np.arange(capacity, dtype=np.int64)

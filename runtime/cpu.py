@@ -15,7 +15,7 @@ from canvasrt.pass_shapes import canvas_sizes
 from canvasrt.runtime.body_inputs import expert_slots
 from canvasrt.runtime.cpu_capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
-from canvasrt.runtime.kv_cache import PastBatch, RequestCache
+from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds, token_feeds
 from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Saved
 from canvasrt.runtime.pictures import Picture
@@ -27,7 +27,7 @@ class CpuRow:
     """What the model keeps for one request: its cache, and its experts' loads so far."""
 
     cache: RequestCache
-    past: PastBatch = field(default_factory=PastBatch)
+    canvas: CanvasFeeds = field(default_factory=CanvasFeeds)
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
 
@@ -61,7 +61,7 @@ class HostModel(Model):
         self._vision: Segment | None = None
         self._bodies = tuple(bodies)
         self._head = head
-        self._past = PastBatch()
+        self._canvas = CanvasFeeds()  # of passes over several rows
         self._pool = ThreadPoolExecutor(max_workers, "canvasrt") if max_workers > 1 else None
         self._counting = threading.Lock()
 
@@ -140,7 +140,8 @@ class HostModel(Model):
             begin = item.row.cache.length
             positions[index, :count] = np.arange(begin, begin + count)
         rows = [item.row for item in batch]
-        feeds = self._feeds(rows, positions, causal=True)
+        self._canvas_of(rows).clear()
+        feeds = past_feeds([row.cache for row in rows]) | token_feeds(positions, causal=True)
         marks = [item.row.cache.mark() if item.keep else None for item in batch]
         hidden = self.embed(tokens)
         for index, item in enumerate(batch):
@@ -151,6 +152,8 @@ class HostModel(Model):
             out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]
             for layer in body.layers:
+                # What the cache replaces is not needed any more.
+                del feeds[f"past_key_{layer}"], feeds[f"past_value_{layer}"]
                 keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
                 for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
                     here = slice(index, index + 1)
@@ -164,15 +167,11 @@ class HostModel(Model):
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         length = len(batch[0].hidden)
         rows = [item.row for item in batch]
-        begin = np.array([row.cache.length for row in rows], np.int64)
-        positions = begin[:, None] + np.arange(length, dtype=np.int64)
-        feeds = self._feeds(rows, positions, causal=False)
+        feeds = self._canvas_of(rows).of([row.cache for row in rows], length)
         hidden = _stack([item.hidden for item in batch])
         for body in self._bodies:
-            tokens = positions.size
-            hidden = self._run_body(body, feeds | {"hidden": hidden}, rows, "denoise", tokens)[
-                "hidden_out"
-            ]
+            fed = feeds | {"hidden": hidden}
+            hidden = self._run_body(body, fed, rows, "denoise", len(rows) * length)["hidden_out"]
         wants = batch[0].wants
         if wants == "hidden":
             return [DenoiseOutput(hidden=each) for each in hidden]
@@ -192,13 +191,8 @@ class HostModel(Model):
             for i in range(len(batch))
         ]
 
-    def _feeds(self, rows: Sequence[CpuRow], positions: np.ndarray, causal: bool) -> Arrays:
-        past = rows[0].past if len(rows) == 1 else self._past
-        return past.feeds([row.cache for row in rows]) | {
-            "positions": positions,
-            "groups": np.full(positions.shape, -1, np.int64),
-            "causal": np.full(len(rows), causal),
-        }
+    def _canvas_of(self, rows: Sequence[CpuRow]) -> CanvasFeeds:
+        return rows[0].canvas if len(rows) == 1 else self._canvas
 
     def _run_body(
         self, body: CpuBody, feeds: Arrays, rows: Sequence[CpuRow], phase: str, tokens: int

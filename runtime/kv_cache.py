@@ -1,19 +1,21 @@
-"""Key-value caches, one per request, and the batches of pasts that a pass reads."""
+"""Key-value caches, one per request, and what passes read of them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import OCTET, octets
 from canvasrt.runtime.body_inputs import past_in_octets
 from canvasrt.runtime.engine import Arrays
 
 
 class RequestCache:
-    """Keys and values of one request's clean tokens, float32 `[1, kv_heads, kept, head_dim]` per
-    layer.
+    """Keys and values of one request's clean tokens, float32 `[1, kv_heads, octets, 8, head_dim]` per layer: as graphs
+    read them, with zeros after the last token.
 
     A sliding layer keeps the last `sliding_window - 1` tokens, a full layer all of them.
     """
@@ -21,9 +23,9 @@ class RequestCache:
     def __init__(self, config: ModelConfig) -> None:
         self.length = 0
         self._window = config.sliding_window
-        self._sliding = [layer.kind == "sliding" for layer in config.layers]
+        self._kinds = [layer.kind for layer in config.layers]
         empty = [
-            np.zeros((1, layer.num_kv_heads, 0, layer.head_dim), np.float32)
+            np.zeros((1, layer.num_kv_heads, octets(0), OCTET, layer.head_dim), np.float32)
             for layer in config.layers
         ]
         self.keys = list(empty)
@@ -39,8 +41,10 @@ class RequestCache:
 
     def append(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Add one layer's new tokens, `[1, kv_heads, n, head_dim]`; `advance` follows the last layer."""
-        self.keys[layer] = self._joined(layer, self.keys[layer], keys)
-        self.values[layer] = self._joined(layer, self.values[layer], values)
+        kept = self.kept(self._kinds[layer])
+        keep = min(kept + keys.shape[2], self._most(layer))
+        self.keys[layer] = _joined(self.keys[layer], kept, keys, keep)
+        self.values[layer] = _joined(self.values[layer], kept, values, keep)
 
     def mark(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return what `rewind` needs to take back the tokens that are appended from now on."""
@@ -52,22 +56,21 @@ class RequestCache:
 
     def saved_bytes(self, count: int) -> int:
         """Return the bytes of the copy of that many tokens."""
-        pairs = zip(self.keys, self._sliding, strict=True)
         sizes = [
-            array.shape[1] * array.shape[3] * (min(count, self._window - 1) if sliding else count)
-            for array, sliding in pairs
+            each.shape[1] * each.shape[4] * min(count, self._most(layer))
+            for layer, each in enumerate(self.keys)
         ]
         return 2 * np.dtype(np.float32).itemsize * sum(sizes)
 
     def save(self, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return copies of every layer's keys and values of the last `count` tokens, as far as the
-        layer keeps them."""
-
-        def last(array: np.ndarray) -> np.ndarray:
-            return array[:, :, max(0, array.shape[2] - count) :].copy()
-
-        pairs = zip(self.keys, self.values, strict=True)
-        return [(last(keys), last(values)) for keys, values in pairs]
+        """Return copies of every layer's keys and values of the last `count` tokens, `[1, kv_heads, n, head_dim]`, as
+        far as the layer keeps them."""
+        saved = []
+        for kind, keys, values in zip(self._kinds, self.keys, self.values, strict=True):
+            kept = self.kept(kind)
+            last = slice(max(0, kept - count), kept)
+            saved.append((_flat(keys)[:, :, last].copy(), _flat(values)[:, :, last].copy()))
+        return saved
 
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
         """Append copies that `save` returned, which hold `count` tokens together."""
@@ -81,58 +84,89 @@ class RequestCache:
         """Count `count` tokens as cached, once every layer has them."""
         self.length += count
 
-    def _joined(self, layer: int, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        if self._sliding[layer]:
-            keep = self._window - 1
-            new = new[:, :, max(0, new.shape[2] - keep) :]
-            old = old[:, :, max(0, old.shape[2] + new.shape[2] - keep) :]
-        return np.concatenate([old, new], axis=2)
+    def _most(self, layer: int) -> int:
+        """Return how many tokens a layer may hold."""
+        return self._window - 1 if self._kinds[layer] == "sliding" else sys.maxsize
 
 
-class PastBatch:
-    """The past inputs of a pass over some requests, padded to the longest.
+class CanvasFeeds:
+    """What the denoising passes of some requests read beside hidden states, padded to the longest past.
 
-    They stay the same for all denoising steps of a block, so they are assembled once and kept until
-    the requests or their lengths change.
+    It stays the same for all steps of a block, so it is put together once and kept until the requests or their lengths
+    change.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[tuple[int, int], ...] = ()
+        self._key: tuple[object, ...] = ()
         self._caches: list[RequestCache] = []
         self._feeds: Arrays = {}
 
-    def feeds(self, caches: Sequence[RequestCache]) -> Arrays:
-        """`past_positions_sliding|full` int64 `[B, O, 8]` (-1 is padding) and `past_key_i`,
-        `past_value_i` float32 `[B, kv_heads, O, 8, head_dim]` for every layer i."""
-        key = tuple((id(cache), cache.length) for cache in caches)
+    def of(self, caches: Sequence[RequestCache], length: int) -> Arrays:
+        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`."""
+        key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
             # Holding the caches keeps their ids from being reused.
             self._key, self._caches = key, list(caches)
-            self._feeds = {}  # not beside its successor: each is as large as the caches
-            self._feeds = _assemble(caches)
+            self._feeds = {}  # not beside its successor: those of several requests are copies
+            begin = np.array([cache.length for cache in caches], np.int64)
+            positions = begin[:, None] + np.arange(length, dtype=np.int64)
+            self._feeds = past_feeds(caches) | token_feeds(positions, causal=False)
         return self._feeds
 
+    def clear(self) -> None:
+        """Give up the caches' arrays."""
+        self._key, self._caches, self._feeds = (), [], {}
 
-def _assemble(caches: Sequence[RequestCache]) -> Arrays:
+
+def token_feeds(positions: np.ndarray, causal: bool) -> Arrays:
+    """Return the inputs that describe a pass's own tokens without images, at int64 `positions` `[B, L]`."""
+    return {
+        "positions": positions,
+        "groups": np.full(positions.shape, -1, np.int64),
+        "causal": np.full(len(positions), causal),
+    }
+
+
+def past_feeds(caches: Sequence[RequestCache]) -> Arrays:
+    """Return the inputs that hold a pass's past: `past_positions_sliding|full` int64 `[B, O, 8]` (-1 is padding), and
+    `past_key_i`, `past_value_i` float32 `[B, kv_heads, O, 8, head_dim]` for every layer i.
+
+    One request's arrays are those of its cache.
+    """
     feeds: Arrays = {}
     for kind in ("sliding", "full"):
-        width = max(cache.kept(kind) for cache in caches)
+        width = max(octets(cache.kept(kind)) for cache in caches) * OCTET
         positions = np.full((len(caches), width), -1, np.int64)
         for row, cache in enumerate(caches):
             positions[row, : cache.kept(kind)] = cache.positions(kind)
-        feeds[f"past_positions_{kind}"] = past_in_octets(positions, 1, empty=-1)
+        feeds[f"past_positions_{kind}"] = past_in_octets(positions, 1)
     for layer in range(len(caches[0].keys)):
-        keys, values = ([getattr(c, name)[layer] for c in caches] for name in ("keys", "values"))
-        feeds[f"past_key_{layer}"] = past_in_octets(_padded(keys), 2)
-        feeds[f"past_value_{layer}"] = past_in_octets(_padded(values), 2)
+        feeds[f"past_key_{layer}"] = _padded([cache.keys[layer] for cache in caches])
+        feeds[f"past_value_{layer}"] = _padded([cache.values[layer] for cache in caches])
     return feeds
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    """Return `[1, kv_heads, octets, 8, head_dim]` as `[1, kv_heads, tokens, head_dim]`."""
+    return array.reshape(*array.shape[:2], -1, array.shape[4])
+
+
+def _joined(old: np.ndarray, kept: int, new: np.ndarray, keep: int) -> np.ndarray:
+    """Return octets with the last `keep` of `kept` old tokens and of all the new ones, `[1, kv_heads, n, head_dim]`."""
+    joined = np.empty((1, old.shape[1], octets(keep), OCTET, old.shape[4]), np.float32)
+    tokens = _flat(joined)
+    fresh = min(new.shape[2], keep)
+    tokens[:, :, : keep - fresh] = _flat(old)[:, :, kept - (keep - fresh) : kept]
+    tokens[:, :, keep - fresh : keep] = new[:, :, new.shape[2] - fresh :]
+    tokens[:, :, keep:] = 0
+    return joined
 
 
 def _padded(arrays: list[np.ndarray]) -> np.ndarray:
     if len(arrays) == 1:
         return arrays[0]
-    _, heads, _, size = arrays[0].shape
-    batch = np.zeros((len(arrays), heads, max(a.shape[2] for a in arrays), size), np.float32)
+    _, heads, _, *octet = arrays[0].shape
+    batch = np.zeros((len(arrays), heads, max(a.shape[2] for a in arrays), *octet), np.float32)
     for row, array in enumerate(arrays):
         batch[row, :, : array.shape[2]] = array[0]
     return batch

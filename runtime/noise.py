@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
+
+
+class _Generator(threading.local):
+    """A generator per thread, whose state is set for each draw: making one takes longer than the draw."""
+
+    def __init__(self) -> None:
+        self.bits = np.random.Philox(key=0)
+        self.state = self.bits.state
+
+
+_generator = _Generator()
 
 
 def step_noise(
@@ -17,7 +30,18 @@ def step_noise(
     vocab_size).
     """
     # Key and counter alone fix the stream, so any backend can replay any step.
-    raw = np.random.Philox(key=seed, counter=[0, attempt, step, block]).random_raw(2 * length)
+    raw = _philox(seed, [0, attempt, step, block], 2 * length)
     uniforms = (raw[:length] >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
     tokens = ((raw[length:] >> np.uint64(32)) * np.uint64(vocab_size)) >> np.uint64(32)
     return uniforms, tokens.astype(np.int64)
+
+
+def _philox(key: int, counter: list[int], count: int) -> np.ndarray:
+    """Return the first `count` numbers, uint64, of `np.random.Philox(key=key, counter=counter)`."""
+    state = _generator.state
+    state["state"] = {
+        "key": np.array([key, 0], np.uint64),
+        "counter": np.array(counter, np.uint64),
+    }
+    _generator.bits.state = state
+    return _generator.bits.random_raw(count)

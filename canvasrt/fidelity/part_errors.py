@@ -14,9 +14,9 @@ from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.pass_shapes import DENOISE, ENCODE
 from canvasrt.progress import Progress
-from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
+from canvasrt.runtime.body_inputs import expert_slots
 from canvasrt.runtime.engine import Arrays, Segment
-from canvasrt.runtime.kv_cache import RequestCache
+from canvasrt.runtime.kv_cache import RequestCache, past_feeds, token_feeds
 
 
 @dataclass
@@ -109,25 +109,19 @@ def _run(segment: Segment, feeds: Mapping[str, np.ndarray]) -> Arrays:
 def _feeds(seen: CapturedPass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
     """Return a segment's inputs, in the runtime's form, from the reference's hidden states and cache."""
     cache = RequestCache(config)
-    if seen.past_keys:
-        cache.keys, cache.values = list(seen.past_keys), list(seen.past_values)
-        cache.advance(seen.length)
+    for layer, both in enumerate(zip(seen.past_keys, seen.past_values, strict=True)):
+        cache.append(layer, *both)
+    cache.advance(seen.length)
     hidden = seen.hidden[layers[0]]
     count = hidden.shape[1]
-    feeds = {
+    positions = np.arange(seen.length, seen.length + count, dtype=np.int64)[None]
+    return {
         "hidden": hidden,
-        "positions": np.arange(seen.length, seen.length + count, dtype=np.int64)[None],
-        "groups": np.full((1, count), -1, np.int64),
-        "causal": np.array([seen.phase == ENCODE]),
+        **past_feeds([cache]),
+        **token_feeds(positions, causal=seen.phase == ENCODE),
         # Room for every token at one expert: nothing overflows.
         **expert_slots(count, config.num_experts),
     }
-    for kind in ("sliding", "full"):
-        feeds[f"past_positions_{kind}"] = past_in_octets(cache.positions(kind)[None], 1, empty=-1)
-    for layer in layers:
-        feeds[f"past_key_{layer}"] = past_in_octets(cache.keys[layer], 2)
-        feeds[f"past_value_{layer}"] = past_in_octets(cache.values[layer], 2)
-    return feeds
 
 
 def _phases() -> dict[str, RelativeError]:

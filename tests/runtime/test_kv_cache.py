@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from canvasrt.runtime.cpu_capacity import Capacity, rounded
-from canvasrt.runtime.kv_cache import PastBatch, RequestCache
+from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds
 from tests.helpers.configs import CONFIG, LAYERS
 
 
@@ -32,20 +32,24 @@ def test_layers_keep_the_last_window_less_one_or_everything(counts: tuple[int, .
     assert cache.positions("sliding").tolist() == list(range(total - kept, total))
     assert cache.positions("full").tolist() == list(range(total))
     for index, kind in enumerate(("sliding", "full")):
-        assert cache.keys[index][0, 0, :, 0].tolist() == cache.positions(kind).tolist()
-        assert (cache.values[index] == -cache.keys[index]).all()
-        assert cache.keys[index].flags.c_contiguous
+        octets = cache.keys[index]
+        assert octets.shape[2:4] == (-(-len(cache.positions(kind)) // 8), 8)
+        held = octets[0, 0, :, :, 0].ravel()
+        assert held[: cache.kept(kind)].tolist() == cache.positions(kind).tolist()
+        assert not held[cache.kept(kind) :].any()
+        assert (cache.values[index] == -octets).all()
+        assert octets.flags.c_contiguous
 
 
 def test_an_empty_cache_has_empty_pasts() -> None:
-    feeds = PastBatch().feeds([RequestCache(CONFIG)])
+    feeds = past_feeds([RequestCache(CONFIG)])
     assert feeds["past_positions_sliding"].shape == (1, 1, 8)
     assert feeds["past_key_0"].shape == (1, 3, 1, 8, 2)
     assert feeds["past_value_1"].shape == (1, 1, 1, 8, 4)
 
 
 def test_a_batch_is_padded_to_the_longest() -> None:
-    feeds = PastBatch().feeds([filled(2), filled(7)])
+    feeds = past_feeds([filled(2), filled(7)])
     assert feeds["past_positions_sliding"].tolist() == [
         [[0, 1, *[-1] * 6]],
         [[3, 4, 5, 6, *[-1] * 4]],
@@ -58,22 +62,28 @@ def test_a_batch_is_padded_to_the_longest() -> None:
     assert feeds["past_key_1"][1, 0, 0, :, 3].tolist() == [*range(7), 0]
 
 
-def test_a_single_request_of_whole_octets_is_not_copied() -> None:
-    cache = filled(8)
-    feeds = PastBatch().feeds([cache])
-    assert np.shares_memory(feeds["past_key_1"], cache.keys[1])
+@pytest.mark.parametrize("count", [1, 8, 9])
+def test_one_request_s_cache_is_not_copied(count: int) -> None:
+    cache = filled(count)
+    feeds = past_feeds([cache])
+    for index in range(len(LAYERS)):
+        assert feeds[f"past_key_{index}"] is cache.keys[index]
+        assert feeds[f"past_value_{index}"] is cache.values[index]
 
 
-def test_a_batch_is_put_together_again_only_when_it_changes() -> None:
-    batch, first, second = PastBatch(), filled(2), filled(7)
-    feeds = batch.feeds([first, second])
-    assert batch.feeds([first, second])["past_key_0"] is feeds["past_key_0"]
-    assert batch.feeds([second, first])["past_positions_full"][0, 0, 6] == 6
+def test_a_canvas_s_inputs_are_put_together_again_only_when_they_change() -> None:
+    canvas, first, second = CanvasFeeds(), filled(2), filled(7)
+    feeds = canvas.of([first, second], 4)
+    assert feeds["positions"].tolist() == [[2, 3, 4, 5], [7, 8, 9, 10]]
+    assert not feeds["causal"].any()
+    assert canvas.of([first, second], 4) is feeds
+    assert canvas.of([first, second], 2)["positions"].tolist() == [[2, 3], [7, 8]]
+    assert canvas.of([second, first], 4)["past_positions_full"][0, 0, 6] == 6
     for index, layer in enumerate(LAYERS):
         new = np.ones((1, layer.num_kv_heads, 1, layer.head_dim), np.float32)
         second.append(index, new, new)
     second.advance(1)
-    assert batch.feeds([second, first])["past_positions_full"][0, 0].tolist() == list(range(8))
+    assert canvas.of([second, first], 4)["past_positions_full"][0, 0].tolist() == list(range(8))
 
 
 def test_capacity_starts_at_twice_the_mean_load_and_follows_the_loads() -> None:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 from canvasrt.containers.serve.frontend import FrontEnd
@@ -144,6 +145,7 @@ def test_an_interrupt_ends_the_answer_and_then_the_chat(front: FrontEnd) -> None
         terminal.interrupt()
         terminal.until("stopped")
         terminal.until("> ")
+        time.sleep(1)  # a signal between the prompt and the read after it is seen at the next key
         terminal.interrupt()
         assert terminal.end()[1] == 130
 

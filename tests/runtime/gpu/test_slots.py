@@ -58,7 +58,8 @@ class Both:
             assert row.slot is not None
             self.cache.show_positions(row.slot, 1)
             self.device.synchronize()
-            for index, layer in enumerate(LAYERS):
+            saved = host.save(host.length)
+            for index, (layer, (keys, values)) in enumerate(zip(LAYERS, saved, strict=True)):
                 width = self.cache.width(layer.kind, row)
                 at = self.cache.positions(layer.kind, row.slot)
                 positions = self.read(at, (width,), np.int64)
@@ -66,8 +67,8 @@ class Both:
                 assert positions[order].tolist() == host.positions(layer.kind).tolist()
                 shape = (layer.num_kv_heads, width, layer.head_dim)
                 for address, expected in (
-                    (self.cache.key(index, row.slot), host.keys[index]),
-                    (self.cache.value(index, row.slot), host.values[index]),
+                    (self.cache.key(index, row.slot), keys),
+                    (self.cache.value(index, row.slot), values),
                 ):
                     found = self.read(address, shape, np.float32)[:, order]
                     assert np.array_equal(found, expected[0])
