@@ -33,7 +33,7 @@ CPU_PROCESS = 200 * 10**6
 @dataclass(frozen=True)
 class Estimate:
     """Bytes of memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches exchange. On a
-    CPU, these are the copies of caches that passes read, and the process itself; bodies and head do not share a workspace
+    CPU, these are the process itself; bodies and head do not share a workspace
     there."""
 
     weights: int
@@ -94,7 +94,7 @@ def estimate(
             code=0,
             kv_cache=cache,
             workspace=round(MEMORY_MARGIN * (body + head)),
-            buffers=cache + CPU_PROCESS,
+            buffers=CPU_PROCESS,
         )
     body = _body_workspace(model, max_context, max_batch, element, row)
     return Estimate(

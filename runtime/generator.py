@@ -300,8 +300,8 @@ def _check_finite(output: DenoiseOutput) -> None:
             "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",
             fatal=True,
         )
-    bad = int(np.count_nonzero(~np.isfinite(output.entropy)))
-    if bad:
+    if not np.isfinite(output.entropy).all():
+        bad = np.count_nonzero(~np.isfinite(output.entropy))
         raise EngineError(
             f"the engines returned {bad} non-finite entropies of {output.entropy.size}",
             "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -294,7 +295,7 @@ class SamplingParams:
         """Whether only some tokens may be drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    @property
+    @cached_property
     def on_host(self) -> tuple[str, ...]:
         """The names of the parameters that the host applies, and not the engines."""
         given = {

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from canvasrt.checkpoints import weight_names
 from canvasrt.graphs import nbits
-from canvasrt.graphs.protos import drop_unused, import_contrib, integers_of, make_node, rows_of
+from canvasrt.graphs.protos import (
+    drop_unused,
+    import_contrib,
+    integers,
+    integers_of,
+    make_node,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -21,14 +26,16 @@ if TYPE_CHECKING:
 _INT64 = 7  # onnx.TensorProto.INT64
 # The domain of the functions that round the inputs of quantized products in a lowered graph.
 DOMAIN = "canvasrt"
+# The inputs that the exported form takes for its slots.
+SLOTS = ("slots", "gate_slots", "gate_queues")
 _GATE_UP, _DOWN = f".{weight_names.GATE_UP}", f".{weight_names.DOWN}"
 
 
 def split_experts(model: ModelProto) -> bool:
     """Rewrite the experts of every layer of a body graph in place. Return False if there is nothing to rewrite.
 
-    Rows are sorted by expert, split at the experts' counts, and put back in order. No capacity is needed, so no call
-    can overflow: the `load` output becomes 0. The weights stay where they are, in the graph's external data.
+    Rows are sorted by expert, split at the experts' counts, and put back in order. No slots are needed, so those inputs
+    and the output `load` go away. The weights stay where they are, in the graph's external data.
     Only plain and INT4 weights are handled; `lower` makes the others plain first.
     """
     graph = model.graph
@@ -41,8 +48,11 @@ def split_experts(model: ModelProto) -> bool:
         return False
     for layer in layers:
         layer.rewrite()
-    _replace_load(graph, len(layers))
+    (load,) = (each for each in graph.output if each.name == "load")
+    graph.output.remove(load)
     drop_unused(graph)
+    for each in [value for value in graph.input if value.name in SLOTS]:
+        graph.input.remove(each)
     if any(isinstance(weight, _Int4) for weight in weights.values()):
         import_contrib(model)
     return True
@@ -158,7 +168,8 @@ class _Layer:
         result = self._multiply(gated, sizes, self._down, "down")
         # A product with the weights reads each token's rows once, and writes nothing of their size.
         back = self._add("Gather", [result, self._name("place")], "back", axis=0)
-        wide = self._add("Unsqueeze", [weights, self._constant("second", [1])], "weights")
+        one_row = self._constant("one_row", [-1, 1, self._top_k(index)])
+        wide = self._add("Reshape", [weights, one_row], "weights")
         mixed = self._add("MatMul", [wide, back], "mixed")
         shape = self._constant("tokens_first", [1, -1, self._down.rows])
         self._new.append(make_node("Reshape", [mixed, shape], [wanted], self._name("sum")))
@@ -260,14 +271,8 @@ class _Layer:
 
     def _constant(self, name: str, value: object) -> str:
         full = self._name(name)
-        self._graph.initializer.append(_integers(value, full))
+        self._graph.initializer.append(integers(value, full))
         return full
-
-
-def _integers(value: object, name: str) -> TensorProto:
-    from onnx import numpy_helper
-
-    return numpy_helper.from_array(np.array(value, dtype=np.int64), name)
 
 
 def _slice(stack: TensorProto, expert: int) -> TensorProto:
@@ -275,10 +280,3 @@ def _slice(stack: TensorProto, expert: int) -> TensorProto:
     part = rows_of(stack, expert, 1, f"{stack.name}.{expert}")
     del part.dims[0]
     return part
-
-
-def _replace_load(graph: GraphProto, layers: int) -> None:
-    (node,) = (node for node in graph.node if "load" in node.output)
-    graph.node.remove(node)
-    zeros = _integers([0] * layers, "")
-    graph.node.append(make_node("Constant", [], ["load"], "load", value=zeros))

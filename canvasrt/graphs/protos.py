@@ -28,8 +28,15 @@ def users(graph: GraphProto, value: str) -> list[NodeProto]:
     return [each for each in graph.node if value in each.input]
 
 
+def integers(value: object, name: str) -> TensorProto:
+    """Return an int64 initializer."""
+    from onnx import numpy_helper
+
+    return numpy_helper.from_array(np.array(value, dtype=np.int64), name)
+
+
 def integers_of(graph: GraphProto, value: str) -> list[int]:
-    """Return what a value holds that a Constant node or an initializer gives it."""
+    """Return what a value holds that a Constant node or an initializer gives it, maybe cast or reshaped."""
     from onnx import numpy_helper
     from onnx.helper import get_attribute_value
 
@@ -37,6 +44,9 @@ def integers_of(graph: GraphProto, value: str) -> list[int]:
         if tensor.name == value:
             return [int(each) for each in numpy_helper.to_array(tensor).ravel()]
     (node,) = (each for each in graph.node if value in each.output)
+    if node.op_type in ("Cast", "Reshape"):
+        return integers_of(graph, node.input[0])
+    assert node.op_type == "Constant", f"{value} is not a constant"
     held = get_attribute_value(node.attribute[0])
     found = numpy_helper.to_array(held) if node.attribute[0].name == "value" else held
     return [int(each) for each in np.ravel(found)]

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from canvasrt.graphs.protos import CONTRIB, drop_unused, import_contrib, make_node
+import numpy as np
+
+from canvasrt.graphs.protos import (
+    CONTRIB,
+    drop_unused,
+    import_contrib,
+    integers,
+    integers_of,
+    make_node,
+    replace,
+    users,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +28,7 @@ if TYPE_CHECKING:
 
 Producers = dict[str, "NodeProto"]
 _PAST = ("past_key_", "past_value_")
+_END = 2**63 - 1  # where a Slice ends that runs to the end
 
 
 def simplify_layers(model: ModelProto) -> bool:
@@ -30,7 +42,11 @@ def simplify_layers(model: ModelProto) -> bool:
     _share_lengths(graph)
     _share_phase(graph)
     _join_reshapes(graph)
+    _skip_whole_slices(graph)
+    _split_heads(graph)
+    _fold_scales(graph)
     _fuse(graph, _softmax)
+    _fuse(graph, _expert_scale)
     _fuse(graph, _rotation)
     _join_norms(graph)
     drop_unused(graph)
@@ -91,6 +107,106 @@ def _fuse(
     for node in graph.node:
         nodes += fused(made, node) or [node]
     _put(graph, nodes)
+
+
+def _skip_whole_slices(graph: GraphProto) -> None:
+    """Read past slices that leave everything."""
+    held = _held(graph)
+    whole: dict[str, str] = {}
+    for node in graph.node:
+        for place, value in enumerate(node.input):
+            node.input[place] = whole.get(value, value)
+        fixed = node.op_type == "Slice" and held.issuperset(node.input[1:4])
+        if fixed and _bounds(graph, node)[:2] == (0, _END):
+            whole[node.output[0]] = node.input[0]
+    _put(graph, [node for node in graph.node if node.output[0] not in whole])
+
+
+def _split_heads(graph: GraphProto) -> None:
+    """Cut a projection into queries, keys and values by one node."""
+    held, made = _held(graph), _producers(graph)
+    parts: dict[str, list[NodeProto]] = {}
+    for node in graph.node:
+        fixed = node.op_type == "Slice" and held.issuperset(node.input[1:4])
+        if fixed and _is(made, node.input[0], "Transpose"):
+            parts.setdefault(node.input[0], []).append(node)
+    for source, slices in parts.items():
+        slices.sort(key=lambda each: _bounds(graph, each)[0])
+        firsts, lasts, axes = zip(*(_bounds(graph, each) for each in slices), strict=True)
+        heads = _heads(graph, made, source)
+        if (
+            heads is None
+            or {*axes} != {1}
+            or [*firsts[1:], heads] != [*lasts[:-1], min(heads, lasts[-1])]
+        ):
+            continue
+        sizes = integers(np.diff([*firsts, heads]), f"{source}_sizes")
+        graph.initializer.append(sizes)
+        outputs = [each.output[0] for each in slices]
+        split = make_node("Split", [source, sizes.name], outputs, f"{source}_split", axis=1)
+        replace(graph, made[source], [made[source], split])
+        for each in slices:
+            graph.node.remove(each)
+
+
+def _bounds(graph: GraphProto, node: NodeProto) -> tuple[int, int, int]:
+    """Return where a Slice along one axis begins and ends, and the axis."""
+    first, last, axis = (integers_of(graph, each)[0] for each in node.input[1:4])
+    return first, last, axis
+
+
+def _heads(graph: GraphProto, made: Producers, turned: str) -> int | None:
+    """Return how many heads a value has that comes from `[B, L, heads, size]` by a norm and a transpose."""
+    normed = made[turned].input[0]
+    if not (_is(made, normed, "RMSNormalization") and _is(made, made[normed].input[0], "Reshape")):
+        return None
+    shape = made[made[made[normed].input[0]].input[1]]
+    return integers_of(graph, shape.input[2])[0] if shape.op_type == "Concat" else None
+
+
+def _fold_scales(graph: GraphProto) -> None:
+    """Scale a product's weights, which ONNX Runtime does once as it loads them, in place of its inputs."""
+    held = _held(graph)
+    sizes = {each.name: list(each.dims) for each in graph.initializer}
+    last = integers([-1], "last_axis")
+    graph.initializer.append(last)
+    for node in reversed(list(graph.node)):
+        if node.op_type != "Mul" or node.input[1] not in held:
+            continue
+        products = users(graph, node.output[0])
+        if not all(each.op_type == "MatMul" and each.input[1] in held for each in products):
+            continue
+        x, scale = node.input
+        for product in products:
+            name = f"{node.output[0]}_in_{product.name}"
+            new = [make_node("Mul", [product.input[1], scale], [name], name)]
+            if sizes.get(scale):  # a number for each input, so for each row of the weights
+                rows = make_node("Unsqueeze", [scale, last.name], [f"{name}_rows"], f"{name}_rows")
+                new = [rows, new[0]]
+                new[1].input[1] = rows.output[0]
+            held.add(name)
+            product.input[0], product.input[1] = x, name
+            replace(graph, product, [*new, product])
+        graph.node.remove(node)
+
+
+def _held(graph: GraphProto) -> set[str]:
+    """Return the values that do not depend on inputs: weights and constants, also if turned or cast."""
+    held = {each.name for each in graph.initializer}
+    for node in graph.node:
+        if node.op_type in ("Constant", "Transpose", "Cast", "Reshape"):
+            held |= set(node.output) if held.issuperset(node.input) else set()
+    return held
+
+
+def _expert_scale(made: Producers, node: NodeProto) -> list[NodeProto] | None:
+    """Return one Gather for the scales of a token's experts, which are looked up as rows of one number."""
+    if node.op_type != "Squeeze" or not _is(made, node.input[0], "Gather"):
+        return None
+    rows, index = made[node.input[0]].input
+    if not _is(made, rows, "Unsqueeze"):
+        return None
+    return [make_node("Gather", [made[rows].input[0], index], list(node.output), node.name, axis=0)]
 
 
 def _softmax(made: Producers, node: NodeProto) -> list[NodeProto] | None:

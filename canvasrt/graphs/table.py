@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.checkpoints.weight_names import TABLE
-from canvasrt.graphs.protos import CONTRIB, import_contrib, make_node, replace, rows_of, users
+from canvasrt.graphs.protos import (
+    CONTRIB,
+    import_contrib,
+    integers,
+    make_node,
+    replace,
+    rows_of,
+    users,
+)
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -92,10 +100,8 @@ class _Pieces:
 
     def straight(self, x: str, output: str) -> list[NodeProto]:
         """Return the nodes for `x` `[…, V]` times the table: `[…, D]`."""
-        from onnx import numpy_helper
-
-        sizes = np.diff(self._cuts).astype(np.int64)
-        self._graph.initializer.append(numpy_helper.from_array(sizes, f"{TABLE}/sizes"))
+        sizes = np.diff(self._cuts)
+        self._graph.initializer.append(integers(sizes, f"{TABLE}/sizes"))
         shares = [f"{TABLE}/share_{number}" for number in range(len(sizes))]
         nodes = [make_node("Split", [x, f"{TABLE}/sizes"], shares, f"{TABLE}/split", axis=-1)]
         parts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.graphs.experts import SLOTS
 from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from tests.helpers.random_models import Graphs
 
@@ -128,3 +130,8 @@ def random_feeds(
         values[f"past_key_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
         values[f"past_value_{i}"] = past_in_octets(rng.standard_normal(shape).astype(np.float32), 2)
     return values
+
+
+def without_slots(feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what a graph with split experts takes of these inputs."""
+    return {name: each for name, each in feeds.items() if name not in SLOTS}
