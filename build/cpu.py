@@ -56,10 +56,11 @@ def _lower(graphs: Bundle, out: Path, progress: Progress) -> tuple[dict[str, Any
 
 
 def _rewrite(file: Path) -> bool:
-    """Rewrite layers, INT4 products and an INT8 table for a CPU. Weights stay in the linked file."""
+    """Rewrite layers, INT4 products, an INT8 table and the sampler for a CPU. Weights stay in the linked file."""
     onnx = require("onnx", "export")
     from canvasrt.graphs.experts import split_experts
     from canvasrt.graphs.nbits import use_nbits
+    from canvasrt.graphs.sampler import shorten_sampler
     from canvasrt.graphs.simplify import simplify_layers
     from canvasrt.graphs.table import split_table
 
@@ -69,6 +70,7 @@ def _rewrite(file: Path) -> bool:
         use_nbits(model),
         split_table(model),
         simplify_layers(model),
+        shorten_sampler(model),
     ]
     if not any(changed):
         return False

@@ -41,9 +41,10 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield its values in float32, part by part, in the order of `Weight.read`."""
+        """Yield the checkpoint's values in float32, part by part, in the order of `Weight.read`: with scales as they are
+        there, which graphs round to bfloat16."""
         for part in self.weight.parts:
-            codes, scales = self._read(part)
+            codes, scales = self._read(part, torch.float32)
             yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
 
     @property
@@ -51,12 +52,13 @@ class Int4Codes:
         """Whether the checkpoint has all of its scales."""
         return True
 
-    def _read(self, part: str) -> tuple[Bytes, Floats]:
-        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part."""
+    def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
+        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part, in the numbers of `dtype`: products
+        multiply in bfloat16."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
         codes = words.view(torch.uint8).numpy().reshape(len(words), width // 2) ^ INT4_OFFSET
-        scales = _scales(self.weight, part)
+        scales = _scales(self.weight, part, dtype)
         # With one scale per output, every block of the row gets it.
         return codes, np.repeat(scales, width // (self.form.block or width) // scales.shape[1], 1)
 
@@ -145,10 +147,10 @@ def _block(weight: Weight, part: str) -> int:
     return group
 
 
-def _scales(weight: Weight, part: str) -> Floats:
-    """Return a part's scales as float32, rounded to the bfloat16 of the products."""
+def _scales(weight: Weight, part: str, dtype: torch.dtype) -> Floats:
+    """Return a part's scales as float32, rounded to `dtype`."""
     name = _scale_name(part)
-    values = weight.checkpoint.read(name).to(torch.bfloat16).to(torch.float32).numpy()
+    values = weight.checkpoint.read(name).to(dtype).to(torch.float32).numpy()
     check_scales(values, name, weight.checkpoint.path)
     return values
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -119,29 +118,47 @@ class HostModel(Model):
             groups.setdefault(key, []).append(item)
         return list(groups.values())
 
+    def _denoise_each(self, inputs: Iterable[DenoiseInput], count: int) -> Iterator[DenoiseOutput]:
+        if self._pool is None or not self.rows_apart:
+            yield from super()._denoise_each(inputs, count)
+            return
+        for (output,) in self._each(self._denoise_pass, ([item] for item in inputs), count):
+            yield output
+        self.counters.denoise_passes += count
+
     def _map(self, run: Callable[[BatchT], OutputT], batches: Sequence[BatchT]) -> list[OutputT]:
-        # With several workers, passes run side by side; they share no state. The calling thread is one of the workers:
-        # waking it up only when all passes are done took a tenth of a small model's time.
-        if self._pool is None or len(batches) < 2:
-            return [run(batch) for batch in batches]
-        left, done = deque(enumerate(batches)), dict[int, OutputT]()
+        return list(self._each(run, batches, len(batches)))
+
+    def _each(
+        self, run: Callable[[BatchT], OutputT], batches: Iterable[BatchT], count: int
+    ) -> Iterator[OutputT]:
+        """Run passes side by side, if there are several workers; they share no state. Yield results in order, as they come.
+
+        The calling thread is one of the workers: waking it up only at the end took a tenth of a small model's time.
+        """
+        if self._pool is None or count < 2:
+            yield from map(run, batches)
+            return
+        left, taking, done = enumerate(batches), threading.Lock(), dict[int, OutputT]()
 
         def work() -> None:
-            while left:
-                try:
-                    index, batch = left.popleft()
-                except IndexError:  # another worker was faster
+            while True:
+                with taking:
+                    index, batch = next(left, (count, None))
+                if batch is None:
                     return
                 done[index] = run(batch)
 
-        helpers = [self._pool.submit(work) for _ in range(min(self._helpers, len(batches) - 1))]
+        helpers = [self._pool.submit(work) for _ in range(min(self._helpers, count - 1))]
         try:
             work()
+            for index in range(count):
+                if index not in done:
+                    for each in helpers:
+                        each.result()
+                yield done[index]
         finally:
             wait(helpers)
-        for each in helpers:
-            each.result()
-        return [done[index] for index in range(len(batches))]
 
     def _see(self, picture: Picture) -> np.ndarray:
         if self._vision is None:

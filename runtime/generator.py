@@ -16,7 +16,7 @@ from canvasrt.runtime.answers.constrained import ActiveConstrained, ConstrainedR
 from canvasrt.runtime.answers.infill import ActiveInfill, GapRequest
 from canvasrt.runtime.answers.read import ActiveRead, ReadRequest
 from canvasrt.runtime.model import Model
-from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput
+from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.prefix import PrefixCache, share_of
 from canvasrt.runtime.request import Block, Draft, Event, Finished, Request, Result, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
@@ -261,11 +261,12 @@ class Generator:
     def _denoise(self) -> list[Event]:
         """Run one step of every request whose tokens are all encoded."""
         ready = [each for each in self._running if not each.pending.size and not _waits(each)]
-        inputs: list[DenoiseInput] = [each.next_step() for each in ready]
+        inputs = (each.next_step() for each in ready)
         self._denoised = len(ready)
         self._schedule.count(ready)
         events: list[Event] = []
-        for each, output in zip(ready, self.model.denoise(inputs), strict=True):
+        outputs = self.model.denoise_each(inputs, len(ready))
+        for each, output in zip(ready, outputs, strict=True):
             _check_finite(output)
             events += each.take(output)
         return events

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from canvasrt.bundle import Manifest, load_bundle
+from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.cache import cache_folder, key_of
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.machine import memory_bytes
 from canvasrt.runtime.cpu import HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
 from canvasrt.runtime.model import Model
@@ -38,12 +39,27 @@ def open_model(
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
     limit = _limit(supported_context(bundle.manifest), max_context)
-    backend = backend or choose_backend(bundle.manifest, device, threads, share_passes)
+    if backend is None:
+        backend = choose_backend(bundle.manifest, device, threads, share_passes)
+        if not isinstance(backend, DeviceBackend):
+            _check_memory(bundle)
     if isinstance(backend, DeviceBackend):
         from canvasrt.runtime.gpu.device_model import DeviceModel
 
         return DeviceModel.open(bundle, backend, limit)
     return HostModel.open(bundle, backend, limit)
+
+
+def _check_memory(bundle: Bundle) -> None:
+    """Refuse weights that this machine cannot hold: ONNX Runtime copies them into a form of its own."""
+    names = [Path(entry["file"]).with_suffix(".bin").name for entry in bundle.manifest.segments]
+    files = [bundle.manifest.files.get(name, {}) for name in names if name != "vision.bin"]
+    need, have = sum(each.get("bytes", 0) for each in files), memory_bytes()
+    if need > have:
+        raise CanvasError(
+            f"the weights take {need / 1e9:.1f} GB of memory, and this machine has {have / 1e9:.1f} GB",
+            "build them smaller with `canvasrt build … --target cpu --precision int4`, or take another machine",
+        )
 
 
 def _limit(most: int, wanted: int | None) -> int:

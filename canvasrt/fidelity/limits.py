@@ -94,19 +94,24 @@ def _layer_error(layer: Json) -> float:
 def _weights(report: Json) -> Iterator[LimitCheck]:
     """Yield a check of the worst matrix per format; stacked experts count one by one."""
     matrices = report.get("weights") or []
-    formats = {each["name"]: each["format"] for each in matrices}
+    kinds = {each["name"]: "kept" if each["kept"] else each["format"] for each in matrices}
     errors = [(each["error"], each["name"]) for each in matrices if ".experts." not in each["name"]]
     for each in report.get("experts") or []:
         for part in ("gate_up", "down"):
             errors.append(
                 (each[part], f"layers.{each['layer']}.experts.{part}, expert {each['expert']}")
             )
-    for format, limit in weight_limits().items():
-        held = [
-            (error, name) for error, name in errors if formats[name.partition(",")[0]] == format
-        ]
+    limits = weight_limits()
+    for kind, limit in {**limits, "kept": limits[None]}.items():
+        held = [(error, name) for error, name in errors if kinds[name.partition(",")[0]] == kind]
         if held:
             error, name = max(held)
-            what = f"worst {format.upper() if format else 'unquantized'} matrix, relative error"
             where = name if error else None
-            yield LimitCheck(f"weight_error_{format or 'others'}", what, limit, error, where)
+            yield LimitCheck(f"weight_error_{kind or 'others'}", _what(kind), limit, error, where)
+
+
+def _what(kind: str | None) -> str:
+    """Return what is limited: the matrices of a format, those with the checkpoint's codes, or all others."""
+    if kind == "kept":
+        return "worst matrix that has the checkpoint's codes, relative error"
+    return f"worst {kind.upper() if kind else 'unquantized'} matrix, relative error"

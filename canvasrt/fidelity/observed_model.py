@@ -146,14 +146,20 @@ class ObservedModel:
 
 
 def with_logits(model: ModelProto) -> ModelProto:
-    """Return a head that also outputs its logits: what the temperature divides."""
+    """Return a head that also outputs its logits: what the temperature divides, or in a shortened sampler, what the factor
+    with the temperature multiplies, times the cap in that factor."""
     from onnx import TensorProto, helper
 
     divisions = [node for node in model.graph.node if node.op_type == "Div"]
     (divided,) = (
         node for node in divisions if _comes_from(model.graph, node.input[1], "temperature")
     )
-    _name_output(model.graph, divided.input[0], LOGITS)
+    factor = [node for node in model.graph.node if divided.output[0] in node.input[1:]]
+    if factor and factor[0].op_type == "Mul":
+        both = [factor[0].input[0], divided.input[0]]
+        model.graph.node.append(helper.make_node("Mul", both, [LOGITS], LOGITS))
+    else:
+        _name_output(model.graph, divided.input[0], LOGITS)
     shape = ["batch", "length", "vocabulary"]
     model.graph.output.append(helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, shape))
     return model

@@ -77,10 +77,21 @@ def wide_rows(
     checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]
 ) -> Iterator[Tensor]:
     """Read a weight of `shape` that is stacked from `parts` in float32, a few rows or experts at a time."""
-    names = parts_of(tuple(parts), shape, checkpoint)
-    weight = Weight(names[0], shape, names, checkpoint)
+    weight = _weight(checkpoint, parts, shape)
     held = read_int4(weight) or read_codes(weight)
     yield from held.wide() if held else weight.read(torch.float32)
+
+
+def held_format(checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]) -> str | None:
+    """Return the format of the codes that a checkpoint has for that weight, None if it has its values."""
+    weight = _weight(checkpoint, parts, shape)
+    held = read_int4(weight) or read_codes(weight)
+    return held.form.format if held else None
+
+
+def _weight(checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]) -> Weight:
+    names = parts_of(tuple(parts), shape, checkpoint)
+    return Weight(names[0], shape, names, checkpoint)
 
 
 def _stream(

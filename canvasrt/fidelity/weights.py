@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.bundle import Bundle
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import DECODER, DOWN, GATE_UP, PROJECTION, TABLE
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.capture import CapturedPass
@@ -28,12 +29,14 @@ EXPERT_WEIGHTS = (GATE_UP, DOWN)
 
 @dataclass
 class WeightError:
-    """The relative error of one matrix. `name` is as in recipes; `format` is None if it is not quantized."""
+    """The relative error of one matrix. `name` is as in recipes; `format` is None if it is not quantized. If `kept`, the
+    checkpoint has it in that format, and its codes should be the same."""
 
     name: str
     layer: int | None
     format: str | None
     error: float
+    kept: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -72,33 +75,49 @@ def weight_errors(
 ) -> WeightErrors:
     """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time."""
     from canvasrt.export.checkpoint import Checkpoint
-    from canvasrt.export.weights import body_sources
 
     checkpoint, config = Checkpoint(checkpoint_path), bundle.manifest.model
     found = WeightErrors()
-    count = len(config.layers)
     for entry in (entry for entry in bundle.manifest.segments if "layers" in entry):
         graph = _Weights(bundle.file(entry["file"]))
         formats = entry.get("quantized") or {}
         for local, layer in enumerate(entry["layers"]):
-            progress("comparing weights", layer, count)
-            for name, parts in body_sources(config, layer, 1).items():
-                short = name.removeprefix("layers.0.")
-                full = f"layers.{layer}.{short.removesuffix('.weight')}"
-                if short in EXPERT_WEIGHTS or not graph.is_matrix(f"layers.{local}.{short}"):
-                    continue
-                error = RelativeError()
-                for ours, theirs in _pairs(graph, f"layers.{local}.{short}", checkpoint, parts):
-                    error.add(ours, theirs)
-                found.matrices.append(WeightError(full, layer, formats.get(full), error.value))
+            progress("comparing weights", layer, len(config.layers))
             errors, totals = _experts(graph, local, layer, checkpoint, passes)
             found.experts += errors
-            for short, error in totals.items():
-                full = f"layers.{layer}.{short}"
-                found.matrices.append(WeightError(full, layer, formats.get(full), error.value))
+            found.matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
     found.matrices += _table(bundle, checkpoint)
-    progress("comparing weights", count, count)
+    progress("comparing weights", len(config.layers), len(config.layers))
     return found
+
+
+def _matrices(
+    graph: _Weights,
+    local: int,
+    layer: int,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    formats: Mapping[str, str],
+    experts: Mapping[str, RelativeError],
+) -> Iterator[WeightError]:
+    """Compare the matrices of a layer; those of its `experts` have been."""
+    from canvasrt.export.weights import body_sources
+    from canvasrt.fidelity.streamed import held_format
+
+    for name, parts in body_sources(config, layer, 1).items():
+        short = name.removeprefix("layers.0.")
+        ours = f"layers.{local}.{short}"
+        if short not in experts and not graph.is_matrix(ours):
+            continue
+        error = experts.get(short)
+        if error is None:
+            error = RelativeError()
+            for pair in _pairs(graph, ours, checkpoint, parts):
+                error.add(*pair)
+        full = f"layers.{layer}.{short.removesuffix('.weight')}"
+        format = formats.get(full)
+        kept = format is not None and held_format(checkpoint, parts, graph.shape(ours)) == format
+        yield WeightError(full, layer, format, error.value, kept)
 
 
 def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:

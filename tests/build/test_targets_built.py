@@ -64,6 +64,16 @@ def test_one_command_builds_each_target_at_its_first_precision(
         assert ("denoise_batch" in shown) == (target != "cpu")
 
 
+def test_one_command_builds_int4_for_cards_and_a_cpu(tmp_path: Path, command: Command) -> None:
+    targets = ("rtx-3090", "rtx-4090", "cpu")
+    out = ("--precision", "int4", "-o", tmp_path / "all")
+    done = command("build", "demo", "--target", ",".join(targets), *out, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for target in targets:
+        done = command("verify", tmp_path / "all" / target)
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_kernels_of_every_gpu_s_engines_are_shown(demo: Path, command: Command) -> None:
     for target in TARGETS:
         done = command("inspect", demo / target, "--kernels", "--batch", "2")

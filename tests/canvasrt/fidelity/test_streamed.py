@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.locate import find_checkpoint
@@ -56,11 +59,25 @@ def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
     assert not any(".layers." in name for name in held)
 
 
-def test_a_quantized_checkpoint_stands_for_what_compressed_tensors_unpacks(int4: Any) -> None:
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-    from safetensors.torch import load_file
+def edited(checkpoint: Path, to: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """Copy a checkpoint with its tensors changed."""
+    shutil.copytree(checkpoint, to)
+    tensors = load_file(to / "model.safetensors")
+    changed = {name: change(name, each) for name, each in tensors.items()}
+    save_file(changed, to / "model.safetensors", {"format": "pt"})
+    return to
 
-    folder, _ = int4
+
+def test_a_quantized_checkpoint_stands_for_what_compressed_tensors_unpacks(
+    int4: Any, tmp_path: Path
+) -> None:
+    """Scales count as they are there, although graphs round them to bfloat16."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    def finer(name: str, each: torch.Tensor) -> torch.Tensor:
+        return (1.001 * each).to(torch.float16) if name.endswith("weight_scale") else each
+
+    folder = edited(int4[0], tmp_path / "finer", finer)
     tensors = load_file(folder / "model.safetensors")
     module = "model.decoder.layers.1.experts.3.down_proj"
     codes = unpack_from_int32(
@@ -111,6 +128,25 @@ def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
     assert all(error < 1e-6 for error in errors.values()), errors
     assert all(each["gate_up"] == each["down"] == 0 for each in found["experts"])
     assert found["ok"], found["limits"]
+
+
+def test_the_checkpoint_s_own_codes_must_be_the_same(int4: Any, tmp_path: Path) -> None:
+    """Rounding explains a tenth of a matrix that was quantized here, and nothing of one that was not."""
+    checkpoint, bundle = int4
+    name = "model.decoder.layers.1.experts.3.down_proj.weight_scale"
+
+    def wrong(tensor: str, each: torch.Tensor) -> torch.Tensor:
+        return 1.1 * each if tensor == name else each
+
+    def check(folder: Path) -> tuple[float, bool, str | None]:
+        found = measure_quality(bundle, folder, 0)
+        (kept,) = [each for each in found["limits"] if each["name"] == "weight_error_kept"]
+        return kept["measured"], kept["ok"], kept["where"]
+
+    assert check(checkpoint) == (0, True, None)
+    measured, ok, where = check(edited(checkpoint, tmp_path / "wrong", wrong))
+    assert 0.08 < measured < 0.1
+    assert (ok, where) == (False, "layers.1.experts.down, expert 3")
 
 
 def test_a_large_model_is_streamed(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
