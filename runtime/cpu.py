@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -118,13 +119,24 @@ class HostModel(Model):
             groups.setdefault(key, []).append(item)
         return list(groups.values())
 
-    def _denoise_each(self, inputs: Iterable[DenoiseInput], count: int) -> Iterator[DenoiseOutput]:
+    def denoise_each(
+        self, inputs: Iterable[DenoiseInput], count: int
+    ) -> Generator[DenoiseOutput, None, None]:
         if self._pool is None or not self.rows_apart:
-            yield from super()._denoise_each(inputs, count)
+            yield from super().denoise_each(inputs, count)
             return
-        for (output,) in self._each(self._denoise_pass, ([item] for item in inputs), count):
-            yield output
-        self.counters.denoise_passes += count
+        begin, ends = time.perf_counter(), list[float]()
+
+        def run(item: DenoiseInput) -> DenoiseOutput:
+            (output,) = self._denoise_pass([item])
+            ends.append(time.perf_counter())
+            return output
+
+        try:
+            yield from self._each(run, inputs, count)
+        finally:
+            self.counters.denoise_passes += len(ends)
+            self.counters.denoise_seconds += max(ends, default=begin) - begin
 
     def _map(self, run: Callable[[BatchT], OutputT], batches: Sequence[BatchT]) -> list[OutputT]:
         return list(self._each(run, batches, len(batches)))
@@ -140,14 +152,19 @@ class HostModel(Model):
             yield from map(run, batches)
             return
         left, taking, done = enumerate(batches), threading.Lock(), dict[int, OutputT]()
+        failed = threading.Event()  # then the passes that wait are not run
 
         def work() -> None:
-            while True:
-                with taking:
-                    index, batch = next(left, (count, None))
-                if batch is None:
-                    return
-                done[index] = run(batch)
+            try:
+                while not failed.is_set():
+                    with taking:
+                        index, batch = next(left, (count, None))
+                    if batch is None:
+                        return
+                    done[index] = run(batch)
+            except BaseException:
+                failed.set()
+                raise
 
         helpers = [self._pool.submit(work) for _ in range(min(self._helpers, count - 1))]
         try:

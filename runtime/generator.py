@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import closing
 
 import numpy as np
 
@@ -265,10 +266,10 @@ class Generator:
         self._denoised = len(ready)
         self._schedule.count(ready)
         events: list[Event] = []
-        outputs = self.model.denoise_each(inputs, len(ready))
-        for each, output in zip(ready, outputs, strict=True):
-            _check_finite(output)
-            events += each.take(output)
+        with closing(self.model.denoise_each(inputs, len(ready))) as outputs:
+            for each, output in zip(ready, outputs, strict=True):
+                _check_finite(output)
+                events += each.take(output)
         return events
 
 

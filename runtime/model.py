@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
@@ -219,22 +219,21 @@ class Model(ABC):
         read."""
         return list(self.denoise_each(inputs, len(inputs)))
 
-    def denoise_each(self, inputs: Iterable[DenoiseInput], count: int) -> Iterator[DenoiseOutput]:
-        """Run one denoising step of each of `count` requests; yield the outputs in order.
+    def denoise_each(
+        self, inputs: Iterable[DenoiseInput], count: int
+    ) -> Generator[DenoiseOutput, None, None]:
+        """Run one denoising step of each of `count` requests; yield the outputs in order. Close it before other passes.
 
         While passes run, inputs may be asked for, on any thread, and outputs may be yielded.
         """
-        start = time.perf_counter()
-        yield from self._denoise_each(inputs, count)
-        self.counters.denoise_seconds += time.perf_counter() - start
-
-    def _denoise_each(self, inputs: Iterable[DenoiseInput], count: int) -> Iterator[DenoiseOutput]:
         given = list(inputs)
+        start = time.perf_counter()
         batches = self._batches(given)
         done: dict[int, DenoiseOutput] = {}
         for batch, outputs in zip(batches, self._map(self._denoise_pass, batches), strict=True):
             done |= {id(item): out for item, out in zip(batch, outputs, strict=True)}
         self.counters.denoise_passes += len(batches)
+        self.counters.denoise_seconds += time.perf_counter() - start
         yield from (done[id(item)] for item in given)
 
     @abstractmethod

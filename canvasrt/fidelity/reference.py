@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,12 @@ class ReferenceModel:
                     position_ids=self._positions(row.length, tokens.shape[1]),
                 )
             row.length += tokens.shape[1]
+
+    def denoise_each(
+        self, inputs: Iterable[DenoiseInput], count: int
+    ) -> Generator[DenoiseOutput, None, None]:
+        """Run one step of each of `count` requests, as `Model.denoise_each` does."""
+        yield from self.denoise(list(inputs))
 
     def denoise(self, inputs: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
         """Run one denoising step of each request; return the outputs in order. Caches are only read."""

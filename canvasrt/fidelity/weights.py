@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,9 @@ def weight_errors(
             found.experts += errors
             found.matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
     found.matrices += _table(bundle, checkpoint)
+    if "checkpoint_quantization" not in bundle.manifest.options:
+        # What was widened and quantized again has codes of its own.
+        found.matrices = [replace(each, kept=False) for each in found.matrices]
     progress("comparing weights", len(config.layers), len(config.layers))
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from canvasrt.graphs.experts import DOMAIN
 from canvasrt.graphs.protos import drop_unused, make_node, users
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def shorten_sampler(model: ModelProto) -> bool:
     if chain is None:
         return False
     exp, shift, cooled, _, tanh, shrunk = chain
-    norm = next(each for each in graph.node if "hidden" in each.input)
+    (norm,) = users(graph, "hidden")
     total = _user(graph, exp.output[0], "ReduceSum")
     log, share, rows = (_user(graph, total.output[0], kind) for kind in ("Log", "Div", "Unsqueeze"))
     entropy = _user(graph, log.output[0], "Sub")
@@ -67,8 +68,12 @@ def _chain(graph: GraphProto, made: dict[str, NodeProto]) -> list[NodeProto] | N
     exps = [each for each in graph.node if each.op_type == "Exp"]
     if len(exps) != 1:
         return None
-    # Quantized products round the probabilities.
-    if any(each.domain for each in _readers(graph, exps[0].output[0])):
+    norms = users(graph, "hidden")
+    if [each.op_type for each in norms] != ["RMSNormalization"]:
+        return None
+    # Quantized products round what they multiply.
+    both = (exps[0].output[0], norms[0].output[0])
+    if any(each.domain == DOMAIN for value in both for each in _readers(graph, value)):
         return None
     chain = exps
     while len(chain) < len(_CHAIN):

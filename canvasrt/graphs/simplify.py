@@ -18,7 +18,6 @@ from canvasrt.graphs.protos import (
     integers_of,
     make_node,
     replace,
-    users,
 )
 
 if TYPE_CHECKING:
@@ -111,13 +110,13 @@ def _fuse(
 
 def _skip_whole_slices(graph: GraphProto) -> None:
     """Read past slices that leave everything."""
-    held = _held(graph)
+    held, kept = _held(graph), {each.name for each in graph.output}
     whole: dict[str, str] = {}
     for node in graph.node:
         for place, value in enumerate(node.input):
             node.input[place] = whole.get(value, value)
-        fixed = node.op_type == "Slice" and held.issuperset(node.input[1:4])
-        if fixed and _bounds(graph, node)[:2] == (0, _END):
+        bounds = _bounds(graph, node, held)
+        if bounds is not None and bounds[:2] == (0, _END) and node.output[0] not in kept:
             whole[node.output[0]] = node.input[0]
     _put(graph, [node for node in graph.node if node.output[0] not in whole])
 
@@ -125,34 +124,35 @@ def _skip_whole_slices(graph: GraphProto) -> None:
 def _split_heads(graph: GraphProto) -> None:
     """Cut a projection into queries, keys and values by one node."""
     held, made = _held(graph), _producers(graph)
-    parts: dict[str, list[NodeProto]] = {}
+    parts: dict[str, list[tuple[int, int, int, NodeProto]]] = {}
     for node in graph.node:
-        fixed = node.op_type == "Slice" and held.issuperset(node.input[1:4])
-        if fixed and _is(made, node.input[0], "Transpose"):
-            parts.setdefault(node.input[0], []).append(node)
+        bounds = _bounds(graph, node, held)
+        if bounds is not None and _is(made, node.input[0], "Transpose"):
+            parts.setdefault(node.input[0], []).append((*bounds, node))
     for source, slices in parts.items():
-        slices.sort(key=lambda each: _bounds(graph, each)[0])
-        firsts, lasts, axes = zip(*(_bounds(graph, each) for each in slices), strict=True)
+        firsts, lasts, axes, nodes = zip(*sorted(slices, key=lambda each: each[0]), strict=True)
         heads = _heads(graph, made, source)
-        if (
-            heads is None
-            or {*axes} != {1}
-            or [*firsts[1:], heads] != [*lasts[:-1], min(heads, lasts[-1])]
-        ):
+        if heads is None or {*axes} != {1}:
+            continue
+        if [*firsts, heads] != [0, *lasts[:-1], min(heads, lasts[-1])]:
             continue
         sizes = integers(np.diff([*firsts, heads]), f"{source}_sizes")
         graph.initializer.append(sizes)
-        outputs = [each.output[0] for each in slices]
+        outputs = [each.output[0] for each in nodes]
         split = make_node("Split", [source, sizes.name], outputs, f"{source}_split", axis=1)
         replace(graph, made[source], [made[source], split])
-        for each in slices:
+        for each in nodes:
             graph.node.remove(each)
 
 
-def _bounds(graph: GraphProto, node: NodeProto) -> tuple[int, int, int]:
-    """Return where a Slice along one axis begins and ends, and the axis."""
-    first, last, axis = (integers_of(graph, each)[0] for each in node.input[1:4])
-    return first, last, axis
+def _bounds(graph: GraphProto, node: NodeProto, held: set[str]) -> tuple[int, int, int] | None:
+    """Return where a Slice begins and ends, and its axis; None for other nodes, several axes, and steps."""
+    if node.op_type != "Slice" or len(node.input) < 4 or not held.issuperset(node.input[1:]):
+        return None
+    found = [integers_of(graph, each) for each in node.input[1:]]
+    if any(len(each) != 1 for each in found) or found[3:] not in ([], [[1]]):
+        return None
+    return found[0][0], found[1][0], found[2][0]
 
 
 def _heads(graph: GraphProto, made: Producers, turned: str) -> int | None:
@@ -166,28 +166,45 @@ def _heads(graph: GraphProto, made: Producers, turned: str) -> int | None:
 
 def _fold_scales(graph: GraphProto) -> None:
     """Scale a product's weights, which ONNX Runtime does once as it loads them, in place of its inputs."""
-    held = _held(graph)
-    sizes = {each.name: list(each.dims) for each in graph.initializer}
+    held, kept = _held(graph), {each.name for each in graph.output}
     last = integers([-1], "last_axis")
     graph.initializer.append(last)
-    for node in reversed(list(graph.node)):
-        if node.op_type != "Mul" or node.input[1] not in held:
+    nodes = list(graph.node)
+    for node in list(reversed(nodes)):
+        if node.op_type != "Mul" or node.input[1] not in held or node.output[0] in kept:
             continue
-        products = users(graph, node.output[0])
+        products = [each for each in nodes if node.output[0] in each.input]
+        axes = _axes(graph, node.input[1])
+        if axes not in (0, 1) or not products:
+            continue
         if not all(each.op_type == "MatMul" and each.input[1] in held for each in products):
             continue
         x, scale = node.input
         for product in products:
             name = f"{node.output[0]}_in_{product.name}"
             new = [make_node("Mul", [product.input[1], scale], [name], name)]
-            if sizes.get(scale):  # a number for each input, so for each row of the weights
+            if axes:  # a number for each input, so for each row of the weights
                 rows = make_node("Unsqueeze", [scale, last.name], [f"{name}_rows"], f"{name}_rows")
-                new = [rows, new[0]]
-                new[1].input[1] = rows.output[0]
+                new[0].input[1] = rows.output[0]
+                new.insert(0, rows)
             held.add(name)
             product.input[0], product.input[1] = x, name
-            replace(graph, product, [*new, product])
-        graph.node.remove(node)
+            place = next(number for number, each in enumerate(nodes) if each is product)
+            nodes[place:place] = new
+        nodes = [each for each in nodes if each is not node]
+    _put(graph, nodes)
+
+
+def _axes(graph: GraphProto, value: str) -> int | None:
+    """Return how many axes a weight or a constant has; None for what is computed."""
+    for each in graph.initializer:
+        if each.name == value:
+            return len(each.dims)
+    for node in graph.node:
+        if value in node.output and node.op_type == "Constant":
+            (held,) = node.attribute
+            return len(held.t.dims) if held.name == "value" else int(held.name.endswith("s"))
+    return None
 
 
 def _held(graph: GraphProto) -> set[str]:

@@ -68,7 +68,7 @@ def denoise_each(self, inputs, count):
     if kind == "nan":
         for output in outputs:
             output.entropy[3] = np.nan
-    return iter(outputs)
+    yield from outputs
 
 
 def make(self, *arguments, **options):

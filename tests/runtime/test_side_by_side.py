@@ -1,0 +1,65 @@
+"""Passes of a small model on a CPU run side by side, on threads that take one after the other."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from canvasrt.runtime.open import open_model
+
+
+@pytest.fixture
+def model(tiny: Any) -> Any:
+    """Two workers, and passes that return their input."""
+    model: Any = open_model(tiny.bundle, threads=2)
+    assert model._pool is not None
+    model._denoise_pass = list
+    return model
+
+
+def test_outputs_keep_the_order_of_the_inputs(model: Any) -> None:
+    def slow_first(batch: list[int]) -> list[int]:
+        time.sleep(0.05 if batch == [0] else 0)
+        return batch
+
+    model._denoise_pass = slow_first
+    assert model.denoise(range(20)) == list(range(20))
+    assert model.counters.denoise_passes == 20
+
+
+def test_passes_count_although_nobody_takes_their_results(model: Any) -> None:
+    outputs = model.denoise_each(iter(range(5)), 5)
+    assert next(outputs) == 0
+    outputs.close()
+    assert model.counters.denoise_passes == 5
+
+
+def test_what_callers_do_between_outputs_is_not_time_in_passes(model: Any) -> None:
+    for _ in model.denoise_each(iter(range(5)), 5):
+        time.sleep(0.05)
+    assert model.counters.denoise_seconds < 0.1
+
+
+def test_a_failure_ends_the_passes_that_wait(model: Any) -> None:
+    ran = []
+
+    def fail(batch: list[int]) -> list[int]:
+        ran.append(batch)
+        time.sleep(0.01)
+        raise RuntimeError("the pass failed on purpose")
+
+    model._denoise_pass = fail
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.denoise(range(20))
+    assert len(ran) <= 2
+
+
+def test_an_input_that_cannot_be_made_is_no_silence(model: Any) -> None:
+    def inputs() -> Any:
+        yield 0
+        raise RuntimeError("the input failed on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        list(model.denoise_each(inputs(), 3))
