@@ -33,8 +33,7 @@ CPU_PROCESS = 200 * 10**6
 @dataclass(frozen=True)
 class Estimate:
     """Bytes of memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches exchange. On a
-    CPU, these are the process itself; bodies and head do not share a workspace
-    there."""
+    CPU, `buffers` is the process itself, and bodies and head do not share a workspace."""
 
     weights: int
     code: int

@@ -135,11 +135,11 @@ def past_feeds(caches: Sequence[RequestCache]) -> Arrays:
     """
     feeds: Arrays = {}
     for kind in ("sliding", "full"):
-        width = max(octets(cache.kept(kind)) for cache in caches) * OCTET
+        width = max(cache.kept(kind) for cache in caches)
         positions = np.full((len(caches), width), -1, np.int64)
         for row, cache in enumerate(caches):
             positions[row, : cache.kept(kind)] = cache.positions(kind)
-        feeds[f"past_positions_{kind}"] = past_in_octets(positions, 1)
+        feeds[f"past_positions_{kind}"] = past_in_octets(positions, 1, empty=-1)
     for layer in range(len(caches[0].keys)):
         feeds[f"past_key_{layer}"] = _padded([cache.keys[layer] for cache in caches])
         feeds[f"past_value_{layer}"] = _padded([cache.values[layer] for cache in caches])
