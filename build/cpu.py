@@ -6,13 +6,17 @@ Quantized graphs are lowered first: to the same numbers in float32, or for INT4 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from canvasrt.build.plan import Plan
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 
 def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
@@ -28,6 +32,8 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             link_or_copy(graphs.path / name, tmp / name)
         files = [entry["file"] for entry in manifest.segments]
         rewritten = [name for name in files if _rewrite(tmp / name)]
+        bodies = [tmp / entry["file"] for entry in manifest.segments if "layers" in entry]
+        segments = [*manifest.segments, _split_geometry(bodies)]
         write_manifest(
             tmp,
             kind="engines",
@@ -35,7 +41,7 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             options={**manifest.options, **plan.options},
             model=manifest.model,
             sampler=manifest.sampler,
-            segments=manifest.segments,
+            segments=segments,
             embedding=embedding,
             tokenizer=manifest.tokenizer,
             target={"name": plan.target.name, "backend": "onnxruntime"},
@@ -74,7 +80,25 @@ def _rewrite(file: Path) -> bool:
     ]
     if not any(changed):
         return False
-    # The file may be a link to the graph bundle's, so it is replaced and never written through.
+    _replace(file, model)
+    return True
+
+
+def _split_geometry(bodies: list[Path]) -> dict[str, Any]:
+    """Write what positions alone decide as a graph of its own. Return its entry in the manifest."""
+    onnx = require("onnx", "export")
+    from canvasrt.graphs.geometry import split_geometry
+
+    models = [onnx.load(file, load_external_data=False) for file in bodies]
+    folder, name = bodies[0].parent, f"{GEOMETRY}.onnx"
+    onnx.save(split_geometry(models, folder), folder / name)
+    for file, model in zip(bodies, models, strict=True):
+        _replace(file, model)
+    return {"name": GEOMETRY, "file": name}
+
+
+def _replace(file: Path, model: ModelProto) -> None:
+    """Write a graph in place of a file, which may be a link to the graph bundle's: it is never written through."""
+    onnx = require("onnx", "export")
     file.unlink()
     onnx.save(model, file)
-    return True

@@ -19,6 +19,9 @@ OCTET = 8
 # time. Fewer at a time take less memory, but copy the keys more often.
 MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
+# The segment of a bundle for a CPU that computes what positions alone decide.
+GEOMETRY = "geometry"
+
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

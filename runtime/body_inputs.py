@@ -1,4 +1,4 @@
-"""Builds the inputs of body graphs: past tokens in octets, and expert slots."""
+"""Builds the inputs of body graphs: past tokens in octets, expert slots, and what positions decide."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from canvasrt.defaults import OCTET, octets
-from canvasrt.runtime.engine import Arrays
+from canvasrt.runtime.engine import Arrays, Segment
 
 
 def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
@@ -25,3 +25,25 @@ def expert_slots(capacity: int, experts: int) -> Arrays:
     """Return the inputs that give every expert `capacity` slots in both of its products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
+
+
+class Geometry:
+    """Completes inputs with what positions alone decide, for bundles that compute it in a graph of its own; for others,
+    they stay as they are. See `canvasrt.graphs.geometry`."""
+
+    def __init__(self, segment: Segment | None = None) -> None:
+        self._segment = segment
+
+    def complete(self, feeds: Arrays) -> Arrays:
+        """Return `feeds` with masks, rotations and sizes, and with cached keys and values as `[B, kv_heads, O * 8,
+        head_dim]`."""
+        if self._segment is None:
+            return feeds
+        flat = {
+            name: value.reshape(*value.shape[:2], -1, value.shape[4])
+            for name, value in feeds.items()
+            if name.startswith(("past_key_", "past_value_"))
+        }
+        return (
+            feeds | flat | self._segment.run({name: feeds[name] for name in self._segment.inputs})
+        )

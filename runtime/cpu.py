@@ -12,8 +12,9 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.defaults import GEOMETRY
 from canvasrt.pass_shapes import canvas_sizes
-from canvasrt.runtime.body_inputs import expert_slots
+from canvasrt.runtime.body_inputs import Geometry, expert_slots
 from canvasrt.runtime.cpu_capacity import Capacity, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds, token_feeds
@@ -28,7 +29,7 @@ class CpuRow:
     """What the model keeps for one request: its cache, and its experts' loads so far."""
 
     cache: RequestCache
-    canvas: CanvasFeeds = field(default_factory=CanvasFeeds)
+    canvas: CanvasFeeds
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
 
@@ -55,6 +56,7 @@ class HostModel(Model):
         max_workers: int = 1,
         bundle: Bundle | None = None,
         open_vision: Callable[[], Segment] | None = None,
+        geometry: Segment | None = None,
     ) -> None:
         """`open_vision` loads the tower, which takes memory that only images need."""
         super().__init__(config, sampler, table, max_context, rows_apart, bundle)
@@ -62,7 +64,8 @@ class HostModel(Model):
         self._vision: Segment | None = None
         self._bodies = tuple(bodies)
         self._head = head
-        self._canvas = CanvasFeeds()  # of passes over several rows
+        self.geometry = Geometry(geometry)
+        self._canvas = CanvasFeeds(self.geometry)  # of passes over several rows
         self._helpers = max_workers - 1
         self._pool = ThreadPoolExecutor(self._helpers, "canvasrt") if self._helpers else None
         self._counting = threading.Lock()
@@ -92,6 +95,7 @@ class HostModel(Model):
             backend.max_workers,
             bundle,
             lambda: backend.open("vision", bundle.file(_vision_file(bundle))),
+            opened.get(GEOMETRY),
         )
 
     @property
@@ -99,7 +103,7 @@ class HostModel(Model):
         return canvas_sizes(self.canvas_length)
 
     def new_row(self) -> CpuRow:
-        return CpuRow(RequestCache(self.config))
+        return CpuRow(RequestCache(self.config), CanvasFeeds(self.geometry))
 
     def saved_bytes(self, tokens: int) -> int:
         return RequestCache(self.config).saved_bytes(tokens)
@@ -202,6 +206,7 @@ class HostModel(Model):
             if item.groups is not None and item.features is not None:
                 feeds["groups"][index, : len(item.groups)] = item.groups
                 hidden[index, : len(item.groups)][item.groups >= 0] = item.features
+        feeds = self.geometry.complete(feeds)
         for body in self._bodies:
             out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET, octets
-from canvasrt.runtime.body_inputs import past_in_octets
+from canvasrt.runtime.body_inputs import Geometry, past_in_octets
 from canvasrt.runtime.engine import Arrays
 
 
@@ -96,13 +96,15 @@ class CanvasFeeds:
     change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
         self._key: tuple[object, ...] = ()
         self._caches: list[RequestCache] = []
         self._feeds: Arrays = {}
 
     def of(self, caches: Sequence[RequestCache], length: int) -> Arrays:
-        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`."""
+        """Return the inputs of a pass over canvases of `length` tokens: those of `past_feeds` and `token_feeds`, completed
+        by the geometry."""
         key = (length, *((id(cache), cache.length) for cache in caches))
         if key != self._key:
             # Holding the caches keeps their ids from being reused.
@@ -110,7 +112,9 @@ class CanvasFeeds:
             self._feeds = {}  # not beside its successor: those of several requests are copies
             begin = np.array([cache.length for cache in caches], np.int64)
             positions = begin[:, None] + np.arange(length, dtype=np.int64)
-            self._feeds = past_feeds(caches) | token_feeds(positions, causal=False)
+            self._feeds = self._geometry.complete(
+                past_feeds(caches) | token_feeds(positions, causal=False)
+            )
         return self._feeds
 
     def clear(self) -> None:

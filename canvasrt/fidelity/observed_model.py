@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from canvasrt.bundle import Bundle
+from canvasrt.defaults import GEOMETRY
 from canvasrt.extras import require
 from canvasrt.runtime.backends.onnxruntime import OrtBackend, OrtSegment
 from canvasrt.runtime.engine import Arrays
@@ -43,7 +44,7 @@ class ObservingBackend(OrtBackend):
         model = _load(file)
         if name == "head":
             opened = ObservedHead(self.open_graph(name, with_logits(model), file.parent))
-        elif self._streamed:
+        elif self._streamed and name != GEOMETRY:
             opened = self.open_graph(name, model, file.parent)
         else:
             opened = super().open(name, file)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.fidelity.capture import CapturedPass
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.pass_shapes import DENOISE, ENCODE
 from canvasrt.progress import Progress
 from canvasrt.runtime.body_inputs import expert_slots
+from canvasrt.runtime.cpu import HostModel
 from canvasrt.runtime.engine import Arrays, Segment
 from canvasrt.runtime.kv_cache import RequestCache, past_feeds, token_feeds
 
@@ -58,6 +58,7 @@ def part_errors(
     """Run every body segment on the inputs of the reference's layers in `passes`, as a whole and
     layer by layer."""
     assert observed.backend is not None
+    assert isinstance(observed.model, HostModel)
     config = observed.model.config
     bodies = [entry for entry in observed.bundle.manifest.segments if "layers" in entry]
     segments, layers = [], []
@@ -69,9 +70,9 @@ def part_errors(
         whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
         # One after the other: a streamed segment is opened once for all passes.
         for seen in passes:
-            _compare_segment(whole, _feeds(seen, config, held), seen, errors)
+            _compare_segment(whole, _feeds(seen, observed.model, held), seen, errors)
         for seen in passes:
-            _compare_layers(cut, _feeds(seen, config, held), seen, each)
+            _compare_layers(cut, _feeds(seen, observed.model, held), seen, each)
         segments.append(errors)
         layers += each
     progress("running segments on the reference's inputs", len(bodies), len(bodies))
@@ -106,8 +107,9 @@ def _run(segment: Segment, feeds: Mapping[str, np.ndarray]) -> Arrays:
     return segment.run({name: feeds[name] for name in segment.inputs})
 
 
-def _feeds(seen: CapturedPass, config: ModelConfig, layers: Sequence[int]) -> Arrays:
+def _feeds(seen: CapturedPass, model: HostModel, layers: Sequence[int]) -> Arrays:
     """Return a segment's inputs, in the runtime's form, from the reference's hidden states and cache."""
+    config = model.config
     cache = RequestCache(config)
     for layer, both in enumerate(zip(seen.past_keys, seen.past_values, strict=True)):
         cache.append(layer, *both)
@@ -115,10 +117,10 @@ def _feeds(seen: CapturedPass, config: ModelConfig, layers: Sequence[int]) -> Ar
     hidden = seen.hidden[layers[0]]
     count = hidden.shape[1]
     positions = np.arange(seen.length, seen.length + count, dtype=np.int64)[None]
+    given = past_feeds([cache]) | token_feeds(positions, causal=seen.phase == ENCODE)
     return {
         "hidden": hidden,
-        **past_feeds([cache]),
-        **token_feeds(positions, causal=seen.phase == ENCODE),
+        **model.geometry.complete(given),
         # Room for every token at one expert: nothing overflows.
         **expert_slots(count, config.num_experts),
     }

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from canvasrt.runtime.body_inputs import Geometry
 from canvasrt.runtime.cpu_capacity import Capacity, rounded
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds
 from tests.helpers.configs import CONFIG, LAYERS
@@ -72,7 +73,7 @@ def test_one_request_s_cache_is_not_copied(count: int) -> None:
 
 
 def test_a_canvas_s_inputs_are_put_together_again_only_when_they_change() -> None:
-    canvas, first, second = CanvasFeeds(), filled(2), filled(7)
+    canvas, first, second = CanvasFeeds(Geometry()), filled(2), filled(7)
     feeds = canvas.of([first, second], 4)
     assert feeds["positions"].tolist() == [[2, 3, 4, 5], [7, 8, 9, 10]]
     assert not feeds["causal"].any()
