@@ -14,14 +14,12 @@ from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.bundle import Bundle
 from canvasrt.cache import cache_folder, check_cache
+from canvasrt.defaults import MUCH_TO_BUILD
 from canvasrt.errors import CanvasError
 from canvasrt.extras import is_installed, require
 from canvasrt.formats import PLAIN
 from canvasrt.machine import BUILDER_MODULES, has_gpu
 from canvasrt.targets import TARGETS, Target
-
-# What a builder may take before a dry run offers shorter segments: about what small CI machines have free.
-_MUCH = 8 * 10**9
 
 
 def check_plan(plan: Plan) -> None:
@@ -130,7 +128,7 @@ def check_space(plans: Sequence[Plan]) -> None:
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
     """Return fewer layers per segment and the bytes that their build takes, if the plan's takes much."""
     layers = plan.layers_per_segment // 2
-    if plan.source.graphs is not None or not layers or plan.needs.memory <= _MUCH:
+    if plan.source.graphs is not None or not layers or plan.needs.memory <= MUCH_TO_BUILD:
         return None
     needed = replace(plan, layers_per_segment=layers).needs.memory
     return (layers, needed) if needed < plan.needs.memory else None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from canvasrt.build.memory import Estimate, Reading, estimate, reading
+from canvasrt.build.needs import has_room, is_heavy
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.checkpoints.released import released_model
+from canvasrt.defaults import LAYERS_PER_SEGMENT, SHORT_SEGMENT
 from canvasrt.targets import Target
 
 # The context that is asked about, and requests at a time.
@@ -53,10 +56,21 @@ def released_memory(
     model, on_cpu = released_model(), target.capability is None
     formats = precision.formats(model)
 
-    def of(way: Reading) -> Estimate:
+    def of(way: Reading, layers: int = LAYERS_PER_SEGMENT) -> Estimate:
         return estimate(
-            model, precision.name, max_context, max_batch, on_cpu, formats, **way._asdict()
+            model,
+            precision.name,
+            max_context,
+            max_batch,
+            on_cpu,
+            formats,
+            layers_per_segment=layers,
+            **way._asdict(),
         )
 
-    way = reading(model, target.memory, of)
+    way, shorter = reading(model, target.memory, of), partial(of, layers=SHORT_SEGMENT)
+    # As `build.plan` decides.
+    room = is_heavy(model, precision, formats) and has_room(shorter(way), target.memory)
+    if room and reading(model, target.memory, shorter) == way:
+        return way, shorter(way)
     return way, of(way)

@@ -12,6 +12,8 @@ from typing import Any
 from canvasrt.build import memory
 from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MUCH_TO_BUILD
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS
 from canvasrt.machine import available_bytes
@@ -62,6 +64,19 @@ def host_needs(
     engines = 0 if on_cpu and not precision.is_quantized else sum(built.values())
     engines += 0 if on_cpu else memory.ENGINE_CODE * len(built)
     return Needs(needs, graphs, engines)
+
+
+def is_heavy(model: ModelConfig, precision: Precision, formats: Mapping[str, str] | None) -> bool:
+    """Return whether a GPU's engines of six layers would take much memory to build."""
+    built = memory.segment_bytes(model, precision.name, LAYERS_PER_SEGMENT, formats)
+    kinds = {precision.name, *(formats or {}).values()}
+    return max(builder_memory(n, size, kinds) for n, size in built.items()) > MUCH_TO_BUILD
+
+
+def has_room(serving: memory.Estimate, limit: int | None) -> bool:
+    """Return whether a target has room for shorter segments, which take some more of its memory: if it is not nearly
+    full. Without a limit, the host decides."""
+    return limit is None or serving.total <= 0.95 * limit
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
 from canvasrt.build import memory
-from canvasrt.build.needs import Needs, host_needs
+from canvasrt.build.needs import Needs, has_room, host_needs, is_heavy
 from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
@@ -20,6 +20,7 @@ from canvasrt.defaults import (
     MAX_BATCH,
     MAX_CONTEXT,
     PREFILL_CHUNK,
+    SHORT_SEGMENT,
 )
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
@@ -236,7 +237,7 @@ def plan(
     check_calibration(options.calibration, True, precision.text)
     _check_adapters(source, options.adapters)
     precision.formats(source.model)  # refuses a recipe with a pattern that matches nothing
-    return Plan(
+    made = Plan(
         source,
         target,
         precision,
@@ -247,6 +248,7 @@ def plan(
         options.calibration,
         options.adapters,
     )
+    return _shortened(made) if options.layers_per_segment is None else made
 
 
 def _check_adapters(source: Source, adapters: Adapters) -> None:
@@ -296,6 +298,19 @@ def _layers(source: Source, requested: int | None) -> int:
             "build from the checkpoint, or leave the option out",
         )
     return cut
+
+
+def _shortened(plan: Plan) -> Plan:
+    """Return the plan with shorter segments, if long ones would take much memory to build and the target has room.
+
+    A CPU's are cut alike, so that one export serves both.
+    """
+    source = plan.source
+    if source.graphs is not None or not is_heavy(source.model, plan.precision, plan.formats):
+        return plan
+    shorter = replace(plan, layers_per_segment=SHORT_SEGMENT)
+    room = has_room(shorter.memory, plan.target.memory)
+    return shorter if room and shorter.reading == plan.reading else plan
 
 
 def _change(name: str, before: Any, now: Any) -> str:

@@ -68,9 +68,9 @@ EXPORT = (
 )
 BUILD = (
     "memory parallel precision profile_ranges",
-    "compile fit source",
+    "compile source",
     "needs",
-    "plan",
+    "fit plan",
     "cache_keys cpu tensorrt",
     "checks",
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
 
@@ -125,7 +125,7 @@ LayersPerSegment = Annotated[
         "--layers-per-segment",
         metavar="N",
         min=1,
-        show_default=str(LAYERS_PER_SEGMENT),
+        show_default=f"{LAYERS_PER_SEGMENT}; a build takes {SHORT_SEGMENT} if {LAYERS_PER_SEGMENT} need over 10 GB",
         help="Layers per engine. Fewer need less memory to build.",
     ),
 ]

@@ -180,13 +180,21 @@ def test_a_dry_run_offers_shorter_segments_for_a_large_build(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
-    cli._show_plans([released("rtx-4090", "int4"), released("rtx-5090", "nvfp4")], as_json=False)
+    longer = replace(released("rtx-4090", "int4"), layers_per_segment=6)
+    cli._show_plans([longer, released("rtx-5090", "nvfp4")], as_json=False)
     first, second = capsys.readouterr().out.split("rtx-5090 →")
     assert "building   11.8 GB of memory, 6.2 GB with --layers-per-segment 3;" in first
     assert "--layers-per-segment" not in second
-    shorter = replace(released("rtx-4090", "int4"), layers_per_segment=3)
-    assert shorter.needs.memory < 8e9
-    assert checks.lighter_segments(shorter) is None
+
+
+def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
+    for target in ("rtx-3090", "rtx-4090", "cpu"):
+        usual = released(target, "int4")
+        assert usual.layers_per_segment == 3
+        assert usual.needs.memory < 8e9
+        assert checks.lighter_segments(usual) is None
+    full = released("rtx-4080", "int4", 8192, 1)
+    assert (full.layers_per_segment, full.fits) == (6, True)
 
 
 def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +224,8 @@ def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPat
 
 def test_options_of_the_graphs(checkpoint_files: Path) -> None:
     source = Source(checkpoint_files, replace(RELEASED), {"kind": "checkpoint"})
-    assert plan(source, "cpu", "out").layers_per_segment == 6
+    assert plan(source, "cpu", "out").layers_per_segment == 3
+    assert plan(source, "rtx-5090", "out").layers_per_segment == 6
     assert plan(source, "cpu", "out", BuildOptions(layers_per_segment=2)).layers_per_segment == 2
     with pytest.raises(CanvasError, match="no calibration file at nowhere"):
         plan(source, "rtx-5090", "out", BuildOptions(calibration=Path("nowhere")))

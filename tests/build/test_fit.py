@@ -59,7 +59,8 @@ def test_cards_with_16_gb_have_room_without_images() -> None:
     assert estimate(released_model(), "int4", 8192, 1, prefill_chunk=256).total > 16 * GB
     wide = released_fit(find_target("rtx-4090"))
     assert wide is not None
-    assert wide.memory == estimate(released_model(), "int4", 8192, 1)
+    # Segments of three layers, which take 6 GB to build in place of 12.
+    assert wide.memory == estimate(released_model(), "int4", 8192, 1, layers_per_segment=3)
 
 
 def test_less_than_that_is_too_little() -> None:
