@@ -23,6 +23,9 @@ MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The segment of a bundle for a CPU that computes what positions alone decide.
 GEOMETRY = "geometry"
+# An empty input `[0, n]` of bodies beside it, which no node reads: `n` says how long the call is. ONNX Runtime plans memory
+# by the exclusive or of all inputs' sizes, in which those that occur an even number of times cancel out.
+CALL_LENGTH = "call_length"
 
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from canvasrt.defaults import OCTET, octets
+from canvasrt.defaults import CALL_LENGTH, OCTET, octets
 from canvasrt.runtime.engine import Arrays, Segment
 
 
@@ -44,6 +44,6 @@ class Geometry:
             for name, value in feeds.items()
             if name.startswith(("past_key_", "past_value_"))
         }
-        return (
-            feeds | flat | self._segment.run({name: feeds[name] for name in self._segment.inputs})
-        )
+        length = {CALL_LENGTH: np.empty((0, feeds["positions"].shape[1] << 20), np.bool_)}
+        given = {name: feeds[name] for name in self._segment.inputs}
+        return feeds | flat | length | self._segment.run(given)

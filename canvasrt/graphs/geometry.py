@@ -9,6 +9,7 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from canvasrt.defaults import CALL_LENGTH
 from canvasrt.graphs.protos import drop_unused
 
 if TYPE_CHECKING:
@@ -188,7 +189,10 @@ def _give(graph: GraphProto, taken: dict[str, str], types: dict[str, ValueInfoPr
         for place, value in enumerate(node.input):
             node.input[place] = taken.get(value, value)
     drop_unused(graph)
+    from onnx import TensorProto, helper
+
     read = {each for node in graph.node for each in node.input}
     kept = [each for each in graph.input if each.name in read]
     del graph.input[:]
     graph.input.extend([*kept, *(types[name] for name in dict.fromkeys(taken.values()))])
+    graph.input.append(helper.make_tensor_value_info(CALL_LENGTH, TensorProto.BOOL, [0, None]))
