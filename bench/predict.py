@@ -45,13 +45,38 @@ REPEAT = {
 BUILT_FOR = "rtx-pro-6000"
 PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nvfp4", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
-    ("nvfp4-mixed", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
+    ("nvfp4-mixed", ("rtx-5090", "rtx-pro-6000", "dgx-spark", "b200")),
     ("nvfp4-experts", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
-    ("fp8", ("rtx-4090", "rtx-5090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
+    (
+        "fp8",
+        (
+            "rtx-4090",
+            "rtx-6000-ada",
+            "l40s",
+            "rtx-5090",
+            "rtx-pro-6000",
+            "dgx-spark",
+            "h100",
+            "h200",
+        ),
+    ),
     ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
     (
         "int4",
-        ("rtx-3090", "rtx-4090", "l4", "rtx-5090", "rtx-pro-6000", "dgx-spark", "a100", "h100"),
+        (
+            "rtx-3090",
+            "rtx-a6000",
+            "rtx-4080",
+            "rtx-4090",
+            "l4",
+            "rtx-5080",
+            "rtx-5090",
+            "rtx-pro-6000",
+            "dgx-spark",
+            "a100",
+            "h100",
+            "h200",
+        ),
     ),
 )
 LONGEST_CONTEXT = 262_144

@@ -204,6 +204,8 @@ def folded_attention(
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
+    # Zero, since no mask is positive. A plain zero would be one that a builder may fold away.
+    zero = (masks[-1][:, :, 0, 0, None, None, None] > 0).to(query.dtype)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
         part = grouped[:, :, first : first + FOLDED_HEADS]
@@ -211,7 +213,7 @@ def folded_attention(
         if parts:
             # This adds zero, but makes this part wait for the last one. Otherwise TensorRT computes
             # all scores side by side.
-            part = part + parts[-1][:, :, :1, :1, :1] * 0
+            part = part + parts[-1][:, :, :1, :1, :1] * zero
         # Every size is written out. TensorRT bounds a −1 next to dynamic sizes by their product, in
         # memory too.
         rows = part.reshape(batch, kv_heads, count * length, size)
