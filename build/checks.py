@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -139,9 +140,25 @@ def check_memory(plan: Plan) -> None:
     if plan.fits is not False or plan.target.memory is None:
         return
     raise CanvasError(
-        f"{plan.precision.text} engines for {requests_of(plan)}"
-        f" take {gigabytes(plan.memory.total)}, but {plan.target.name} has {gigabytes(plan.target.memory)}",
+        f"{_takes(plan)}, but {plan.target.name} has {gigabytes(plan.target.memory)}",
         what_fits(plan, plan.target.memory),
+    )
+
+
+def check_memory_to_serve(plan: Plan, memory: int) -> None:
+    """Raise CanvasError when serving would take more than these bytes, which a machine has."""
+    if plan.memory.total <= memory:
+        return
+    raise CanvasError(
+        f"{_takes(plan)}, but there are {gigabytes(memory)} here",
+        f"build with other options, then serve what was built: `canvasrt build {plan.source.path} --target"
+        f" {plan.target.name} … -o DIR` and `canvasrt serve DIR`; {what_fits(plan, memory)}",
+    )
+
+
+def _takes(plan: Plan) -> str:
+    return (
+        f"{plan.precision.text} engines for {requests_of(plan)} take {gigabytes(plan.memory.total)}"
     )
 
 
@@ -198,8 +215,15 @@ def _precisions(plan: Plan) -> list[Precision]:
     """Return the target's other precisions, if the source's weights can have them."""
     if plan.source.is_quantized:
         return []
-    names = [name for name in plan.target.precisions if name != plan.precision.name]
-    return [parse_precision(name) for name in names]
+    found = []
+    for name in plan.target.precisions:
+        if name != plan.precision.name:
+            other = parse_precision(name)
+            # A recipe's blocks may not divide the model's rows.
+            with contextlib.suppress(CanvasError):
+                other.formats(plan.source.model)
+                found.append(other)
+    return found
 
 
 def _targets_with(precision: str) -> str:

@@ -92,7 +92,9 @@ def check_memory_here(segment: str, need: int) -> None:
     if need <= free:
         return
     fewer = (
-        "" if segment == "head" else "; --layers-per-segment cuts the model into smaller segments"
+        ""
+        if segment == "head"
+        else "; --layers-per-segment, given to the export, makes smaller segments"
     )
     raise CanvasError(
         f"building {segment} takes about {gigabytes(need)} of memory, but only {gigabytes(free)} are free",

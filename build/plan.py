@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -311,6 +312,16 @@ def _shortened(plan: Plan) -> Plan:
     shorter = replace(plan, layers_per_segment=SHORT_SEGMENT)
     room = has_room(shorter.memory, plan.target.memory)
     return shorter if room and shorter.reading == plan.reading else plan
+
+
+def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
+    """Return plans of one source whose segments are alike where their precision is, so that they share graphs: long ones
+    if a target has no room for short ones."""
+    longest: dict[str, int] = {}
+    for each in plans:
+        kind = each.precision.text
+        longest[kind] = max(each.layers_per_segment, longest.get(kind, 0))
+    return [replace(each, layers_per_segment=longest[each.precision.text]) for each in plans]
 
 
 def _change(name: str, before: Any, now: Any) -> str:

@@ -14,7 +14,7 @@ from canvasrt.build.cache_keys import (
     quantized_from,
 )
 from canvasrt.build.checks import check_buildable, check_plan, check_space
-from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, plan
+from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, cut_alike, plan
 from canvasrt.build.precision import choose_precisions
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
@@ -94,10 +94,12 @@ def plan_all(
     for target in targets if check else ():
         check_buildable(target)
     folders = [Path(out)] if len(targets) == 1 else [Path(out) / each.name for each in targets]
-    plans = [
-        plan(found, target, folder, options, precision)
-        for target, folder, precision in zip(targets, folders, precisions, strict=True)
-    ]
+    plans = cut_alike(
+        [
+            plan(found, target, folder, options, precision)
+            for target, folder, precision in zip(targets, folders, precisions, strict=True)
+        ]
+    )
     for each in plans if check else ():
         if not (each.out / MANIFEST).exists():
             check_plan(each)

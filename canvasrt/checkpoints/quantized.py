@@ -133,7 +133,7 @@ def _check(
         raise _unknown(file, f"{name} in groups of {found.get('group_size')}")
     if found.get("symmetric") is False:
         raise _unknown(file, f"{name} with zero points (symmetric: false)")
-    if found.get("actorder") in (True, "group"):
+    if found.get("actorder") not in (None, False, "weight", "static"):
         raise _unknown(file, f"{name} with reordered inputs (actorder: {found['actorder']})")
 
 

@@ -163,7 +163,8 @@ class Recipe:
                 ]
                 raise self._wrong(
                     f"{name} has rows of {widths[name]}, but {format.name} has {format.blocks_text}",
-                    f"give it the format {' or '.join(fitting)} in a later rule, or exclude it",
+                    "exclude it, or in a later rule give it a format that the target has:"
+                    f" {' or '.join(fitting)}",
                 )
             if name == TABLE and (choice.weights, choice.method) != ("per_tensor", "max"):
                 raise self._wrong(

@@ -22,13 +22,17 @@ _MODULE = "canvasrt.containers.serve.build_engines"
 
 @dataclass(frozen=True)
 class EngineBuild:
-    """What to build: arguments of `pipeline.build`, and two of its options."""
+    """What to build: arguments of `pipeline.build`, and two of its options.
+
+    memory: the bytes that serving may take here; None if that is checked elsewhere.
+    """
 
     source: str
     target: str
     out: str
     max_context: int | None = None
     max_batch: int = MAX_BATCH
+    memory: int | None = None
 
     def command(self) -> list[str]:
         """Return the command that builds it."""
@@ -46,8 +50,10 @@ def report_in(line: str) -> dict[str, Any] | None:
 
 def main() -> int:
     """Build the job in the first argument, and return the exit code."""
+    from canvasrt.build.checks import check_memory_to_serve
     from canvasrt.build.plan import BuildOptions
-    from canvasrt.pipeline import build_bundle
+    from canvasrt.pipeline import build_all, plan_all
+    from canvasrt.targets import find_target
 
     signal.signal(signal.SIGTERM, raise_exit)
     job = EngineBuild(**json.loads(sys.argv[1]))
@@ -62,7 +68,10 @@ def main() -> int:
 
     try:
         options = BuildOptions(max_context=job.max_context, max_batch=job.max_batch)
-        build_bundle(job.source, job.target, job.out, options, progress)
+        plans = plan_all(job.source, [find_target(job.target)], job.out, options, progress)
+        if job.memory is not None:
+            check_memory_to_serve(plans[0], job.memory)
+        build_all(plans, progress)
     except Exception as error:
         found = error if isinstance(error, CanvasError) else system_error(error)
         if found is None:

@@ -82,9 +82,22 @@ def build_local(local: Local, say: Say, progress: Progress = no_progress) -> Non
         if local.is_built:
             return
         say(f"building {local.checkpoint} for {local.target.name}; this happens once")
-        job = EngineBuild(str(local.checkpoint), local.target.name, str(local.engines))
+        job = EngineBuild(
+            str(local.checkpoint),
+            local.target.name,
+            str(local.engines),
+            memory=_memory_for(local.target),
+        )
         what = f"{local.checkpoint} for {local.target.name}"
         run_build(job, what, local.engines.parents[1], progress)
+
+
+def _memory_for(target: Target) -> int | None:
+    """Return the bytes of memory that this machine, or its largest GPU of the target's kind, has for engines."""
+    if target.capability is None:
+        return machine.memory_bytes()
+    alike = [gpu.memory for gpu in machine.gpus() if gpu.capability in target.capabilities]
+    return max(alike, default=None)
 
 
 def _distance(target: Target, gpu: Gpu) -> tuple[bool, bool, int]:

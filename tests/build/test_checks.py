@@ -15,7 +15,7 @@ from canvasrt.build import checks
 from canvasrt.build import needs as host
 from canvasrt.build.checks import check_buildable, check_memory, check_source
 from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
-from canvasrt.build.plan import BuildOptions, Plan, plan
+from canvasrt.build.plan import BuildOptions, Plan, cut_alike, plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
 from canvasrt.cli import build as cli
@@ -195,6 +195,31 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
         assert checks.lighter_segments(usual) is None
     full = released("rtx-4080", "int4", 8192, 1)
     assert (full.layers_per_segment, full.fits) == (6, True)
+
+
+@pytest.mark.parametrize("targets", ["rtx-4090,rtx-4080,cpu", "rtx-4080,cpu,rtx-4090"])
+def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -> None:
+    """A nearly full card keeps long segments, and then all do."""
+    plans = [released(name, "int4", 8192, 1) for name in targets.split(",")]
+    assert {each.target.name: each.layers_per_segment for each in plans} == {
+        "rtx-4090": 3,
+        "rtx-4080": 6,
+        "cpu": 3,
+    }
+    assert [each.layers_per_segment for each in cut_alike(plans)] == [6, 6, 6]
+    apart = [released("rtx-4090", "int4", 8192, 1), released("rtx-5090", "nvfp4", 8192, 1)]
+    assert [each.layers_per_segment for each in cut_alike(apart)] == [3, 6]
+
+
+def test_what_is_served_here_must_fit_this_machine() -> None:
+    made = released("cpu", "fp32")
+    with pytest.raises(
+        CanvasError, match=r"take 110\.\d GB, but there are 25\.0 GB here"
+    ) as raised:
+        checks.check_memory_to_serve(made, 25 * 10**9)
+    assert "canvasrt serve DIR" in raised.value.hint
+    assert "--precision int4 --max-context 32768 --max-batch 1" in raised.value.hint
+    checks.check_memory_to_serve(made, 120 * 10**9)
 
 
 def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,8 @@ def test_nvfp4_wants_rows_of_whole_blocks(config: ModelConfig) -> None:
     with pytest.raises(CanvasError, match=r"layers\.0\.experts\.down has rows of 40") as raised:
         Recipe.from_json(MINE).formats(odd)
     offered = re.fullmatch(
-        r"give it the format (.*) in a later rule, or exclude it", raised.value.hint
+        r"exclude it, or in a later rule give it a format that the target has: (.*)",
+        raised.value.hint,
     )
     assert offered
     for name in offered[1].split(" or "):

@@ -13,6 +13,7 @@ from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.containers.serve import local
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
+from canvasrt.targets import find_target
 from tests.conftest import Command
 
 GB = 10**9
@@ -89,6 +90,18 @@ def test_a_build_that_fails_is_explained(checkpoint_files: Path, tmp_path: Path)
         local.build_local(local.plan_local(checkpoint_files, tmp_path), said.append)
     assert refused.value.hint
     assert "this happens once" in said[0]
+
+
+def test_engines_that_this_machine_cannot_hold_are_not_built(
+    checkpoint_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 10**6)
+    made = local.plan_local(checkpoint_files, tmp_path)
+    with pytest.raises(CanvasError, match=r"but there are 0\.0 GB here"):
+        local.build_local(made, print)
+    assert not made.is_built
+    monkeypatch.setattr(machine, "gpus", lambda: [gpu("NVIDIA GeForce RTX 3060", 12, (8, 6))])
+    assert local._memory_for(find_target("rtx-3090")) == 12 * GB
 
 
 def test_the_demo_is_built_once(tmp_path: Path) -> None:
