@@ -116,6 +116,17 @@ class EngineCall:
         return (*self.dims.values(), *self.addresses.values())
 
 
+@dataclass(frozen=True)
+class KernelCall:
+    """One launch of a kernel of our own: programs along each axis, threads of each, bytes of shared memory, arguments."""
+
+    kernel: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    arguments: tuple[Any, ...]  # of ctypes' types
+
+
 class Engine(Protocol):
     """One compiled graph over device memory, without state between calls."""
 

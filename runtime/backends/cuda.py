@@ -12,11 +12,13 @@ import numpy as np
 
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
-from canvasrt.runtime.engine import Pitched
+from canvasrt.runtime.engine import KernelCall, Pitched
 
 _GIB = 1 << 30
 # Errors after which every further call of the process fails, by their numbers in CUDA's runtime API.
 _FATAL = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 722), 805, 807, 911, 999})
+# Shared memory that a kernel has without asking for more, in bytes.
+_SHARED = 48 << 10
 _NO_GPU = "see `nvidia-smi`; in a container, start it with --gpus all"
 
 
@@ -29,6 +31,7 @@ class CudaDevice:
         Raises CanvasError when there is no GPU, or when the driver is too old.
         """
         self._runtime: ModuleType = require("cuda.bindings.runtime", extra)
+        self._driver: ModuleType = require("cuda.bindings.driver", extra)
         try:
             count = self._call("cudaGetDeviceCount")
         except CanvasError as error:
@@ -130,6 +133,28 @@ class CudaDevice:
         self._taken.remove(("cudaGraphExecDestroy", graph))
         self._call("cudaGraphExecDestroy", graph)
 
+    def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
+        """Load a compiled kernel that uses so many bytes of shared memory; return it for a `KernelCall`."""
+        library = self._drive("cuLibraryLoadData", image, [], [], 0, [], [], 0)
+        kernel = self._drive("cuLibraryGetKernel", library, entry.encode())
+        if shared > _SHARED:
+            most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._drive("cuKernelSetAttribute", most, shared, kernel, 0)
+        return int(kernel)
+
+    def run_kernel(self, call: KernelCall) -> None:
+        """Queue a kernel of our own."""
+        addresses = [ctypes.addressof(each) for each in call.arguments]
+        given = (ctypes.c_void_p * len(addresses))(*addresses)
+        sizes = (*call.grid, call.threads, 1, 1, call.shared)
+        self._drive(
+            "cuLaunchKernel", call.kernel, *sizes, self.stream, ctypes.addressof(given), 0
+        )
+
+    def _drive(self, name: str, *arguments: Any) -> Any:
+        """Call one function of CUDA's driver, and return its result without the status."""
+        return self._checked(self._driver, name, *arguments)
+
     def clock(self) -> int:
         """Return an event recorded after all queued work. `elapsed` measures the time between two
         of them."""
@@ -146,9 +171,14 @@ class CudaDevice:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call one function of CUDA's runtime and return its result without the status."""
-        status, *values = getattr(self._runtime, name)(*arguments)
+        return self._checked(self._runtime, name, *arguments)
+
+    def _checked(self, module: ModuleType, name: str, *arguments: Any) -> Any:
+        status, *values = getattr(module, name)(*arguments)
         if int(status) != 0:
-            _, words = self._runtime.cudaGetErrorString(status)
+            # The driver's errors have the runtime's numbers.
+            known = self._runtime.cudaError_t(int(status))
+            _, words = self._runtime.cudaGetErrorString(known)
             raise EngineError(
                 f"CUDA: {words.decode()} ({name})",
                 "check the GPU with `nvidia-smi`",

@@ -27,6 +27,7 @@ ELEMENTS = {
     "tensor(float16)": ("float16", 10),
     "tensor(bfloat16)": ("bfloat16", 16),
     "tensor(float8e4m3fn)": ("float8_e4m3fn", 17),
+    "tensor(int32)": ("int32", 6),
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }

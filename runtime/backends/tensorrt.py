@@ -8,6 +8,7 @@ import platform
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +20,10 @@ from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
 from canvasrt.runtime.backends.cuda import CudaDevice
-from canvasrt.runtime.engine import EngineCall
+from canvasrt.runtime.backends.sorted_engine import BetweenPieces, SortedEngine
+from canvasrt.runtime.engine import Engine, EngineCall
 from canvasrt.runtime.tables import host_dtype
+from canvasrt.sorted_rows.layout import SORTED_SUFFIX
 
 _log = logging.getLogger(__name__)
 
@@ -106,11 +109,18 @@ class TensorRTBackend:
         self.logger = _Logger.make(self.module)
         self.runtime = self.module.Runtime(self.logger)
         self.engines: list[TensorRTEngine] = []
+        self._between = BetweenPieces(self.device)
         self._activations: tuple[int, int] | None = None
         self._compiled: Any = None
         self._compiled_file = compiled
 
-    def open_engine(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
+    def open_engine(self, name: str, file: Path, profiles: Any) -> Engine:
+        if file.name.endswith(SORTED_SUFFIX):
+            opened = partial(self._open, profiles=profiles)
+            return SortedEngine(name, file, profiles, opened, self._between)
+        return self._open(name, file, profiles)
+
+    def _open(self, name: str, file: Path, profiles: Any) -> TensorRTEngine:
         # Mapped, because an engine may be as large as the machine's memory.
         engine = self.runtime.deserialize_cuda_engine(np.memmap(file, np.uint8, "r"))
         if engine is None:

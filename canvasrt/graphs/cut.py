@@ -1,0 +1,294 @@
+"""Cuts a body graph at its experts, into pieces between which other kernels compute them.
+
+Piece k ends with what layer k's experts need; piece k + 1 begins with their rows. Every node but the experts' own is kept,
+so the numbers are those of the whole graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
+from canvasrt.errors import CanvasError
+from canvasrt.graphs.experts import SLOTS
+
+# What the experts take, and their result: a row for each choice and token.
+OWN, INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
+# What a piece hands to the next one besides: the weights of a token's choices, and two values like hidden states.
+SHARES = "shares"
+CARRIED = ("carried_0", "carried_1")
+# Behind the names of values that a piece hands out and the next one takes.
+OUT = "_out"
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The names of the values at one layer's experts.
+
+    own: `[T, D]`; scale: that of FP8 inputs, if they are; index: int64 `[T, K]`; shares: float32 `[T, K]`; rows: `[K, T,
+    D]`; carried: `[1, T, D]`.
+    """
+
+    own: str
+    scale: str | None
+    index: str
+    shares: str
+    rows: str
+    carried: tuple[str, ...]
+
+
+def cut_body(model: ir.Model) -> list[ir.Model]:
+    """Return the pieces of a body graph, one more than it has layers. Weights stay in their files.
+
+    They have the graph's inputs and outputs that they need, but for slots and `load`. Tokens are `[B, L]` where it was cut:
+    `own` and carried values are `[B, L, D]`, `shares` float32 `[B, L, K]`, `index` int32 `[B, L, K]`, `expert_rows` `[K, B, L,
+    D]`. Experts in FP8 get `own` in E4M3.
+
+    Raises CanvasError for a graph whose experts do not have the exported form.
+    """
+    layers = sum(str(value.name).startswith("new_key_") for value in model.graph.outputs)
+    cuts = _find(model.graph, layers)
+    return [_piece(model, cuts, number) for number in range(layers + 1)]
+
+
+class _Experts:
+    """One layer's experts in a body graph, plain or quantized."""
+
+    def __init__(self, graph: ir.Graph, number: int) -> None:
+        gate_up, down = (f"layers.{number}.{each}" for each in (GATE_UP, DOWN))
+        taken = _input(_product(graph, gate_up), 0)
+        gather = next(node for node in _ancestors(taken) if node.op_type == "Gather")
+        self.own = _input(gather, 0)
+        scale = f"{gate_up}.input_scale"
+        self.scale = scale if scale in graph.initializers else None
+        chosen = next(n for n in _ancestors(_input(gather, 1)) if n.op_type == "TopK")
+        self.index = chosen.outputs[1]
+        self.rows = _next(_product(graph, down).outputs[0], "Gather").outputs[0]
+        self.weighted = _next(self.rows, "Mul")
+        side = next(v for v in self.weighted.inputs if v is not None and v is not self.rows)
+        # What turns the shares of a token's choices into a factor of its rows.
+        self.between: list[ir.Node] = []
+        for node in _ancestors(side):
+            self.between.append(node)
+            if node.op_type == "Transpose":
+                break
+        self.shares = _input(self.between[-1], 0)
+
+
+def _find(graph: ir.Graph, layers: int) -> list[_Cut]:
+    try:
+        experts = [_Experts(graph, number) for number in range(layers)]
+    except (StopIteration, ValueError, KeyError) as error:
+        raise _other_form() from error
+    stages = _stages(graph, experts)
+    cuts = []
+    for number, each in enumerate(experts):
+        carried = _crossing(graph, stages, number, {each.shares, each.rows})
+        own, index, shares, rows = (
+            str(v.name) for v in (each.own, each.index, each.shares, each.rows)
+        )
+        cuts.append(_Cut(own, each.scale, index, shares, rows, tuple(carried)))
+    return cuts
+
+
+def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]:
+    """Return after how many layers' experts each value is known.
+
+    Values that no hidden state decides are not there, such as masks: each piece computes its own.
+    """
+    stages = {value: 0 for value in graph.inputs if value.name == "hidden"}
+    late: dict[ir.Node, int] = {}
+    for number, each in enumerate(experts, 1):
+        stages[each.rows] = number
+        late |= dict.fromkeys(each.between, number)
+    for node in graph:
+        known = [stages[value] for value in node.inputs if value in stages]
+        if known and node.op_type != "Shape":
+            for value in node.outputs:
+                stages.setdefault(value, late.get(node, max(known)))
+    return stages
+
+
+def _crossing(
+    graph: ir.Graph, stages: Mapping[ir.Value, int], stage: int, experts: set[ir.Value]
+) -> list[str]:
+    """Return the values of one stage that the next one reads, without those of the experts."""
+    found: dict[str, None] = {}
+    # Nodes of the experts lead to their rows, which come from outside now, and to their loads.
+    wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
+    for node in graph:
+        if node not in wanted or all(stages.get(value) != stage + 1 for value in node.outputs):
+            continue
+        for value in node.inputs:
+            if value is not None and stages.get(value) == stage and value not in experts:
+                found[str(value.name)] = None
+    if len(found) != len(CARRIED):
+        raise _other_form()
+    return list(found)
+
+
+def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node]:
+    """Return the nodes that `values` need when others are given."""
+    todo, found = list(values), set[ir.Node]()
+    while todo:
+        value = todo.pop()
+        node = None if value in given else value.producer()
+        if node is not None and node not in found:
+            found.add(node)
+            todo += [each for each in node.inputs if each is not None]
+    return found
+
+
+def _other_form() -> CanvasError:
+    return CanvasError(
+        "the graph's experts have another form than this version exports",
+        "export the graphs again with this version",
+    )
+
+
+def _piece(model: ir.Model, cuts: list[_Cut], number: int) -> ir.Model:
+    made = model.clone()
+    piece = _Piece(made.graph)
+    inputs = [value for value in made.graph.inputs if value.name not in SLOTS]
+    if number:
+        inputs += piece.take(cuts[number - 1])
+    if number < len(cuts):
+        outputs = piece.hand_out(cuts[number], number)
+    else:
+        outputs = [value for value in made.graph.outputs if value.name == "hidden_out"]
+    made.graph.inputs[:] = inputs
+    made.graph.outputs[:] = outputs
+    RemoveUnusedNodesPass()(made)
+    made.graph.inputs[:] = [value for value in made.graph.inputs if value.uses()]
+    return made
+
+
+class _Piece:
+    """A copy of the whole graph, on its way to being one piece."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._values = {str(value.name): value for node in graph for value in node.outputs}
+        (hidden,) = (value for value in graph.inputs if value.name == "hidden")
+        assert hidden.shape is not None
+        assert hidden.dtype is not None
+        self._batch, self._length, width = hidden.shape
+        self._width, self._dtype = int(width), hidden.dtype  # type: ignore[arg-type]
+
+    def take(self, cut: _Cut) -> list[ir.Value]:
+        """Replace the values before a cut by inputs, and return those."""
+        choices = self._choices(cut)
+        taken = [
+            self._take(name, old, self._dtype, [1, -1, self._width])
+            for name, old in zip(CARRIED, cut.carried, strict=True)
+        ]
+        taken.append(self._take(SHARES, cut.shares, ir.DataType.FLOAT, [-1, choices]))
+        rows = [choices, -1, self._width]
+        return [*taken, self._take(EXPERT_ROWS, cut.rows, self._dtype, rows)]
+
+    def hand_out(self, cut: _Cut, layer: int) -> list[ir.Value]:
+        """Return the piece's outputs: what lies at the cut, and one layer's new keys and values."""
+        tokens = self._add("Shape", [self._input("positions")], "tokens")
+        choices = self._choices(cut)
+        own = self._values[cut.own]
+        dtype = self._dtype
+        if cut.scale is not None:
+            scale = self._graph.initializers[cut.scale]
+            dtype = ir.DataType.FLOAT8E4M3FN
+            own = self._add("QuantizeLinear", [own, scale], "own_bits", output_dtype=int(dtype))
+        index = self._values[cut.index]
+        index = self._add("Cast", [index], "index_narrow", to=int(ir.DataType.INT32))
+        handed = [
+            self._hand(OWN, own, dtype, tokens, self._width),
+            self._hand(INDEX, index, ir.DataType.INT32, tokens, choices),
+            self._hand(SHARES + OUT, self._values[cut.shares], ir.DataType.FLOAT, tokens, choices),
+        ]
+        for name, old in zip(CARRIED, cut.carried, strict=True):
+            handed.append(self._hand(name + OUT, self._values[old], self._dtype, tokens, self._width))
+        new = [v for v in self._graph.outputs if str(v.name).startswith("new_")]
+        return [*handed, *new[2 * layer : 2 * layer + 2]]
+
+    def _take(self, name: str, old: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
+        """Let what reads a value read an input, which has its two axes of tokens in place of one."""
+        axis = shape.index(-1)
+        before = [each for each in shape[:axis] if each != 1]
+        dims = [*before, self._batch, self._length, *shape[axis + 1 :]]
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
+        node = ir.node("Reshape", [value, self._constant(shape, name)], name=f"cut/{name}")
+        node.outputs[0].name = f"cut/{name}"
+        self._values[old].replace_all_uses_with(node.outputs[0])
+        first = self._graph[0]
+        self._graph.insert_before(first, node)
+        return value
+
+    def _hand(
+        self, name: str, value: ir.Value, dtype: ir.DataType, tokens: ir.Value, width: int
+    ) -> ir.Value:
+        """Return an output with a value's numbers, `[B, L, width]`."""
+        last = self._constant([width], f"{name}_width")
+        shape = self._add("Concat", [tokens, last], f"{name}_shape", axis=0)
+        made = self._add("Reshape", [value, shape], name)
+        made.name = name
+        made.type = ir.TensorType(dtype)
+        made.shape = ir.Shape([self._batch, self._length, width])
+        return made
+
+    def _choices(self, cut: _Cut) -> int:
+        """Return how many experts a token has, which its TopK has as a constant."""
+        chosen = self._values[cut.index].producer()
+        assert chosen is not None
+        count = ir.convenience.get_const_tensor(_input(chosen, 1))
+        assert count is not None
+        return int(count.numpy().item())
+
+    def _input(self, name: str) -> ir.Value:
+        return next(value for value in self._graph.inputs if value.name == name)
+
+    def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: object) -> ir.Value:
+        node = ir.node(kind, inputs, attributes, name=f"cut/{name}")
+        node.outputs[0].name = f"cut/{name}"
+        self._graph.append(node)
+        return node.outputs[0]
+
+    def _constant(self, numbers: list[int], name: str) -> ir.Value:
+        value = ir.Value(name=f"cut/{name}_sizes", const_value=ir.tensor(numbers))
+        value.type, value.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([len(numbers)])
+        self._graph.initializers[str(value.name)] = value
+        return value
+
+
+def _product(graph: ir.Graph, weight: str) -> ir.Node:
+    """Return the MatMul with a weight, which is stored as it is or as codes."""
+    stored = graph.initializers.get(weight) or graph.initializers[f"{weight}.values"]
+    return _next(stored, "MatMul")
+
+
+def _next(value: ir.Value, kind: str) -> ir.Node:
+    """Return the first node of a kind along a chain of single users."""
+    while True:
+        (node,) = (user for user, _ in value.uses())
+        if node.op_type == kind:
+            return node
+        value = node.outputs[0]
+
+
+def _ancestors(value: ir.Value) -> Iterator[ir.Node]:
+    """Yield the nodes that a value comes from, nearest first."""
+    queue, seen = [value], {value}
+    while queue:
+        node = queue.pop(0).producer()
+        if node is not None:
+            yield node
+            queue += [each for each in node.inputs if each is not None and each not in seen]
+            seen.update(each for each in node.inputs if each is not None)
+
+
+def _input(node: ir.Node, place: int) -> ir.Value:
+    value = node.inputs[place]
+    if value is None:
+        raise ValueError(node.name)
+    return value

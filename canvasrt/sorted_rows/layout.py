@@ -1,0 +1,176 @@
+"""What a segment of pieces consists of: its engines, its experts' weights, and the kernels between the engines.
+
+The file of such a segment is JSON, see `SortedSegment`. It names the other files, which lie next to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.errors import CanvasError
+
+SORTED_SUFFIX = ".sorted.json"
+# Rows per block of one expert. Tensor cores take as many; more would leave more of a block empty.
+BLOCK_ROWS = 16
+# Outputs per program.
+PROGRAM_OUTPUTS = 64
+SORT, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "gate_up", "down"
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of a model: their number, how many each token has, and the widths outside and inside."""
+
+    experts: int
+    top_k: int
+    size: int
+    inner: int
+
+    def blocks(self, tokens: int) -> int:
+        """Return the most blocks that the rows of so many tokens can fill."""
+        rows = tokens * self.top_k
+        return rows // BLOCK_ROWS + min(self.experts, rows)
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """One kernel to compile.
+
+    Attributes:
+        function: its name in `triton_kernels`.
+        sizes: of the experts.
+        dtype: what activations are outside the experts, by NumPy's name.
+        format: the weights' number format; None for the activations' dtype.
+        following: that of the next product, whose inputs this one writes.
+        block: inputs that share a scale, with INT4.
+    """
+
+    function: str
+    sizes: ExpertSizes
+    dtype: str
+    format: str | None = None
+    following: str | None = None
+    block: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Names it in a segment's file, and its own file."""
+        about = [self.format or self.dtype, self.following and f"to-{self.following}"]
+        blocks = f"blocks-{self.block}" if self.block else None
+        return "-".join([self.function, *(each for each in (*about, blocks) if each)])
+
+    @property
+    def width(self) -> int:
+        """Inputs of the product."""
+        return self.sizes.inner if self.function == DOWN_KERNEL else self.sizes.size
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the product; a gate and what it multiplies count as one."""
+        return self.sizes.size if self.function == DOWN_KERNEL else self.sizes.inner
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """A compiled kernel: its file, its name inside, bytes of shared memory, and threads per program."""
+
+    file: str
+    entry: str
+    shared: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """One of a layer's two stacks of matrices: which kernel multiplies it, and where its parts are in the weights' file.
+
+    values, scales: offset and bytes. Without scales, both are 0.
+    """
+
+    kernel: str
+    values: tuple[int, int]
+    scales: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One layer's experts. `inner_scale`: that of the second product's inputs in FP8, else 1."""
+
+    gate_up: ExpertStack
+    down: ExpertStack
+    inner_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class SortedSegment:
+    """A body segment as pieces, between which kernels compute the experts.
+
+    Attributes:
+        pieces: the engines' files, one more than layers, with their SHA-256.
+        weights: the file of all layers' stacks, in order.
+        kernels: by name and compute capability, such as `8.9`.
+        inner_dtype: of each layer's inner states, by NumPy's name, the widest.
+    """
+
+    sizes: ExpertSizes
+    dtype: str
+    pieces: tuple[tuple[str, str], ...]
+    weights: str
+    layers: tuple[ExpertLayer, ...]
+    kernels: Mapping[str, Mapping[str, KernelImage]]
+
+    def write(self, file: Path) -> None:
+        """Write the segment's file."""
+        file.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: Path) -> SortedSegment:
+        """Return the inverse of `write`. Raises CanvasError for another file."""
+        try:
+            return cls._from_json(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CanvasError(
+                f"{file} cannot be read as a segment of sorted rows: {error}",
+                "build the bundle again with this version",
+            ) from error
+
+    @classmethod
+    def _from_json(cls, data: dict[str, Any]) -> SortedSegment:
+        layers = (
+            ExpertLayer(_stack(each["gate_up"]), _stack(each["down"]), each["inner_scale"])
+            for each in data["layers"]
+        )
+        kernels = {
+            name: {capability: KernelImage(**image) for capability, image in images.items()}
+            for name, images in data["kernels"].items()
+        }
+        sizes, pieces = ExpertSizes(**data["sizes"]), tuple((n, h) for n, h in data["pieces"])
+        return cls(sizes, data["dtype"], pieces, data["weights"], tuple(layers), kernels)
+
+
+def _stack(data: dict[str, Any]) -> ExpertStack:
+    values, scales = ((int(each[0]), int(each[1])) for each in (data["values"], data["scales"]))
+    return ExpertStack(data["kernel"], values, scales)
+
+
+def inputs_per_step(form: KernelForm) -> int:
+    """Return how many inputs a product takes per step. A step of INT4 holds its first half in the low bits.
+
+    Raises CanvasError for INT4 rows that do not fit.
+    """
+    if form.format == "fp8":
+        return 64 if form.width % 128 else 128
+    if form.format != "int4":
+        return 64
+    block = form.block or form.width
+    for step in (64, 32):
+        if form.width % step == 0 and block % (step // 2) == 0:
+            return step
+    raise CanvasError(
+        f"sorted rows do not support INT4 experts with {form.width} inputs in blocks of {block}",
+        "build with --experts slots",
+    )

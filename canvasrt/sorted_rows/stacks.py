@@ -1,0 +1,121 @@
+"""Takes the experts' weights out of a body graph, with the codes and scales that they have there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
+from canvasrt.graphs import external
+from canvasrt.graphs.lowbits import Bytes, Floats
+from canvasrt.sorted_rows.layout import (
+    DOWN_KERNEL,
+    GATE_UP_KERNEL,
+    ExpertLayer,
+    ExpertSizes,
+    ExpertStack,
+    KernelForm,
+    inputs_per_step,
+)
+
+
+class GraphExperts:
+    """The experts of a body graph's layers."""
+
+    def __init__(self, model: ir.Model, sizes: ExpertSizes, formats: Mapping[str, str]) -> None:
+        """`formats`: of the graph's quantized weights, by initializer name."""
+        self._graph, self._sizes, self._formats = model.graph, sizes, formats
+        (hidden,) = (value for value in model.graph.inputs if value.name == "hidden")
+        assert hidden.dtype is not None
+        self.dtype = str(hidden.dtype.numpy().name)
+        self._count = sum(str(v.name).startswith("new_key_") for v in model.graph.outputs)
+        self.forms = [self._layer_forms(number) for number in range(self._count)]
+
+    def write(self, file: BinaryIO) -> list[ExpertLayer]:
+        """Write all weights to `file`. Return where they are."""
+        layers = []
+        for number, (first, second) in enumerate(self.forms):
+            gate_up = self._write(f"layers.{number}.{GATE_UP}", first, file)
+            down = self._write(f"layers.{number}.{DOWN}", second, file)
+            scale = 1.0
+            if second.format == "fp8":
+                scale = float(self._numbers(f"layers.{number}.{DOWN}.input_scale"))
+            layers.append(ExpertLayer(gate_up, down, scale))
+        return layers
+
+    def _layer_forms(self, number: int) -> tuple[KernelForm, KernelForm]:
+        first, second = (f"layers.{number}.{each}" for each in (GATE_UP, DOWN))
+        following = "fp8" if self._formats.get(second) == "fp8" else None
+        about = (self._sizes, self.dtype)
+        forms = (
+            KernelForm(GATE_UP_KERNEL, *about, self._formats.get(first), following, self._block(first)),
+            KernelForm(DOWN_KERNEL, *about, self._formats.get(second), None, self._block(second)),
+        )
+        for form in forms:
+            inputs_per_step(form)  # refuses what does not fit
+        return forms
+
+    def _block(self, name: str) -> int | None:
+        scales = self._graph.initializers.get(f"{name}.block_scales")
+        if scales is None:
+            return None
+        width = self._sizes.inner if name.endswith(DOWN) else self._sizes.size
+        return width // _shape(scales)[-1]
+
+    def _write(self, name: str, form: KernelForm, file: BinaryIO) -> ExpertStack:
+        if form.format is None:
+            return ExpertStack(form.name, _append(file, self._pieces(name)))
+        if form.format == "int4":
+            codes = self._pieces(f"{name}.values")
+            values = _append(file, (in_steps(each, form.width, inputs_per_step(form)) for each in codes))
+            return ExpertStack(form.name, values, _append(file, self._pieces(f"{name}.block_scales")))
+        values = _append(file, self._pieces(f"{name}.values"))
+        return ExpertStack(form.name, values, _append(file, [self._output_scales(name, form)]))
+
+    def _output_scales(self, name: str, form: KernelForm) -> Floats:
+        """Return what multiplies each output of FP8 codes: `[E, out]`."""
+        rows = 2 * form.outputs if form.function == GATE_UP_KERNEL else form.outputs
+        scale = self._numbers(f"{name}.scale") * self._numbers(f"{name}.input_scale")
+        factors = np.ones((1, 1), np.float32)
+        if f"{name}.factor" in self._graph.initializers:
+            factors = self._numbers(f"{name}.factor")[:, 0]
+        return np.ascontiguousarray(np.broadcast_to(scale * factors, (self._sizes.experts, rows)))
+
+    def _numbers(self, name: str) -> Floats:
+        tensor = self._graph.initializers[name].const_value
+        assert tensor is not None
+        return tensor.numpy().astype(np.float32)
+
+    def _pieces(self, name: str) -> Iterator[Bytes]:
+        """Yield a stack's bytes, one expert at a time."""
+        tensor = self._graph.initializers[name].const_value
+        assert isinstance(tensor, ir.ExternalTensor), name
+        stored = external.mapped(tensor)
+        yield from stored.reshape(self._sizes.experts, -1)
+
+
+def in_steps(codes: Bytes, width: int, step: int) -> Bytes:
+    """Return INT4 codes of rows of `width`, two neighbours per byte, with those of each half of a step in a byte instead.
+
+    The kernel then has one half of a step's inputs in the low bits of its bytes and the other in the high ones.
+    """
+    pairs = codes.reshape(-1, width // 2)
+    each = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, width // step, 2, step // 2)
+    return (each[:, :, 0] | each[:, :, 1] << 4).reshape(-1)
+
+
+def _append(file: BinaryIO, pieces: Iterator[Bytes] | list[Floats]) -> tuple[int, int]:
+    """Append arrays to a file. Return the offset of the first byte, and how many there are."""
+    file.write(b"\0" * (-file.tell() % external.PAGE_BYTES))
+    begin = file.tell()
+    for piece in pieces:
+        file.write(np.ascontiguousarray(piece).data)
+    return begin, file.tell() - begin
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    assert value.const_value is not None
+    return tuple(int(size) for size in value.const_value.shape.numpy())

@@ -1,0 +1,223 @@
+"""A body segment whose experts run between its engines: pieces of it, and kernels over rows sorted by expert."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from canvasrt.engine_profiles import Profiles
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
+from canvasrt.runtime.tables import host_dtype
+from canvasrt.sorted_rows.layout import (
+    BLOCK_ROWS,
+    PROGRAM_OUTPUTS,
+    SORT,
+    ExpertLayer,
+    KernelImage,
+    SortedSegment,
+)
+
+# Values between pieces, as `canvasrt.graphs.cut` names them. The first ones are there twice: a piece reads one and
+# writes the other.
+_KEPT = ("carried_0", "carried_1", "shares")
+_OWN, _INDEX, _ROWS, _OUT = "own", "index", "expert_rows", "_out"
+_ORDER, _COUNTS, _INNER = "order", "counts", "inner"
+# How many calls' launches are kept.
+_CALLS = 256
+Launch = Callable[[], object]
+
+
+class KernelDevice(Device, Protocol):
+    """A device that runs kernels of our own, in the order of its other work."""
+
+    @property
+    def capability(self) -> tuple[int, int]: ...
+
+    def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
+        """Load a compiled kernel with so many bytes of shared memory; return it for a `KernelCall`."""
+        ...
+
+    def run_kernel(self, call: KernelCall) -> None:
+        """Queue one run."""
+        ...
+
+
+class BetweenPieces:
+    """What all segments of a bundle share, since they run in turn: memory between their pieces, and kernels."""
+
+    def __init__(self, device: KernelDevice) -> None:
+        self.device = device
+        self._most: dict[str, int] = {}
+        self._buffers: dict[str, int] = {}
+        self._kernels: dict[tuple[Path, str], int] = {}
+
+    def reserve(self, needed: Mapping[str, int]) -> None:
+        """Have room for a segment's buffers, in bytes by name."""
+        for name, size in needed.items():
+            self._most[name] = max(size, self._most.get(name, 0))
+
+    def allocate(self) -> None:
+        """Take the memory, once every segment is open."""
+        if not self._buffers:
+            self._buffers = {name: self.device.allocate(size) for name, size in self._most.items()}
+
+    def address(self, name: str) -> int:
+        return self._buffers[name]
+
+    def kernel(self, file: Path, image: KernelImage) -> int:
+        key = (file, image.entry)
+        if key not in self._kernels:
+            data = file.read_bytes()
+            self._kernels[key] = self.device.load_kernel(data, image.entry, image.shared)
+        return self._kernels[key]
+
+
+class SortedEngine:
+    """The pieces of a body segment as one engine. It ignores slots, and no expert overflows: `load` stays 0."""
+
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        profiles: Sequence[Mapping[str, Any]],
+        open_piece: Callable[[str, Path], Engine],
+        between: BetweenPieces,
+    ) -> None:
+        """Open the pieces of the segment that `file` describes, and upload its experts' weights."""
+        self.name, self.profiles = name, Profiles(profiles)
+        self._segment, self._folder, self._between = SortedSegment.read(file), file.parent, between
+        self._pieces = [
+            open_piece(f"{name}.{number}", file.with_name(piece))
+            for number, (piece, _) in enumerate(self._segment.pieces)
+        ]
+        internal = {*_KEPT, _ROWS, _OWN, _INDEX, *(each + _OUT for each in _KEPT)}
+        self.inputs = _joined((each.inputs for each in self._pieces), internal)
+        self.outputs = _joined((each.outputs for each in self._pieces), internal)
+        most = max(each["batch"]["max"] * each["length"]["max"] for each in profiles)
+        between.reserve(self._needs(most))
+        self._weights = self._upload(file.with_name(self._segment.weights))
+        self._kernels: dict[str, tuple[int, KernelImage]] = {
+            kernel: self._load(kernel) for kernel in self._segment.kernels
+        }
+        self._launches: dict[tuple[Any, ...], list[Launch]] = {}
+
+    def prepare(self) -> None:
+        for piece in self._pieces:
+            piece.prepare()
+        self._between.allocate()
+
+    def launch(self, call: EngineCall) -> None:
+        launches = self._launches.get(call.key)
+        if launches is None:
+            if len(self._launches) >= _CALLS:
+                self._launches.clear()
+            launches = self._launches[call.key] = list(self._plan(call))
+        for each in launches:
+            each()
+
+    def _needs(self, tokens: int) -> dict[str, int]:
+        """Return the bytes of each buffer for so many tokens."""
+        sizes, item = self._segment.sizes, host_dtype(self._segment.dtype).itemsize
+        states, choices = tokens * sizes.size * item, tokens * sizes.top_k
+        kept = {"carried_0": states, "carried_1": states, "shares": 4 * choices}
+        return {
+            **{f"{name}.{turn}": size for name, size in kept.items() for turn in (0, 1)},
+            _OWN: states,
+            _INDEX: 4 * choices,
+            _ROWS: sizes.top_k * states,
+            _ORDER: 4 * sizes.experts * tokens,
+            _COUNTS: 4 * sizes.experts,
+            _INNER: sizes.blocks(tokens) * BLOCK_ROWS * sizes.inner * item,
+        }
+
+    def _upload(self, file: Path) -> int:
+        """Copy the experts' weights to the device; return their address."""
+        data, device = np.memmap(file, np.uint8, "r"), self._between.device
+        address = device.allocate(data.nbytes)
+        device.upload(address, data)
+        device.synchronize()
+        return address
+
+    def _load(self, kernel: str) -> tuple[int, KernelImage]:
+        here = ".".join(map(str, self._between.device.capability))
+        image = self._segment.kernels[kernel].get(here)
+        if image is None:
+            raise CanvasError(
+                f"{self.name} has no kernels for a GPU of compute capability {here}",
+                "build for this GPU: `canvasrt targets` lists the names",
+            )
+        return self._between.kernel(self._folder / image.file, image), image
+
+    def _plan(self, call: EngineCall) -> Iterable[Launch]:
+        """Yield what a call launches: pieces, and between them a layer's three kernels."""
+        batch, length, _ = call.shapes["hidden"]
+        for number, piece in enumerate(self._pieces):
+            shapes, addresses = self._tensors(number, call)
+            wanted = [*piece.inputs, *piece.outputs]
+            own = EngineCall(
+                call.dims,
+                {name: shapes[name] for name in wanted},
+                {name: addresses[name] for name in wanted},
+                call.repeats,
+            )
+            yield partial(piece.launch, own)
+            if number < len(self._segment.layers):
+                layer, positions = self._segment.layers[number], call.addresses["positions"]
+                for each in self._experts(layer, batch * length, positions):
+                    yield partial(self._between.device.run_kernel, each)
+
+    def _tensors(
+        self, number: int, call: EngineCall
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """Return shapes and addresses of all that one piece may read and write."""
+        batch, length, size = call.shapes["hidden"]
+        choices, address = self._segment.sizes.top_k, self._between.address
+        shapes, addresses = dict(call.shapes), dict(call.addresses)
+        for name in _KEPT:
+            shape = (batch, length, choices if name == "shares" else size)
+            shapes |= {name: shape, name + _OUT: shape}
+            addresses |= {name: address(f"{name}.{number % 2}")}
+            addresses |= {name + _OUT: address(f"{name}.{(number + 1) % 2}")}
+        shapes |= {_OWN: (batch, length, size), _INDEX: (batch, length, choices)}
+        shapes[_ROWS] = (choices, batch, length, size)
+        return shapes, addresses | {each: address(each) for each in (_OWN, _INDEX, _ROWS)}
+
+    def _experts(self, layer: ExpertLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
+        """Yield a layer's kernels: the sort, and both products."""
+        sizes, address = self._segment.sizes, self._between.address
+        rows = [address(_ORDER), address(_COUNTS)]
+        (sort,) = (name for name in self._kernels if name.startswith(SORT))
+        pointers = [address(_INDEX), positions, *rows]
+        yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
+        blocks, scale = sizes.blocks(tokens), layer.inner_scale
+        for stack, outputs, source, to, written in (
+            (layer.gate_up, sizes.inner, _OWN, _INNER, scale),
+            (layer.down, sizes.size, _INNER, _ROWS, 1.0),
+        ):
+            parts = [self._weights + begin for begin, _ in (stack.values, stack.scales)]
+            pointers = [address(source), *parts, *rows, address(to)]
+            grid = (blocks, -(-outputs // PROGRAM_OUTPUTS), 1)
+            yield self._call(stack.kernel, grid, pointers, tokens, written)
+
+    def _call(
+        self, name: str, grid: tuple[int, int, int], pointers: list[int], tokens: int, *scale: float
+    ) -> KernelCall:
+        kernel, image = self._kernels[name]
+        arguments = [*map(ctypes.c_void_p, pointers), ctypes.c_int32(tokens)]
+        arguments += map(ctypes.c_float, scale)
+        # The compiler adds two addresses of scratch memory, which these kernels do not use.
+        arguments += [ctypes.c_void_p(0), ctypes.c_void_p(0)]
+        return KernelCall(kernel, grid, image.threads, image.shared, tuple(arguments))
+
+
+def _joined(
+    tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]
+) -> dict[str, np.dtype]:
+    """Return the tensors of all pieces that come from outside the segment."""
+    return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

@@ -1,0 +1,78 @@
+"""The kernels of sorted rows by Triton's interpreter: on a fake device, whose memory is the host's."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+with pytest.MonkeyPatch.context() as _patch:
+    # What Triton imports now is interpreted; the processes that tests start still compile.
+    _patch.setenv("TRITON_INTERPRET", "1")
+    import triton.experimental.gluon  # which the interpreter imports when it first runs
+
+    from canvasrt.sorted_rows import triton_kernels
+
+from canvasrt.runtime.engine import KernelCall
+from canvasrt.sorted_rows.ahead import CompiledKernel, argument_types, constants
+from canvasrt.sorted_rows.layout import ExpertSizes, KernelForm
+from tests.helpers.fake_tensorrt import FakeCudaDevice
+
+_DTYPES = {
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+    "*u8": torch.uint8,
+    "*fp32": torch.float32,
+    "*fp16": torch.float16,
+    "*bf16": torch.bfloat16,
+    "*fp8e4nv": torch.float8_e4m3fn,
+}
+
+
+def interpret(form: KernelForm, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+    """Run a kernel over tensors, or over addresses and numbers, in the order in which it takes them."""
+    given = [
+        _at(each, kind) if kind.startswith("*") and isinstance(each, int) else each
+        for each, kind in zip(arguments, argument_types(form).values(), strict=True)
+    ]
+    names = dict(zip(argument_types(form), given, strict=True))
+    getattr(triton_kernels, form.function)[grid](**names, **constants(form))
+
+
+def _at(address: int, kind: str) -> torch.Tensor:
+    """Return a tensor that begins at an address. Kernels only take its address and dtype."""
+    memory = (ctypes.c_uint8 * 16).from_address(address)
+    return torch.frombuffer(memory, dtype=_DTYPES[kind], count=1)
+
+
+class SortingDevice(FakeCudaDevice):
+    """The fake device, whose kernels are the names of interpreted ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forms: list[KernelForm] = []
+        self.kernels_run = 0
+
+    def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
+        data = json.loads(image)
+        form = KernelForm(**data | {"sizes": ExpertSizes(**data["sizes"])})
+        assert form.function == entry
+        self.forms.append(form)
+        return len(self.forms) - 1
+
+    def run_kernel(self, call: KernelCall) -> None:
+        form = self.forms[call.kernel]
+        *arguments, scratch, profile = (each.value or 0 for each in call.arguments)
+        assert (scratch, profile) == (0, 0)
+        self.kernels_run += 1
+        self.queue(lambda: interpret(form, call.grid, arguments))
+
+
+def named_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKernel:
+    """Return what stands for a compiled kernel on the fake device."""
+    return CompiledKernel(json.dumps(asdict(form)).encode(), form.function, 0, 128, "")
