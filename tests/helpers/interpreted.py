@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 
 with pytest.MonkeyPatch.context() as _patch:
     # What Triton imports now is interpreted; the processes that tests start still compile.
     _patch.setenv("TRITON_INTERPRET", "1")
+    import triton
     import triton.experimental.gluon  # which the interpreter imports when it first runs
+
+    from triton.runtime import interpreter
 
     from canvasrt.sorted_rows import triton_kernels
 
@@ -32,6 +37,50 @@ _DTYPES = {
     "*bf16": torch.bfloat16,
     "*fp8e4nv": torch.float8_e4m3fn,
 }
+
+
+# The interpreter keeps bits of these, truncates where a GPU rounds, and multiplies bfloat16's bits as integers.
+_NARROW = {
+    "bf16": ml_dtypes.bfloat16,
+    "fp8e4nv": ml_dtypes.float8_e4m3fn,
+    "fp16": np.float16,
+    "fp32": np.float32,
+}
+_Handle, _Builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+_operate = _Builder.binary_op
+
+
+def _convert(bits: np.ndarray, source: Any, to: Any, rounding: Any) -> np.ndarray:
+    """Round to nearest, ties to even, as a GPU does."""
+    numbers = np.ascontiguousarray(bits).view(_NARROW[source.name]).astype(np.float32)
+    return numbers.astype(_NARROW[to.name]).view(f"uint{to.primitive_bitwidth}")
+
+
+def _widen(handle: Any) -> np.ndarray:
+    return np.ascontiguousarray(handle.data).view(_NARROW[handle.dtype.scalar.name]).astype(np.float32)
+
+
+def _dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:
+    """Multiply exactly, and sum in float32, as tensor cores do."""
+    return _Handle(_widen(a) @ _widen(b) + total.data, total.dtype.scalar)
+
+
+def _binary(self: Any, a: Any, b: Any, operation: Any) -> Any:
+    if a.dtype.scalar.name != "bf16" or operation not in (np.add, np.subtract, np.multiply):
+        return _operate(self, a, b, operation)
+    found = operation(_widen(a), _widen(b)).astype(ml_dtypes.bfloat16)
+    return _Handle(found.view(np.uint16), a.dtype.scalar)
+
+
+def _constant(self: Any, value: float) -> Any:
+    bits = np.array([value], ml_dtypes.bfloat16).view(np.uint16)
+    return _Handle(bits, triton.language.bfloat16)
+
+
+interpreter._convert_float = _convert
+_Builder.get_bf16 = _constant
+_Builder.create_dot = _dot
+_Builder.binary_op = _binary
 
 
 def interpret(form: KernelForm, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
