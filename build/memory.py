@@ -18,6 +18,7 @@ from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.table import PIECE_BYTES
 from canvasrt.pass_shapes import in_units, roomy_capacity, usual_capacity
 from canvasrt.recipes.recipe import load_recipe, quantizable
+from canvasrt.sorted_rows.layout import ExpertSizes
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
@@ -26,6 +27,8 @@ _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
 MEMORY_MARGIN = 1.1
 # What an engine holds beside its weights: the kernels of all its profiles. 16 to 31 MB with TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6
+# The same of a piece of a body segment.
+PIECE_CODE = 10 * 10**6
 # Python and ONNX Runtime without a model.
 CPU_PROCESS = 200 * 10**6
 
@@ -62,6 +65,7 @@ def estimate(
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     prefill_chunk: int = PREFILL_CHUNK,
     sees: bool = True,
+    sorts_rows: bool = False,
 ) -> Estimate:
     """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
 
@@ -72,6 +76,7 @@ def estimate(
     kv_cache: the format of cached keys and values, if it differs from the graphs'.
     prefill_chunk: the most tokens per row of an encoding pass.
     sees: whether the engines include the vision tower, if the model has one.
+    sorts_rows: whether kernels of our own run the experts, between engines of one layer each.
     """
     if formats is None:
         formats = _default_formats(model, precision)
@@ -95,14 +100,27 @@ def estimate(
             workspace=round(MEMORY_MARGIN * (body + head)),
             buffers=CPU_PROCESS,
         )
-    body = _body_workspace(model, max_context, max_batch, element, row)
+    body = _body_workspace(model, max_context, max_batch, element, row, not sorts_rows)
+    buffers = _buffers(model, max_context, max_batch, element, number, layers_per_segment, row)
+    code = ENGINE_CODE * len(weights)
+    if sorts_rows:
+        bodies = sum(name.startswith("body_") for name in weights)
+        code += PIECE_CODE * (len(model.layers) + bodies) - ENGINE_CODE * bodies
+        tokens = max(row, max_batch * model.canvas_length)
+        buffers += sum(expert_sizes(model).buffers(tokens, element).values())
     return Estimate(
         weights=sum(weights.values()),
-        code=ENGINE_CODE * len(weights),
+        code=code,
         kv_cache=cache,
         workspace=round(MEMORY_MARGIN * max(body, head)),
-        buffers=_buffers(model, max_context, max_batch, element, number, layers_per_segment, row),
+        buffers=buffers,
     )
+
+
+def expert_sizes(model: ModelConfig) -> ExpertSizes:
+    """Return the sizes of a model's experts."""
+    inner = model.moe_intermediate_size
+    return ExpertSizes(model.num_experts, model.top_k_experts, model.hidden_size, inner)
 
 
 class Reading(NamedTuple):
@@ -217,9 +235,9 @@ def _buffers(
 
 
 def _body_workspace(
-    model: ModelConfig, max_context: int, max_batch: int, element: int, longest: int
+    model: ModelConfig, max_context: int, max_batch: int, element: int, longest: int, slots: bool
 ) -> int:
-    """Return a body segment's peak bytes: its layers' largest attention, or its experts' slots.
+    """Return a body segment's peak bytes: its layers' largest attention, or its experts' `slots`, if it has any.
 
     The profiles are those of `build.profiles`: `longest` tokens of one prompt, one canvas, or a full batch of canvases.
     """
@@ -234,7 +252,7 @@ def _body_workspace(
     capacity = max(usual_capacity(model, longest), roomy, usual_capacity(model, canvas * max_batch))
     # Gathered rows, the experts' intermediate results, and their outputs.
     slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
-    experts = model.num_experts * capacity * slot * element
+    experts = model.num_experts * capacity * slot * element if slots else 0
     return max(attention(longest), attention(canvas) * max_batch, experts)
 
 

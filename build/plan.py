@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
 from canvasrt.cache import load_checked
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import (
     ADAPTER_FILES,
     LAYERS_PER_SEGMENT,
@@ -22,10 +23,13 @@ from canvasrt.defaults import (
     MAX_CONTEXT,
     PREFILL_CHUNK,
     SHORT_SEGMENT,
+    SLOTTED,
+    SORTED,
 )
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
 from canvasrt.recipes.calibration import check_calibration
+from canvasrt.sorted_rows.layout import SORTED_FORMATS
 from canvasrt.targets import Target, find_target
 
 # Folders of LoRA adapters, and the factor for each.
@@ -42,6 +46,7 @@ class BuildOptions:
     layers_per_segment: int | None = None
     calibration: Path | None = None
     adapters: Adapters = ()
+    experts: str = SLOTTED
 
 
 DEFAULT_OPTIONS = BuildOptions()
@@ -64,6 +69,7 @@ class Plan:
     layers_per_segment: int = LAYERS_PER_SEGMENT
     calibration: Path | None = None
     adapters: Adapters = ()
+    experts: str = SLOTTED
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -78,6 +84,8 @@ class Plan:
             chosen["prefill_chunk"] = self.prefill_chunk
         if self.source.model.vision and not self.reading.sees:
             chosen["vision"] = False
+        if self.sorts_rows:
+            chosen["experts"] = self.experts
         if self.precision.recipe is not None:
             chosen["recipe"] = self.precision.recipe.to_json()
         if self.calibration_hash is not None:
@@ -85,6 +93,11 @@ class Plan:
         if self.adapters:
             chosen["adapters"] = self.adapter_hashes
         return chosen
+
+    @property
+    def sorts_rows(self) -> bool:
+        """Whether the experts run as kernels of our own, over sorted rows, between the engines."""
+        return self.experts == SORTED
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
@@ -139,6 +152,7 @@ class Plan:
             layers_per_segment=self.layers_per_segment,
             prefill_chunk=reading.prefill_chunk,
             sees=reading.sees,
+            sorts_rows=self.sorts_rows,
         )
 
     @property
@@ -184,9 +198,10 @@ class Plan:
             return "from another checkpoint or other graphs"
         if (manifest.target or {}).get("name") != self.target.name:
             return f"for another target ({(manifest.target or {}).get('name')})"
+        wanted = {"experts": None} | self.options
         changed = [
             _change(name, manifest.options.get(name), value)
-            for name, value in self.options.items()
+            for name, value in wanted.items()
             if manifest.options.get(name) != value
         ]
         if changed:
@@ -237,7 +252,8 @@ def plan(
     # Another target of the same build may be the one that is calibrated.
     check_calibration(options.calibration, True, precision.text)
     _check_adapters(source, options.adapters)
-    precision.formats(source.model)  # refuses a recipe with a pattern that matches nothing
+    formats = precision.formats(source.model)  # refuses a recipe with a pattern that matches nothing
+    _check_experts(options.experts, target, _expert_formats(source, formats))
     made = Plan(
         source,
         target,
@@ -248,8 +264,36 @@ def plan(
         _layers(source, options.layers_per_segment),
         options.calibration,
         options.adapters,
+        options.experts,
     )
     return _shortened(made) if options.layers_per_segment is None else made
+
+
+def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
+    """Return the formats of the experts' weights. A quantized checkpoint's are not known before its export, but its
+    precision is."""
+    if source.is_quantized and source.graphs is None:
+        return {str(source.precision)}
+    found = (source.formats if source.is_quantized else formats) or {}
+    return {each for name, each in found.items() if name.endswith((GATE_UP, DOWN))}
+
+
+def _check_experts(experts: str, target: Target, formats: set[str]) -> None:
+    """Refuse what kernels over sorted rows do not run on, or do not multiply."""
+    if experts not in (SLOTTED, SORTED):
+        raise UsageError(f"unknown --experts {experts!r}", f"give {SLOTTED} or {SORTED}")
+    if experts == SLOTTED:
+        return
+    if target.capability is None:
+        raise UsageError(
+            f"--experts {SORTED} is for GPUs: on {target.name}, experts always have sorted rows",
+            "leave --experts out",
+        )
+    if refused := sorted(formats - set(SORTED_FORMATS)):
+        raise UsageError(
+            f"--experts {SORTED} does not support experts in {refused[0]}",
+            f"give another --precision ({', '.join(SORTED_FORMATS)} or bf16), or --experts {SLOTTED}",
+        )
 
 
 def _check_adapters(source: Source, adapters: Adapters) -> None:

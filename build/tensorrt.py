@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build import compile
+from canvasrt.build import compile, pieces
 from canvasrt.build.compile import Children, Job
 from canvasrt.build.needs import SHARE, builder_memory, check_memory_here
 from canvasrt.build.parallel import ParallelTask, run_all
@@ -29,15 +30,15 @@ from canvasrt.types import Json
 
 @dataclass(frozen=True)
 class SegmentBuild:
-    """One engine to build: its manifest entry, its profiles, and everything that decides it."""
+    """One engine to build: its name, its graph, the bytes and formats of weights there, its profiles, and everything that
+    decides it."""
 
-    entry: Json
+    name: str
+    graph: Path
+    weights: int
+    formats: Sequence[str]
     sizes: Mapping[str, Profile]
     made_from: Json
-
-    @property
-    def name(self) -> str:
-        return self.entry["name"]
 
     @property
     def file(self) -> str:
@@ -61,15 +62,19 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
         # TensorRT does not document whether engines are the same on another host architecture.
         "built_on": platform.machine(),
     }
-    segments = [
-        _segment(plan, graphs, entry, target)
-        for entry in manifest.segments
-        if entry["name"] != "vision" or plan.reading.sees
-    ]
+    entries = [each for each in manifest.segments if each["name"] != "vision" or plan.reading.sees]
     with staging(plan.out) as tmp:
-        made = _engines(plan, graphs, segments, tmp, progress)
+        # By segment. One in pieces has several engines.
+        builds = [_segment(plan, graphs, entry, target, tmp / _PIECES) for entry in entries]
+        each_engine = [each for found in builds for each in found]
+        made = _engines(plan, each_engine, tmp, progress)
+        shutil.rmtree(tmp / _PIECES, ignore_errors=True)
         _check_workspace(plan, made)
-        known = {each.file: _without_facts(made[each.name]) for each in segments}
+        known = {each.file: _without_facts(made[each.name]) for each in each_engine}
+        described = [
+            _described(plan, graphs, entry, found, made, tmp)
+            for entry, found in zip(entries, builds, strict=True)
+        ]
         taken = [manifest.embedding["file"], *(manifest.tokenizer or ())]
         if host_head := manifest.embedding.get("host_head"):
             taken.append(host_head["file"])
@@ -83,17 +88,20 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             options={**manifest.options, **plan.options},
             model=manifest.model,
             sampler=manifest.sampler,
-            segments=[_described(each, made[each.name]) for each in segments],
+            segments=described,
             embedding=manifest.embedding,
             tokenizer=manifest.tokenizer,
             target=target,
-            packages=(plan.target.builder,),
+            packages=(plan.target.builder, *(("triton",) if plan.sorts_rows else ())),
             known=known,
         )
     return load_bundle(plan.out, kind="engines", check=False)
 
 
-def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> SegmentBuild:
+def _segment(
+    plan: Plan, graphs: Bundle, entry: Json, target: Json, folder: Path
+) -> list[SegmentBuild]:
+    """Return a segment's engines: one, or those of its pieces, whose graphs are written to `folder`."""
     model = graphs.manifest.model
     if not plan.reading.sees:
         model = replace(model, vision=None)  # bodies then need no slots for images
@@ -106,13 +114,25 @@ def _segment(plan: Plan, graphs: Bundle, entry: Json, target: Json) -> SegmentBu
         # An engine depends on the capabilities, not on the target's name.
         **{name: value for name, value in target.items() if name != "name"},
     }
-    return SegmentBuild(entry, sizes, made_from)
+    formats = tuple((entry.get("quantized") or {}).values())
+    if "layers" not in entry or not plan.sorts_rows:
+        file, weights = graphs.file(entry["file"]), _weights(graphs, entry)
+        return [SegmentBuild(entry["name"], file, weights, formats, sizes, made_from)]
+    sizes = pieces.piece_sizes(sizes)
+    made_from |= {"profiles": to_json(sizes), "cut": pieces.piece_code()}
+    folder.mkdir(exist_ok=True)
+    return [
+        SegmentBuild(
+            each.name, each.file, each.weights, formats, sizes, made_from | {"piece": number}
+        )
+        for number, each in enumerate(pieces.write_pieces(graphs, entry, folder))
+    ]
 
 
 def _engines(
-    plan: Plan, graphs: Bundle, segments: list[SegmentBuild], out: Path, progress: Progress
+    plan: Plan, segments: list[SegmentBuild], out: Path, progress: Progress
 ) -> dict[str, Json]:
-    """Put every segment's engine into `out`, from the cache if possible. Return `sha256`, `bytes`,
+    """Put every engine into `out`, from the cache if possible. Return `sha256`, `bytes`,
     `facts` by name."""
     cache = EngineCache()
     made: dict[str, Json] = {}
@@ -126,12 +146,9 @@ def _engines(
                 link_or_copy(kernels, out / each.kernels)
             made[each.name] = found[1]
             continue
-        formats = (each.entry.get("quantized") or {}).values()
-        need = builder_memory(each.name, _weights(graphs, each.entry), formats)
+        need = builder_memory(each.name, each.weights, each.formats)
         check_memory_here(each.name, need)
-        tasks.append(
-            ParallelTask(each.name, need, _builder(plan, graphs, each, out, cache, children))
-        )
+        tasks.append(ParallelTask(each.name, need, _builder(plan, each, out, cache, children)))
     made |= run_all(
         # The largest first: it decides how long everything takes.
         sorted(tasks, key=lambda task: -task.memory),
@@ -147,7 +164,6 @@ def _engines(
 
 def _builder(
     plan: Plan,
-    graphs: Bundle,
     segment: SegmentBuild,
     out: Path,
     cache: EngineCache,
@@ -156,11 +172,11 @@ def _builder(
     """Return a function that builds one segment, to be called in a thread."""
     module, _ = BUILDER_MODULES[plan.target.builder]
     gpus = plan.target.capabilities if plan.target.builds_anywhere else ()
-    graph, engine = graphs.file(segment.entry["file"]), out / segment.file
+    engine = out / segment.file
     timing = None if plan.target.builds_anywhere else _timings(segment.made_from)
 
     def run() -> Json:
-        job = Job(module, graph, engine, gpus, segment.sizes, timing)
+        job = Job(module, segment.graph, engine, gpus, segment.sizes, timing)
         said = compile.compile_graph(job, children)
         facts = {"activation_bytes": said.activation_bytes}
         listed = job.kernels if job.kernels.is_file() else None
@@ -177,6 +193,8 @@ def _timings(made_from: Json) -> Path:
     return cache_folder() / "timing" / key_of(about)
 
 
+# A folder for the graphs of pieces while they are built.
+_PIECES = "pieces"
 # What small tensors may take beyond the plan.
 _UNCOUNTED = 1 << 28
 
@@ -199,15 +217,25 @@ def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
         )
 
 
-def _described(segment: SegmentBuild, made: Json) -> Json:
-    """Return a segment's entry in the manifest of its engine."""
-    return {
-        **segment.entry,
-        "file": segment.file,
-        "profiles": to_json(segment.sizes),
-        **made["facts"],
-        **({"kernels": segment.kernels} if "kernels" in made else {}),
-    }
+def _described(
+    plan: Plan,
+    graphs: Bundle,
+    entry: Json,
+    builds: Sequence[SegmentBuild],
+    made: Mapping[str, Json],
+    out: Path,
+) -> Json:
+    """Return a segment's entry in the manifest of its engines. Those of pieces are joined first."""
+    first, *others = builds
+    sizes = {"profiles": to_json(first.sizes)}
+    if not others:
+        found = made[first.name]
+        listed = {"kernels": first.kernels} if "kernels" in found else {}
+        return {**entry, "file": first.file, **sizes, **found["facts"], **listed}
+    hashes = {each.file: made[each.name]["sha256"] for each in builds}
+    joined = pieces.join_pieces(graphs, entry, hashes, plan.target.capabilities, out)
+    needs = [made[each.name]["facts"]["activation_bytes"] or 0 for each in builds]
+    return {**entry, **sizes, "activation_bytes": max(needs), **joined}
 
 
 def _without_facts(made: Json) -> Json:

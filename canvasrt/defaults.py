@@ -26,6 +26,8 @@ GEOMETRY = "geometry"
 # An empty input `[0, n]` of bodies beside it, which no node reads: `n` says how long the call is. ONNX Runtime plans memory
 # by the exclusive or of all inputs' sizes, in which those that occur an even number of times cancel out.
 CALL_LENGTH = "call_length"
+# How a GPU runs experts: in slots inside an engine, or as kernels of our own over sorted rows between engines.
+SLOTTED, SORTED = "slots", "sorted"
 
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

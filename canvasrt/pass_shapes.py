@@ -11,6 +11,8 @@ from canvasrt.defaults import PREFILL_CHUNK
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # Slots per expert come in units of this.
 SLOT_UNIT = 16
+# The dimensions of a graph that slots have.
+SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
 # Tokens of an encoding pass. Up to `ROOMY`, every expert has a slot for each of them.
 LENGTHS, ROOMY = (64, 128, 256, PREFILL_CHUNK), 256
 # Cached tokens come in units of this, so that every request's begin at an aligned address.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
-from canvasrt.defaults import MAX_BATCH
+from canvasrt.defaults import MAX_BATCH, SLOTTED
 
 if TYPE_CHECKING:
     from canvasrt.build.plan import Plan
@@ -27,6 +27,7 @@ def build(
     layers_per_segment: options.LayersPerSegment = None,
     calibration: options.Calibration = None,
     adapter: options.Adapter = None,
+    experts: options.Experts = SLOTTED,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -38,7 +39,7 @@ def build(
     targets = parse_targets(target)
     adapters = tuple(options.adapters(adapter))
     wanted = BuildOptions(
-        precision, max_context, max_batch, layers_per_segment, calibration, adapters
+        precision, max_context, max_batch, layers_per_segment, calibration, adapters, experts
     )
     with progress() as report:
         plans = plan_all(source, targets, out, wanted, report, check=not dry_run)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT, SLOTTED, SORTED
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
 
@@ -136,6 +136,14 @@ Calibration = Annotated[
         metavar="FILE",
         show_default="canvasrt's own",
         help="JSONL file of calibration prompts.",
+    ),
+]
+Experts = Annotated[
+    str,
+    typer.Option(
+        "--experts",
+        metavar=f"{SLOTTED}|{SORTED}",
+        help="How a GPU runs experts: slots for tokens inside the engines, or kernels over sorted rows between them.",
     ),
 ]
 DryRun = Annotated[

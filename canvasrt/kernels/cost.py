@@ -35,6 +35,8 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
     "Float": "fp32",
 }
 _ATTENTION = "mha"
+# The kind of our own products over rows sorted by expert. Their tactic is the instruction that multiplies.
+OURS = "sorted product"
 # Myelin, TensorRT's compiler, names a fused kernel by its steps: `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
@@ -66,7 +68,7 @@ def is_product(kernel: Kernel) -> bool:
     """Return whether the kernel is a matrix product, fused with later steps or not."""
     if is_attention(kernel):
         return False
-    return kernel.kind == "gemm" or bool(_PRODUCT.search(step_names(kernel)))
+    return kernel.kind in ("gemm", OURS) or bool(_PRODUCT.search(step_names(kernel)))
 
 
 def step_names(kernel: Kernel) -> str:
@@ -117,6 +119,13 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
         # Scores, and their product with the values.
         operations = 4.0 * volume(query.dims, sizes) * evaluate(key.dims[-2], sizes)
         return Cost(moved, operations, _FORMATS[query.dtype], True)
+    if kernel.kind == OURS:
+        matrix = weight(kernel)
+        assert matrix is not None
+        # Each row is multiplied by its own expert's matrix.
+        rows = evaluate(kernel.outputs[0].dims[0], sizes)
+        operations = 2.0 * rows * volume(matrix.dims[1:], sizes)
+        return Cost(moved, operations, product_format(kernel), True)
     if is_product(kernel):
         inner = evaluate(kernel.inputs[0].dims[-1], sizes)
         operations = 2.0 * inner * max(volume(each.dims, sizes) for each in kernel.outputs)
@@ -128,6 +137,8 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 
 def product_format(kernel: Kernel) -> str:
     """Return the format that a product runs in: its wider operand's, or bf16 if narrower operands are cast first."""
+    if kernel.kind == OURS:
+        return "fp8" if ".e4m3." in kernel.tactic else "bf16"
     operands = [kernel.inputs[0]]
     if (constant := weight(kernel)) is not None:
         operands.append(constant)

@@ -17,7 +17,16 @@ from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import GpuRates
-from canvasrt.pass_shapes import DENOISE, ENCODE, ROOMY, in_units, round_up, usual_capacity, widths
+from canvasrt.pass_shapes import (
+    DENOISE,
+    ENCODE,
+    ROOMY,
+    SLOT_UNIT,
+    in_units,
+    round_up,
+    usual_capacity,
+    widths,
+)
 
 # Denoising steps that a block is assumed to take.
 PREDICTED_STEPS = 16
@@ -44,9 +53,16 @@ class CallSizes:
             "capacity": self.capacity,
             "gate_rows": self.batch * self.length if shared else self.capacity,
             "gate_queues": 1 if shared else model.num_experts,
+            "sorted_rows": self._sorted_rows(model),
             "octets_full": octets(round_up(self.context, widths(most))),
             "octets_sliding": octets(in_units(min(most, model.sliding_window - 1))),
         }
+
+
+    def _sorted_rows(self, model: ModelConfig) -> int:
+        """Return the rows that fill the experts' blocks with even routing: each expert's last block is half empty."""
+        rows = self.batch * self.length * model.top_k_experts
+        return rows + min(rows, model.num_experts) * SLOT_UNIT // 2
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from canvasrt.cache import cache_folder
 from canvasrt.extras import require
 from canvasrt.sorted_rows.layout import (
     BLOCK_ROWS,
@@ -62,7 +63,11 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     major, minor = capability
     target = backends.GPUTarget("cuda", 10 * major + minor, 32)
     options = {"num_warps": _WARPS, "num_stages": _STAGES}
-    made = triton.compile(source, target=target, options=options)
+    with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
+        # Its lines would name this machine's folders.
+        triton.knobs.compilation.disable_line_info = True
+        triton.knobs.cache.dir = str(cache_folder() / "triton")
+        made = triton.compile(source, target=target, options=options)
     assert not made.metadata.global_scratch_size
     return CompiledKernel(
         made.asm["cubin"],

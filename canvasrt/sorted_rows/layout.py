@@ -18,6 +18,16 @@ SORTED_SUFFIX = ".sorted.json"
 BLOCK_ROWS = 16
 # Outputs per program.
 PROGRAM_OUTPUTS = 64
+# Number formats that the products multiply, besides floats.
+SORTED_FORMATS = ("fp8", "int4")
+# Values between pieces: what the experts take, and their result, a row for each choice and token.
+OWN, INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
+# What a piece keeps for the next one: the weights of a token's choices, and two values like hidden states.
+SHARES, CARRIED = "shares", ("carried_0", "carried_1")
+# Behind the names of those when a piece hands them out.
+OUT = "_out"
+# What the kernels hand to each other: each expert's rows, their number, and inner states.
+ORDER, COUNTS, INNER = "order", "counts", "inner"
 SORT, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "gate_up", "down"
 
 
@@ -34,6 +44,20 @@ class ExpertSizes:
         """Return the most blocks that the rows of so many tokens can fill."""
         rows = tokens * self.top_k
         return rows // BLOCK_ROWS + min(self.experts, rows)
+
+    def buffers(self, tokens: int, item: int) -> dict[str, int]:
+        """Return the bytes of each buffer between pieces for so many tokens, with `item` bytes per activation."""
+        states, choices = tokens * self.size * item, tokens * self.top_k
+        kept = dict.fromkeys(CARRIED, states) | {SHARES: 4 * choices}
+        return {
+            **{f"{name}.{turn}": size for name, size in kept.items() for turn in (0, 1)},
+            OWN: states,
+            INDEX: 4 * choices,
+            EXPERT_ROWS: self.top_k * states,
+            ORDER: 4 * self.experts * tokens,
+            COUNTS: 4 * self.experts,
+            INNER: self.blocks(tokens) * BLOCK_ROWS * self.inner * item,
+        }
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,26 @@ from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
 from canvasrt.runtime.tables import host_dtype
+from canvasrt.pass_shapes import SLOT_SIZES
 from canvasrt.sorted_rows.layout import (
-    BLOCK_ROWS,
+    CARRIED,
+    COUNTS,
+    EXPERT_ROWS,
+    INDEX,
+    INNER,
+    ORDER,
+    OUT,
+    OWN,
     PROGRAM_OUTPUTS,
+    SHARES,
     SORT,
     ExpertLayer,
     KernelImage,
     SortedSegment,
 )
 
-# Values between pieces, as `canvasrt.graphs.cut` names them. The first ones are there twice: a piece reads one and
-# writes the other.
-_KEPT = ("carried_0", "carried_1", "shares")
-_OWN, _INDEX, _ROWS, _OUT = "own", "index", "expert_rows", "_out"
-_ORDER, _COUNTS, _INNER = "order", "counts", "inner"
+# What is there twice: a piece reads one and writes the other.
+_KEPT = (*CARRIED, SHARES)
 # How many calls' launches are kept.
 _CALLS = 256
 Launch = Callable[[], object]
@@ -96,11 +102,11 @@ class SortedEngine:
             open_piece(f"{name}.{number}", file.with_name(piece))
             for number, (piece, _) in enumerate(self._segment.pieces)
         ]
-        internal = {*_KEPT, _ROWS, _OWN, _INDEX, *(each + _OUT for each in _KEPT)}
+        internal = {*_KEPT, EXPERT_ROWS, OWN, INDEX, *(each + OUT for each in _KEPT)}
         self.inputs = _joined((each.inputs for each in self._pieces), internal)
         self.outputs = _joined((each.outputs for each in self._pieces), internal)
         most = max(each["batch"]["max"] * each["length"]["max"] for each in profiles)
-        between.reserve(self._needs(most))
+        between.reserve(self._segment.sizes.buffers(most, host_dtype(self._segment.dtype).itemsize))
         self._weights = self._upload(file.with_name(self._segment.weights))
         self._kernels: dict[str, tuple[int, KernelImage]] = {
             kernel: self._load(kernel) for kernel in self._segment.kernels
@@ -120,21 +126,6 @@ class SortedEngine:
             launches = self._launches[call.key] = list(self._plan(call))
         for each in launches:
             each()
-
-    def _needs(self, tokens: int) -> dict[str, int]:
-        """Return the bytes of each buffer for so many tokens."""
-        sizes, item = self._segment.sizes, host_dtype(self._segment.dtype).itemsize
-        states, choices = tokens * sizes.size * item, tokens * sizes.top_k
-        kept = {"carried_0": states, "carried_1": states, "shares": 4 * choices}
-        return {
-            **{f"{name}.{turn}": size for name, size in kept.items() for turn in (0, 1)},
-            _OWN: states,
-            _INDEX: 4 * choices,
-            _ROWS: sizes.top_k * states,
-            _ORDER: 4 * sizes.experts * tokens,
-            _COUNTS: 4 * sizes.experts,
-            _INNER: sizes.blocks(tokens) * BLOCK_ROWS * sizes.inner * item,
-        }
 
     def _upload(self, file: Path) -> int:
         """Copy the experts' weights to the device; return their address."""
@@ -157,11 +148,13 @@ class SortedEngine:
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
         """Yield what a call launches: pieces, and between them a layer's three kernels."""
         batch, length, _ = call.shapes["hidden"]
+        # Calls that differ only in their slots are one, and are captured once.
+        dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}
         for number, piece in enumerate(self._pieces):
             shapes, addresses = self._tensors(number, call)
             wanted = [*piece.inputs, *piece.outputs]
             own = EngineCall(
-                call.dims,
+                dims,
                 {name: shapes[name] for name in wanted},
                 {name: addresses[name] for name in wanted},
                 call.repeats,
@@ -180,25 +173,25 @@ class SortedEngine:
         choices, address = self._segment.sizes.top_k, self._between.address
         shapes, addresses = dict(call.shapes), dict(call.addresses)
         for name in _KEPT:
-            shape = (batch, length, choices if name == "shares" else size)
-            shapes |= {name: shape, name + _OUT: shape}
+            shape = (batch, length, choices if name == SHARES else size)
+            shapes |= {name: shape, name + OUT: shape}
             addresses |= {name: address(f"{name}.{number % 2}")}
-            addresses |= {name + _OUT: address(f"{name}.{(number + 1) % 2}")}
-        shapes |= {_OWN: (batch, length, size), _INDEX: (batch, length, choices)}
-        shapes[_ROWS] = (choices, batch, length, size)
-        return shapes, addresses | {each: address(each) for each in (_OWN, _INDEX, _ROWS)}
+            addresses |= {name + OUT: address(f"{name}.{(number + 1) % 2}")}
+        shapes |= {OWN: (batch, length, size), INDEX: (batch, length, choices)}
+        shapes[EXPERT_ROWS] = (choices, batch, length, size)
+        return shapes, addresses | {each: address(each) for each in (OWN, INDEX, EXPERT_ROWS)}
 
     def _experts(self, layer: ExpertLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
         """Yield a layer's kernels: the sort, and both products."""
         sizes, address = self._segment.sizes, self._between.address
-        rows = [address(_ORDER), address(_COUNTS)]
+        rows = [address(ORDER), address(COUNTS)]
         (sort,) = (name for name in self._kernels if name.startswith(SORT))
-        pointers = [address(_INDEX), positions, *rows]
+        pointers = [address(INDEX), positions, *rows]
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
         blocks, scale = sizes.blocks(tokens), layer.inner_scale
         for stack, outputs, source, to, written in (
-            (layer.gate_up, sizes.inner, _OWN, _INNER, scale),
-            (layer.down, sizes.size, _INNER, _ROWS, 1.0),
+            (layer.gate_up, sizes.inner, OWN, INNER, scale),
+            (layer.down, sizes.size, INNER, EXPERT_ROWS, 1.0),
         ):
             parts = [self._weights + begin for begin, _ in (stack.values, stack.scales)]
             pointers = [address(source), *parts, *rows, address(to)]

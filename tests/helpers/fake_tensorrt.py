@@ -265,11 +265,17 @@ class IExecutionContext:
             tokens = patches // SQUARE
             size = self._engine.fake.shapes["features"][-1]
             return dict(given) | {"features": (images, tokens, size), "valid": (images, tokens)}
-        batch, length = given["hidden"][:2]
+        batch, length = given.get("hidden", given.get("positions"))[:2]
         shapes = dict(given) | dict.fromkeys(
             ("canvas", "argmax", "entropy", "accepted"), (batch, length)
         )
-        shapes |= {"hidden_out": given["hidden"], "next_hidden": given["hidden"]}
+        size = self._engine.fake.shapes.get("hidden_out", (0,))[-1]
+        shapes["hidden_out"] = (batch, length, size)
+        if "hidden" in given:
+            shapes["next_hidden"] = given["hidden"]
+        for name in ("own", "index", "shares_out", "carried_0_out", "carried_1_out"):
+            if name in self._engine.fake.shapes:
+                shapes[name] = (batch, length, self._engine.fake.shapes[name][-1])
         layers = [name for name in given if name.startswith("past_key_")]
         shapes["load"] = (len(layers),)
         for name in layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,8 +15,11 @@ import pytest
 import torch
 
 with pytest.MonkeyPatch.context() as _patch:
-    # What Triton imports now is interpreted; the processes that tests start still compile.
+    # What Triton imports now is interpreted; the processes that tests start still compile. torch may have imported it.
     _patch.setenv("TRITON_INTERPRET", "1")
+    for _name in [each for each in sys.modules if each.partition(".")[0] == "triton"]:
+        if not _name.startswith("triton._C"):
+            del sys.modules[_name]
     import triton
     import triton.experimental.gluon  # which the interpreter imports when it first runs
 

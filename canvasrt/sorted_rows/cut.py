@@ -15,14 +15,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.errors import CanvasError
 from canvasrt.graphs.experts import SLOTS
+from canvasrt.sorted_rows.layout import CARRIED, EXPERT_ROWS, INDEX, OUT, OWN, SHARES
 
-# What the experts take, and their result: a row for each choice and token.
-OWN, INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
-# What a piece hands to the next one besides: the weights of a token's choices, and two values like hidden states.
-SHARES = "shares"
-CARRIED = ("carried_0", "carried_1")
-# Behind the names of values that a piece hands out and the next one takes.
-OUT = "_out"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""Body segments in pieces, with the experts' kernels and weights between them (`--experts sorted`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from canvasrt.build.memory import expert_sizes
+from canvasrt.build.profile_ranges import Profile
+from canvasrt.bundle import Bundle
+from canvasrt.cache import code_hash
+from canvasrt.checkpoints.weight_names import local_names
+from canvasrt.extras import require
+from canvasrt.pass_shapes import SLOT_SIZES
+from canvasrt.kernels import store
+from canvasrt.sorted_rows import ahead, predicted
+from canvasrt.sorted_rows.layout import (
+    SORT,
+    SORTED_SUFFIX,
+    KernelForm,
+    KernelImage,
+    SortedSegment,
+)
+from canvasrt.staging import link_or_copy
+from canvasrt.types import Json
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PieceGraph:
+    """The graph of one piece, and the bytes of the weights that it reads."""
+
+    name: str
+    file: Path
+    weights: int
+
+
+def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
+    """Write the pieces of a body segment's graph to `folder`. Their weights stay in the graph's file, which is linked."""
+    ir = require("onnx_ir", "export")
+    from canvasrt.sorted_rows.cut import cut_body
+
+    model = ir.load(graphs.file(entry["file"]))
+    data = Path(entry["file"]).with_suffix(".bin").name
+    link_or_copy(graphs.file(data), folder / data)
+    made = []
+    for number, piece in enumerate(cut_body(model)):
+        name = f"{entry['name']}.{number}"
+        stored = (value.const_value for value in piece.graph.initializers.values())
+        weights = sum(each.nbytes for each in stored if each is not None)
+        ir.save(piece, folder / f"{name}.onnx")
+        made.append(PieceGraph(name, folder / f"{name}.onnx", weights))
+    return made
+
+
+def piece_sizes(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
+    """Return a body segment's profiles without the sizes of slots."""
+    return {
+        name: {each: size for each, size in sizes.items() if each not in SLOT_SIZES}
+        for name, sizes in profiles.items()
+    }
+
+
+def piece_code() -> str:
+    """Return a hash of how graphs are cut, so that a change of it invalidates cached engines."""
+    from canvasrt.sorted_rows import cut
+
+    return code_hash([Path(str(cut.__file__))])
+
+
+def join_pieces(
+    graphs: Bundle,
+    entry: Json,
+    pieces: Mapping[str, str],
+    capabilities: Iterable[Capability],
+    out: Path,
+) -> Json:
+    """Write what makes one segment of a body's pieces to `out`, where their engines are.
+
+    Returns the manifest's `file`, and `kernels`, which takes the place of the pieces' lists, if they have any.
+
+    pieces: the engines' files, in order, and their SHA-256.
+    """
+    ir = require("onnx_ir", "export")
+    from canvasrt.sorted_rows.stacks import GraphExperts
+
+    formats = entry.get("quantized") or {}
+    local = {name: formats[long] for long, name in local_names(entry, formats).items()}
+    sizes = expert_sizes(graphs.manifest.model)
+    experts = GraphExperts(ir.load(graphs.file(entry["file"])), sizes, local)
+    weights = f"{entry['name']}.experts.bin"
+    with (out / weights).open("wb") as file:
+        layers = experts.write(file)
+    (first, _), *_ = experts.forms
+    sort = KernelForm(SORT, first.sizes, first.dtype)
+    forms = dict.fromkeys([sort, *(form for pair in experts.forms for form in pair)])
+    compiled = {form.name: _compile(form, capabilities, out) for form in forms}
+    kernels = {name: images for name, (images, _) in compiled.items()}
+    segment = SortedSegment(
+        sizes, experts.dtype, tuple(pieces.items()), weights, tuple(layers), kernels
+    )
+    made = {"file": f"{entry['name']}{SORTED_SUFFIX}"}
+    segment.write(out / made["file"])
+    lists = [out / Path(piece).with_suffix(store.KERNELS_SUFFIX) for piece in pieces]
+    if all(each.is_file() for each in lists):
+        made["kernels"] = f"{entry['name']}{store.KERNELS_SUFFIX}"
+        instructions = {name: instruction for name, (_, instruction) in compiled.items()}
+        each_layer = [(sort, *pair) for pair in experts.forms]
+        read = [store.read(each) for each in lists]
+        joined = predicted.join_lists(read, each_layer, instructions)
+        store.write_kernels(joined, out / made["kernels"])
+        for each in lists:
+            each.unlink()
+    return made
+
+
+def _compile(
+    form: KernelForm, capabilities: Iterable[Capability], out: Path
+) -> tuple[dict[str, KernelImage], str]:
+    """Write a kernel for each capability. Return the images, and the instruction that the oldest GPU multiplies with."""
+    images: dict[str, KernelImage] = {}
+    instruction = ""
+    for major, minor in capabilities:
+        made = ahead.compile_kernel(form, (major, minor))
+        file = f"{form.name}.sm{major}{minor}.cubin"
+        (out / file).write_bytes(made.image)
+        instruction = instruction if images else predicted.instruction(made.ptx)
+        images[f"{major}.{minor}"] = KernelImage(file, made.entry, made.shared, made.threads)
+    return images, instruction

@@ -1,0 +1,91 @@
+"""Lists the kernels of a segment of pieces as the builder lists an engine's, so that its time can be predicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from canvasrt.formats import FORMATS
+from canvasrt.kernels.cost import OURS
+from canvasrt.kernels.dims import Dim
+from canvasrt.kernels.parse import Kernel, KernelTensor
+from canvasrt.kernels.store import KernelList
+from canvasrt.sorted_rows.layout import DOWN_KERNEL, SORT, KernelForm
+
+# The dimension of sorted rows, and all tokens of a call.
+ROWS, TOKENS = "sorted_rows", "batch*length"
+_BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
+_INSTRUCTION = re.compile(r"mma\.sync\.[\w.]+")
+# Cached keys and values are known by their names.
+_CACHED = ("past_key_", "past_value_")
+
+
+def instruction(ptx: str) -> str:
+    """Return the instruction of tensor cores that a kernel multiplies with; empty if it uses none."""
+    found = _INSTRUCTION.search(ptx)
+    return found[0] if found else ""
+
+
+def join_lists(
+    pieces: Sequence[KernelList],
+    layers: Sequence[Sequence[KernelForm]],
+    instructions: Mapping[str, str],
+) -> dict[str, list[Kernel]]:
+    """Return the kernels of each profile: the pieces', and each layer's own between them.
+
+    layers: a layer's kernels in order. instructions: by kernel's name.
+    """
+    programs = {}
+    for profile in pieces[0].programs:
+        kernels: list[Kernel] = []
+        for number, piece in enumerate(pieces):
+            kernels += [_of_piece(kernel, number) for kernel in piece.programs[profile]]
+            for form in layers[number] if number < len(layers) else ():
+                kernels.append(_ours(form, number, instructions.get(form.name, "")))
+        programs[profile] = kernels
+    return programs
+
+
+def _of_piece(kernel: Kernel, number: int) -> Kernel:
+    """Return a piece's kernel. Its tensors are not those of the same names in other pieces."""
+
+    def own(tensors: tuple[KernelTensor, ...]) -> tuple[KernelTensor, ...]:
+        named = (each.name.startswith(_CACHED) for each in tensors)
+        return tuple(
+            each if cached else replace(each, name=f"{each.name}@{number}")
+            for each, cached in zip(tensors, named, strict=True)
+        )
+
+    return replace(
+        kernel,
+        inputs=own(kernel.inputs),
+        constants=own(kernel.constants),
+        outputs=own(kernel.outputs),
+    )
+
+
+def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
+    sizes, node = form.sizes, f"layers.{layer}.experts/{form.function}"
+
+    def tensor(name: str, kind: str, *dims: Dim) -> KernelTensor:
+        return KernelTensor(f"{node}/{name}", kind, dims)
+
+    if form.function == SORT:
+        index = tensor("index", "Int32", TOKENS, sizes.top_k)
+        order = tensor("order", "Int32", TOKENS, sizes.top_k)
+        return Kernel(node, SORT, (index,), (), (order,), "", (node,))
+    plain = _BUILDER_TYPES[form.dtype]
+    taken = FORMATS["fp8"].codes.builder if form.format == "fp8" else plain
+    stored = FORMATS[form.format].codes.builder if form.format else plain
+    written = FORMATS["fp8"].codes.builder if form.following == "fp8" else plain
+    outputs = form.outputs if form.function == DOWN_KERNEL else 2 * form.outputs
+    constants = [tensor("values", stored, sizes.experts, outputs, form.width)]
+    if form.format == "fp8":
+        constants.append(tensor("scales", "Float", sizes.experts, outputs))
+    elif form.block:
+        blocks = form.width // form.block
+        constants.append(tensor("scales", plain, sizes.experts, outputs, blocks))
+    rows = tensor("rows", taken, ROWS, form.width)
+    result = tensor("result", written, ROWS, form.outputs)
+    return Kernel(node, OURS, (rows,), tuple(constants), (result,), tactic, (node,))

@@ -1,0 +1,77 @@
+"""Bundles whose experts run between engines, for the fake TensorRT and Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from canvasrt.build import compile
+from canvasrt.build.compile import Compiled, Job
+from canvasrt.build.plan import BuildOptions
+from canvasrt.bundle import Bundle
+from canvasrt.pipeline import build_bundle
+from canvasrt.runtime.backends.tensorrt import TensorRTBackend
+from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.open import open_model
+from canvasrt.sorted_rows import ahead
+from tests.helpers.fake_tensorrt import ACTIVATIONS, engine_file, fake_tensorrt
+from tests.helpers.interpreted import SortingDevice, named_kernel
+
+TARGET = "rtx-pro-6000"
+
+
+def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
+    """Build a bundle with `--experts sorted`, as for a GPU; its engines name graphs, and its kernels forms."""
+    kept = out.with_name(f"{out.name}-graphs")
+    kept.mkdir()
+
+    def name_graph(job: Job, children: Any = None) -> Compiled:
+        # The graphs of pieces are gone when the build ends.
+        data = job.graph.with_suffix(".bin")
+        names = {
+            entry.value
+            for tensor in onnx.load(job.graph, load_external_data=False).graph.initializer
+            for entry in tensor.external_data
+            if entry.key == "location"
+        }
+        for name in {job.graph.name, *names, *([data.name] if data.exists() else [])}:
+            if not (kept / name).exists():
+                shutil.copy(job.graph.with_name(name), kept)
+        profiles = [
+            {dimension: size.to_json() for dimension, size in sizes.items()}
+            for sizes in job.profiles.values()
+        ]
+        job.engine.write_bytes(engine_file(kept / job.graph.name, profiles))
+        return Compiled(ACTIVATIONS)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "compile_graph", name_graph)
+        patch.setattr(ahead, "compile_kernel", named_kernel)
+        # Real engines compute in bf16, which ONNX Runtime does not on a CPU.
+        patch.setattr("canvasrt.build.checks.check_source", lambda *_: None)
+        patch.setenv("CANVASRT_CACHE", str(out.with_name(f"{out.name}-cache")))
+        made = BuildOptions(**{"precision": "bf16", "experts": "sorted", "max_context": 2048} | options)
+        return build_bundle(graphs, TARGET, out, made)
+
+
+def open_sorted(bundle: Bundle, share: bool = False) -> tuple[DeviceModel, SortingDevice]:
+    """Open such a bundle on a fake device."""
+    device, target = SortingDevice(), bundle.manifest.target
+    assert target is not None
+    assert target["built_on"] == platform.machine()
+    module = fake_tensorrt(target["builder_version"], True, device)
+    backend = TensorRTBackend(target, not share, module, device)  # type: ignore[arg-type]
+    model = open_model(bundle.path, backend=backend)
+    assert isinstance(model, DeviceModel)
+    return model, device
+
+
+def file_of(bundle: Bundle) -> dict[str, Any]:
+    """Return what a bundle's first segment says."""
+    return json.loads(bundle.file("body_0.sorted.json").read_text())
