@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +60,19 @@ def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
         return build_bundle(graphs, TARGET, out, made)
 
 
-def open_sorted(bundle: Bundle, share: bool = False) -> tuple[DeviceModel, SortingDevice]:
-    """Open such a bundle on a fake device."""
+def open_sorted(
+    bundle: Bundle,
+    share: bool = False,
+    rtx: bool = True,
+    then: Callable[[SortingDevice], object] = lambda device: None,
+) -> tuple[DeviceModel, SortingDevice]:
+    """Open such a bundle on a fake device. `then` is called before its engines are opened."""
     device, target = SortingDevice(), bundle.manifest.target
     assert target is not None
     assert target["built_on"] == platform.machine()
-    module = fake_tensorrt(target["builder_version"], True, device)
+    module = fake_tensorrt(target["builder_version"], rtx, device)
     backend = TensorRTBackend(target, not share, module, device)  # type: ignore[arg-type]
+    then(device)
     model = open_model(bundle.path, backend=backend)
     assert isinstance(model, DeviceModel)
     return model, device
-
-
-def file_of(bundle: Bundle) -> dict[str, Any]:
-    """Return what a bundle's first segment says."""
-    return json.loads(bundle.file("body_0.sorted.json").read_text())

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from canvasrt.build.memory import expert_sizes
 from canvasrt.bundle import Bundle
-from canvasrt.runtime.generator import Generator, Request
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.calibrate import Calibration
+from canvasrt.export.quantize.quantize import quantize_graphs
+from canvasrt.recipes.recipe import load_recipe
+from canvasrt.runtime.backends.sorted_engine import SortedEngine
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.open import open_model
+from canvasrt.sorted_rows.layout import SORTED_SUFFIX, SortedSegment
+from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
-from tests.helpers.resident import CANVAS, Prompt, requests, same
+from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
 from tests.helpers.sorted_bundles import build_sorted, open_sorted
+
+# Few steps: the interpreter takes seconds for a pass.
+SHORT = {"max_new_tokens": CANVAS, "max_denoising_steps": 4}
 
 
 @pytest.fixture(scope="module")
@@ -19,14 +33,128 @@ def bundle(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return build_sorted(tiny.graphs, tmp_path_factory.mktemp("sorted") / "engines")
 
 
+def bodies(model: DeviceModel) -> list[SortedEngine]:
+    found = [segment.engine for segment in model.segments[:-1]]
+    assert all(isinstance(each, SortedEngine) for each in found)
+    return found  # type: ignore[return-value]
+
+
 def test_tokens_are_those_of_the_standard_form_and_of_transformers(
     bundle: Bundle, tiny: Pair, prompt: Prompt
 ) -> None:
-    """Several blocks, of prompts that fill windows or leave padding, in fp32."""
+    """In fp32, over a canvas's edge and two blocks. The prompt's passes are padded."""
     model, device = open_sorted(bundle)
-    wanted = requests(tiny, prompt, [40, 150, 9], max_new_tokens=2 * CANVAS)
-    results = Generator(model).run(wanted)
-    same(results, Generator(tiny.model).run(wanted))
-    for request, result in zip(wanted, results, strict=True):
-        tiny.reference.generate([list(request.prompt_token_ids)], [request.params]).check([result])
-    assert device.kernels_run
+    (wanted,) = requests(tiny, prompt, [40], max_new_tokens=2 * CANVAS, max_denoising_steps=5)
+    results = Generator(model).run([wanted])
+    same(results, Generator(tiny.model).run([wanted]))
+    tiny.reference.generate([list(wanted.prompt_token_ids)], [wanted.params]).check(results)
+    assert device.kernels_run % (3 * len(model.config.layers)) == 0
+    assert model.counters.overflows == 0
+
+
+def test_requests_may_share_passes(bundle: Bundle, tiny: Pair, prompt: Prompt) -> None:
+    model, _ = open_sorted(bundle, share=True)
+    wanted = requests(tiny, prompt, [9, 30], **SHORT)
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+
+
+def test_tokens_that_all_go_to_the_same_experts_overflow_nothing(
+    bundle: Bundle, tiny: Pair
+) -> None:
+    model, _ = open_sorted(bundle)
+    wanted = requests(tiny, lambda length, seed: [7] * length, [200], **SHORT)
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    assert model.counters.overflows == 0
+
+
+def test_plain_tensorrt_captures_the_pieces(bundle: Bundle, tiny: Pair, prompt: Prompt) -> None:
+    """The kernels between them run on the same stream, in order."""
+    model, device = open_sorted(bundle, rtx=False)
+    wanted = requests(tiny, prompt, [9], **SHORT, early_stop=False)
+    same(Generator(model).run(wanted), Generator(tiny.model).run(wanted))
+    pieces = len(model.config.layers) + len(bodies(model))
+    # The last two of four steps are replayed; the head, too.
+    assert device.replayed >= pieces + 1
+    assert device.count("capture") == pieces + 1
+
+
+@pytest.mark.parametrize("recipe", ["int4", "fp8"])
+def test_quantized_experts_compute_what_the_graph_does(
+    recipe: str, tiny: Pair, tmp_path: Path
+) -> None:
+    """With the graph's codes and scales: FP8 rounds inputs of both products, and a sum's last bits may move one over."""
+    graphs = tmp_path / "graphs"
+    chosen = load_recipe(recipe)
+    amax = dict.fromkeys(chosen.formats(tiny.model.config), 4.0)
+    quantize_graphs(tiny.graphs, graphs, chosen, calibration=Calibration(amax=amax))
+    model, _ = open_sorted(build_sorted(graphs, tmp_path / "engines", precision=recipe))
+    standard = open_model(graphs, backend=FakeBackend(body_profiles()), check=False)
+    assert isinstance(standard, DeviceModel)
+    ours, theirs = (states(each) for each in (model, standard))
+    spread = np.abs(theirs).max()
+    assert np.abs(ours - theirs).max() < (0.01 if recipe == "fp8" else 1e-5) * spread
+
+
+def states(model: DeviceModel) -> np.ndarray:
+    """Return the last hidden states of a pass over random ones, some of which are padding."""
+    shape = model.shapes.denoise(model.shapes.widths[0], load=CANVAS)
+    this = model._pass(shape, [], CANVAS)
+    positions = model.workspace.given.view("positions", 1, this.length)
+    positions[:] = np.arange(this.length)
+    positions[:, -5:] = -1
+    model.workspace.given.upload()
+    given = np.random.default_rng(0).standard_normal((1, this.length, model.config.hidden_size))
+    model.device.upload(model.workspace.hidden[0], given.astype(np.float32))
+    assert model._run(this, [CANVAS] * 2, head=False) is None
+    return model.workspace.last_hidden(1, this.length)[0, :-5]
+
+
+def test_a_segment_looks_like_one_without_slots(bundle: Bundle, tiny: Pair) -> None:
+    model, _ = open_sorted(bundle)
+    first = bodies(model)[0]
+    layers = range(len(model.segments[0].layers))
+    assert set(first.inputs) == {
+        *("hidden", "positions", "groups", "causal", "past_positions_sliding"),
+        *(f"past_{part}_{layer}" for layer in layers for part in ("key", "value")),
+    }
+    assert set(first.outputs) == {
+        "hidden_out",
+        *(f"new_{part}_{layer}" for layer in layers for part in ("key", "value")),
+    }
+
+
+def test_segments_share_the_memory_between_pieces(bundle: Bundle) -> None:
+    model, device = open_sorted(bundle)
+    first, second = bodies(model)
+    assert first._between is second._between
+    # An encoding pass has more tokens than all canvases together.
+    assert first._between._most == expert_sizes(model.config).buffers(512, 4)
+    # Both segments run the same three kernels.
+    assert sorted(form.function for form in device.forms) == ["down", "gate_up", "sort_rows"]
+
+
+def test_calls_that_differ_only_in_slots_are_one(bundle: Bundle) -> None:
+    model, device = open_sorted(bundle)
+    shape = model.shapes.denoise(model.shapes.widths[0])
+    for capacity in (CANVAS // 2, CANVAS, CANVAS):
+        this = model._pass(shape, [], CANVAS)
+        model.workspace.given.view("positions", this.batch, this.length)[:] = -1
+        model._run(this, [capacity] * 2, head=False)
+    for each in bodies(model):
+        assert [len(piece._known) for piece in each._pieces] == [1] * len(each._pieces)  # type: ignore[attr-defined]
+    assert not model.workspace.load(0).any()
+
+
+def test_a_gpu_that_has_no_kernels_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(CanvasError, match=r"no kernels for a GPU of compute capability 12\.1"):
+        open_sorted(bundle, then=lambda device: setattr(device, "capability", (12, 1)))
+
+
+def test_a_damaged_description_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    file = Path(shutil.copy(bundle.file(f"body_0{SORTED_SUFFIX}"), tmp_path))
+    again = tmp_path / f"again{SORTED_SUFFIX}"
+    SortedSegment.read(file).write(again)
+    assert again.read_bytes() == file.read_bytes()
+    file.write_text("{}")
+    with pytest.raises(CanvasError, match="cannot be read as a segment of sorted rows"):
+        SortedSegment.read(file)

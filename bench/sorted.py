@@ -1,0 +1,158 @@
+"""Predicts denoising passes whose experts have slots, and passes whose experts run over sorted rows between engines.
+
+    python -m bench.sorted --work /path/with/8GB --recipe int4 --target rtx-4090 --gpu rtx-4090
+
+Needs no GPU. Builds both forms at the released widths, with three layers and few experts; their kernels are counted for
+30 layers and 128 experts. Prints milliseconds of all body segments at one canvas, with even, skewed and padded routing as
+in `bench.slots`, without the head, which is the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.predict import LONGEST_CONTEXT, REPEAT, SEGMENTS
+from bench.shape import MADE_UP_AMAX
+from bench.slots import DRAWS, LAYERS, Loads, Predicted, even, one_size, padded, skewed
+from canvasrt.build.plan import BuildOptions
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.released import released_model
+from canvasrt.defaults import LAYERS_PER_SEGMENT, SLOTTED, SORTED
+from canvasrt.kernels.cost import OURS, costs
+from canvasrt.kernels.parse import Kernel
+from canvasrt.kernels.predict import Predictor, TimedKernel
+from canvasrt.kernels.rates import GpuRates, find_gpu
+from canvasrt.pipeline import build_bundle
+from canvasrt.sorted_rows.layout import BLOCK_ROWS
+
+# Of the released shape's experts: as many as a token has, and some. The vocabulary does not matter here.
+FEWER = {"num_experts": 10, "vocab_size": 4096}
+BUILT_LAYERS = 3
+
+
+def engines(recipe: str, target: str, experts: str, work: Path) -> Bundle:
+    """Return the engines of one form; make what `work` lacks."""
+    out = work / f"engines-{recipe}-{target}-{experts}"
+    if out.exists():
+        return load_bundle(out, kind="engines", check=False)
+    options = BuildOptions(max_context=LONGEST_CONTEXT, max_batch=1, experts=experts)
+    return build_bundle(_graphs(recipe, work), target, out, options)
+
+
+def _graphs(recipe: str, work: Path) -> Path:
+    from canvasrt.export import synthetic
+    from canvasrt.export.graphs import export_graphs
+    from canvasrt.export.quantize.calibrate import Calibration
+    from canvasrt.export.quantize.quantize import quantize_graphs
+    from canvasrt.recipes.recipe import load_recipe
+
+    plain, out = work / "graphs-bf16", work / f"graphs-{recipe}"
+    if not plain.exists():
+        synthetic.SHAPES["fewer"] = synthetic.SHAPES["released"] | FEWER
+        checkpoint = work / "checkpoint"
+        synthetic.write_random_checkpoint(checkpoint, "fewer", layers=BUILT_LAYERS)
+        export_graphs(checkpoint, plain, precision="bf16")
+    if recipe == "bf16":
+        return plain
+    if not out.exists():
+        chosen, model = load_recipe(recipe), load_bundle(plain, check=False).manifest.model
+        amax = dict.fromkeys(chosen.formats(model), MADE_UP_AMAX)
+        made_up = Calibration(amax=amax, sha256="made up")
+        quantize_graphs(plain, out, chosen, calibration=made_up)
+    return out
+
+
+class SlottedPasses:
+    """Body segments with slots: kernels that depend on these as `bench.slots` counts them, and all others."""
+
+    def __init__(self, bundle: Bundle, gpu: GpuRates, context: int) -> None:
+        self._slots = Predicted(bundle.path, gpu, context)
+        depends = self._slots.depends
+        each = Predictor(bundle).denoise(gpu, 1, context, BLOCK_ROWS).rows
+        self._rest = sum(
+            row.seconds * REPEAT[BUILT_LAYERS][row.place.layer]
+            for row, varies in zip(each, depends, strict=True)
+            if row.segment != "head" and not varies
+        )
+        self.kernels = _kernels(each)
+
+    def seconds(self, model: ModelConfig, loads: Loads) -> float:
+        return self._rest + self._slots.seconds(one_size(model, loads))
+
+
+class SortedPasses:
+    """Body segments in pieces. The kernels between them are counted at the released sizes."""
+
+    def __init__(self, bundle: Bundle, gpu: GpuRates, context: int) -> None:
+        self._gpu = gpu
+        rows = Predictor(bundle).denoise(gpu, 1, context).rows
+        bodies = [row for row in rows if row.segment != "head"]
+        self._rest = sum(
+            row.seconds * REPEAT[BUILT_LAYERS][row.place.layer]
+            for row in bodies
+            if row.kernel.kind != OURS
+        )
+        self._ours = [r.kernel for r in bodies if r.kernel.kind == OURS and r.place.layer == 1]
+        self.kernels = _kernels(rows)
+
+    def seconds(self, model: ModelConfig, loads: Loads) -> float:
+        return self._rest + sum(self._layer(layer) for layer in loads)
+
+    def _layer(self, loads: Loads) -> float:
+        """Return the seconds of one layer's products: only blocks in use, and experts with tokens, whose weights are read
+        once."""
+        rows, used = int((-(-loads // BLOCK_ROWS)).sum()) * BLOCK_ROWS, int((loads > 0).sum())
+        found = costs([_with_experts(each, used) for each in self._ours], {"sorted_rows": rows})
+        return sum(self._gpu.seconds(each.moved, each.operations, each.format) for each in found)
+
+
+def _with_experts(kernel: Kernel, count: int) -> Kernel:
+    constants = (replace(each, dims=(count, *each.dims[1:])) for each in kernel.constants)
+    return replace(kernel, constants=tuple(constants))
+
+
+def _kernels(rows: list[TimedKernel]) -> int:
+    """Return how many kernels all body segments launch."""
+    bodies = (row for row in rows if row.segment != "head")
+    return sum(REPEAT[BUILT_LAYERS][row.place.layer] for row in bodies)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench.sorted", description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="a folder for graphs and engines")
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--target", required=True, help="what both forms are built for")
+    parser.add_argument("--gpu", required=True, action="append", help="whose rates; several times")
+    parser.add_argument("--context", type=int, default=1024)
+    options = parser.parse_args(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    model = released_model()
+    assert len(model.layers) == LAYERS == SEGMENTS * LAYERS_PER_SEGMENT
+    print("| GPU | experts | even | skewed | padded | kernels |\n| --- | --- | ---: | ---: | ---: | ---: |")
+    forms: dict[str, Callable[..., SlottedPasses | SortedPasses]]
+    forms = {SLOTTED: SlottedPasses, SORTED: SortedPasses}
+    for gpu in options.gpu:
+        for experts, kind in forms.items():
+            bundle = engines(options.recipe, options.target, experts, options.work)
+            passes = kind(bundle, find_gpu(gpu), options.context)
+            cells = []
+            for routing in (even, skewed, padded):
+                rng = np.random.default_rng(0)
+                drawn = [passes.seconds(model, routing(model, rng)) for _ in range(DRAWS)]
+                cells.append(f"{1e3 * np.mean(drawn):.1f}")
+            print(f"| {gpu} | {experts} | {' | '.join(cells)} | {passes.kernels:,} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
