@@ -28,12 +28,12 @@ from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import LAYERS_PER_SEGMENT, SLOTTED, SORTED
-from canvasrt.kernels.cost import OURS, costs
+from canvasrt.kernels.cost import SORTED_PRODUCT, costs
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.predict import Predictor, TimedKernel
 from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pipeline import build_bundle
-from canvasrt.sorted_rows.layout import BLOCK_ROWS
+from canvasrt.sorted_rows.description import BLOCK_ROWS
 
 # Of the released shape's experts: as many as a token has, and some. The vocabulary does not matter here.
 FEWER = {"num_experts": 10, "vocab_size": 4096}
@@ -100,9 +100,11 @@ class SortedPasses:
         self._rest = sum(
             row.seconds * REPEAT[BUILT_LAYERS][row.place.layer]
             for row in bodies
-            if row.kernel.kind != OURS
+            if row.kernel.kind != SORTED_PRODUCT
         )
-        self._ours = [r.kernel for r in bodies if r.kernel.kind == OURS and r.place.layer == 1]
+        self._ours = [
+            r.kernel for r in bodies if r.kernel.kind == SORTED_PRODUCT and r.place.layer == 1
+        ]
         self.kernels = _kernels(rows)
 
     def seconds(self, model: ModelConfig, loads: Loads) -> float:
@@ -138,7 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     model = released_model()
     assert len(model.layers) == LAYERS == SEGMENTS * LAYERS_PER_SEGMENT
-    print("| GPU | experts | even | skewed | padded | kernels |\n| --- | --- | ---: | ---: | ---: | ---: |")
+    print(
+        "| GPU | experts | even | skewed | padded | kernels |\n| --- | --- | ---: | ---: | ---: | ---: |"
+    )
     forms: dict[str, Callable[..., SlottedPasses | SortedPasses]]
     forms = {SLOTTED: SlottedPasses, SORTED: SortedPasses}
     for gpu in options.gpu:

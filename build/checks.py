@@ -105,6 +105,9 @@ def check_extras(plan: Plan) -> None:
                 )
     if plan.target.capability is None:
         require("onnx", "export")
+    if plan.sorts_rows:
+        for module, extra in (("onnx_ir", "export"), ("triton", "sorted")):
+            require(module, extra)
 
 
 def check_space(plans: Sequence[Plan]) -> None:

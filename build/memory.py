@@ -18,7 +18,7 @@ from canvasrt.formats import FORMATS, NumberFormat
 from canvasrt.graphs.table import PIECE_BYTES
 from canvasrt.pass_shapes import in_units, roomy_capacity, usual_capacity
 from canvasrt.recipes.recipe import load_recipe, quantizable
-from canvasrt.sorted_rows.layout import ExpertSizes
+from canvasrt.sorted_rows.description import ExpertSizes
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}

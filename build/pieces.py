@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
 from canvasrt.build.memory import expert_sizes
 from canvasrt.build.profile_ranges import Profile
 from canvasrt.bundle import Bundle
 from canvasrt.cache import code_hash
 from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.extras import require
-from canvasrt.pass_shapes import SLOT_SIZES
 from canvasrt.kernels import store
+from canvasrt.pass_shapes import SLOT_SIZES
 from canvasrt.sorted_rows import ahead, predicted
-from canvasrt.sorted_rows.layout import (
+from canvasrt.sorted_rows.description import (
     SORT,
     SORTED_SUFFIX,
     KernelForm,

@@ -29,7 +29,7 @@ from canvasrt.defaults import (
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.hashes import hash_files
 from canvasrt.recipes.calibration import check_calibration
-from canvasrt.sorted_rows.layout import SORTED_FORMATS
+from canvasrt.sorted_rows.description import SORTED_FORMATS
 from canvasrt.targets import Target, find_target
 
 # Folders of LoRA adapters, and the factor for each.
@@ -252,7 +252,9 @@ def plan(
     # Another target of the same build may be the one that is calibrated.
     check_calibration(options.calibration, True, precision.text)
     _check_adapters(source, options.adapters)
-    formats = precision.formats(source.model)  # refuses a recipe with a pattern that matches nothing
+    formats = precision.formats(
+        source.model
+    )  # refuses a recipe with a pattern that matches nothing
     _check_experts(options.experts, target, _expert_formats(source, formats))
     made = Plan(
         source,

@@ -25,6 +25,7 @@ FLOORS = (
     "bundle machine recipes pages pass_shapes",
     "engine_profiles",
     "cache graphs kernels",
+    "sorted_rows",
     "runtime",
     "demo",
     "build export",
@@ -68,7 +69,7 @@ EXPORT = (
 )
 BUILD = (
     "memory parallel precision profile_ranges",
-    "compile source",
+    "compile pieces source",
     "needs",
     "fit plan",
     "cache_keys cpu tensorrt",

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.console import emit, size, table
+from canvasrt.defaults import SLOTTED
+from canvasrt.errors import UsageError
 from canvasrt.targets import TARGETS
 from canvasrt.types import Json
 
@@ -29,6 +31,11 @@ def show(
     from canvasrt.kernels.report import prediction_report
 
     predictor = Predictor(bundle)
+    if capacity is not None and predictor.experts != SLOTTED:
+        raise UsageError(
+            "--capacity has no effect: the bundle's experts have sorted rows, not slots",
+            "leave --capacity out",
+        )
     target = bundle.manifest.target or {}
     found = rates.find_gpu(gpu or _usual_gpu(target))
     if measured is not None:
@@ -70,6 +77,7 @@ def _usual_gpu(target: Json) -> str:
 
 def _heading(data: Json) -> list[str]:
     gpu, sizes = data["gpu"], data["sizes"]
+    slots = f"{sizes['capacity']} slots per expert"
     source = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
     return [
         data["note"],
@@ -79,7 +87,7 @@ def _heading(data: Json) -> list[str]:
         + ", ".join(f"{rate / 1e12:,.0f} T {name}" for name, rate in gpu["rates"].items())
         + f", {gpu['launch'] * 1e6:.1f} µs per launch ({source})",
         f"batch {sizes['batch']} in passes of {sizes['rows']}, {sizes['length']} tokens each, context {sizes['context']},"
-        f" {sizes['capacity']} slots per expert",
+        f" {slots if sizes['experts'] == SLOTTED else 'rows sorted by expert'}",
     ]
 
 
@@ -89,6 +97,8 @@ def _show_pass(console: Any, kind: str, made: Json) -> None:
         f" {made['floor_ms']:.2f} ms, so the pass takes {made['ms'] / made['floor_ms']:.2f} times that",
         markup=False,
     )
+    if made["ours"]:
+        console.print(f"{made['ours']} of them are canvasrt's own, between engines", markup=False)
     rows = [
         (
             f"{each['layers']} layers, {each['count']}" if each["layers"] else "other",

@@ -35,8 +35,9 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
     "Float": "fp32",
 }
 _ATTENTION = "mha"
-# The kind of our own products over rows sorted by expert. Their tactic is the instruction that multiplies.
-OURS = "sorted product"
+# The kinds of kernels of our own, between engines: a sort of rows by expert, and products over such rows, whose tactic is
+# the instruction that multiplies.
+ROW_SORT, SORTED_PRODUCT = "row sort", "sorted product"
 # Myelin, TensorRT's compiler, names a fused kernel by its steps: `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
@@ -59,6 +60,11 @@ def launches(kernel: Kernel) -> bool:
     return kernel.kind not in _HOST
 
 
+def is_own(kernel: Kernel) -> bool:
+    """Return whether the kernel is canvasrt's, not the builder's."""
+    return kernel.kind in (ROW_SORT, SORTED_PRODUCT)
+
+
 def is_attention(kernel: Kernel) -> bool:
     """Return whether the kernel is fused attention: both products and the softmax between them."""
     return _ATTENTION in kernel.name.split("_")
@@ -68,7 +74,7 @@ def is_product(kernel: Kernel) -> bool:
     """Return whether the kernel is a matrix product, fused with later steps or not."""
     if is_attention(kernel):
         return False
-    return kernel.kind in ("gemm", OURS) or bool(_PRODUCT.search(step_names(kernel)))
+    return kernel.kind in ("gemm", SORTED_PRODUCT) or bool(_PRODUCT.search(step_names(kernel)))
 
 
 def step_names(kernel: Kernel) -> str:
@@ -119,7 +125,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
         # Scores, and their product with the values.
         operations = 4.0 * volume(query.dims, sizes) * evaluate(key.dims[-2], sizes)
         return Cost(moved, operations, _FORMATS[query.dtype], True)
-    if kernel.kind == OURS:
+    if kernel.kind == SORTED_PRODUCT:
         matrix = weight(kernel)
         assert matrix is not None
         # Each row is multiplied by its own expert's matrix.
@@ -137,7 +143,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 
 def product_format(kernel: Kernel) -> str:
     """Return the format that a product runs in: its wider operand's, or bf16 if narrower operands are cast first."""
-    if kernel.kind == OURS:
+    if kernel.kind == SORTED_PRODUCT:
         return "fp8" if ".e4m3." in kernel.tactic else "bf16"
     operands = [kernel.inputs[0]]
     if (constant := weight(kernel)) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.defaults import OCTET, octets
+from canvasrt.defaults import OCTET, SLOTTED, octets
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
@@ -57,7 +57,6 @@ class CallSizes:
             "octets_full": octets(round_up(self.context, widths(most))),
             "octets_sliding": octets(in_units(min(most, model.sliding_window - 1))),
         }
-
 
     def _sorted_rows(self, model: ModelConfig) -> int:
         """Return the rows that fill the experts' blocks with even routing: each expert's last block is half empty."""
@@ -118,6 +117,7 @@ class Predictor:
         manifest = bundle.manifest
         self.repeat = dict(repeat or {})
         self.model = manifest.model
+        self.experts: str = manifest.options.get("experts", SLOTTED)
         self.entries = {entry["name"]: entry for entry in manifest.segments}
         without = [name for name, entry in self.entries.items() if "kernels" not in entry]
         if manifest.kind != "engines" or without:

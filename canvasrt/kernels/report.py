@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import UsageError
-from canvasrt.kernels.cost import BITS, product_format, step_names, weight
+from canvasrt.kernels.cost import BITS, is_own, product_format, step_names, weight
 from canvasrt.kernels.group import PARTS
 from canvasrt.kernels.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
 from canvasrt.kernels.rates import GpuRates
@@ -31,7 +31,12 @@ def prediction_report(
     return {
         "note": _NOTE,
         "gpu": {**asdict(gpu), "rates": dict(gpu.rates)},
-        "sizes": asdict(denoise.sizes) | {"batch": batch, "rows": denoise.sizes.batch},
+        "sizes": {
+            **asdict(denoise.sizes),
+            "batch": batch,
+            "rows": denoise.sizes.batch,
+            "experts": predictor.experts,
+        },
         "passes": {each.kind: _pass(each, predictor.model) for each in (denoise, encode)},
         "block": {
             "steps": PREDICTED_STEPS,
@@ -50,6 +55,7 @@ def _pass(made: PredictedPass, model: ModelConfig) -> Json:
         "ms": 1e3 * made.seconds,
         "floor_ms": 1e3 * made.floor_seconds,
         "kernels": len(made.rows),
+        "ours": sum(is_own(row.kernel) for row in made.rows),
         "segments": _named_sums(made.rows, [row.segment for row in made.rows], "segment"),
         "parts": sorted(
             _named_sums(made.rows, [row.place.part for row in made.rows], "part"),
@@ -124,6 +130,7 @@ def _row(row: TimedKernel) -> Json:
         "part": row.place.part,
         "name": kernel.name,
         "kind": kernel.kind,
+        "ours": is_own(kernel),
         "steps": step_names(kernel),
         "format": product_format(kernel) if row.cost.is_product else None,
         "runs_in": _runs_in(row) if row.cost.is_product else None,

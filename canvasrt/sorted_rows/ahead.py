@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from canvasrt.cache import cache_folder
 from canvasrt.extras import require
-from canvasrt.sorted_rows.layout import (
+from canvasrt.sorted_rows.description import (
     BLOCK_ROWS,
     DOWN_KERNEL,
     PROGRAM_OUTPUTS,
@@ -44,7 +44,10 @@ class CompiledKernel:
 def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKernel:
     """Compile one kernel. Raises CanvasError if Triton the language is not installed."""
     triton = require("triton", "sorted")
-    compiler, backends = require("triton.compiler", "sorted"), require("triton.backends.compiler", "sorted")
+    compiler, backends = (
+        require("triton.compiler", "sorted"),
+        require("triton.backends.compiler", "sorted"),
+    )
     from canvasrt.sorted_rows import triton_kernels
 
     function = getattr(triton_kernels, form.function)
@@ -100,7 +103,13 @@ def constants(form: KernelForm) -> dict[str, int]:
 def argument_types(form: KernelForm) -> dict[str, str]:
     """Return the types of a kernel's arguments, by parameter, in the order in which it takes them."""
     if form.function == SORT:
-        return {"index": "*i32", "positions": "*i64", "order": "*i32", "counts": "*i32", "tokens": "i32"}
+        return {
+            "index": "*i32",
+            "positions": "*i64",
+            "order": "*i32",
+            "counts": "*i32",
+            "tokens": "i32",
+        }
     plain = _TYPES[form.dtype]
     taken = {"fp8": _TYPES["float8_e4m3fn"]}.get(form.format or "", plain)
     stored = {"fp8": taken, "int4": "u8"}.get(form.format or "", plain)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -15,8 +16,14 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.errors import CanvasError
 from canvasrt.graphs.experts import SLOTS
-from canvasrt.sorted_rows.layout import CARRIED, EXPERT_ROWS, INDEX, OUT, OWN, SHARES
-
+from canvasrt.sorted_rows.description import (
+    CARRIED,
+    EXPERT_INDEX,
+    EXPERT_INPUT,
+    EXPERT_ROWS,
+    OUT,
+    SHARES,
+)
 
 
 @dataclass(frozen=True)
@@ -197,12 +204,14 @@ class _Piece:
         index = self._values[cut.index]
         index = self._add("Cast", [index], "index_narrow", to=int(ir.DataType.INT32))
         handed = [
-            self._hand(OWN, own, dtype, tokens, self._width),
-            self._hand(INDEX, index, ir.DataType.INT32, tokens, choices),
+            self._hand(EXPERT_INPUT, own, dtype, tokens, self._width),
+            self._hand(EXPERT_INDEX, index, ir.DataType.INT32, tokens, choices),
             self._hand(SHARES + OUT, self._values[cut.shares], ir.DataType.FLOAT, tokens, choices),
         ]
         for name, old in zip(CARRIED, cut.carried, strict=True):
-            handed.append(self._hand(name + OUT, self._values[old], self._dtype, tokens, self._width))
+            handed.append(
+                self._hand(name + OUT, self._values[old], self._dtype, tokens, self._width)
+            )
         new = [v for v in self._graph.outputs if str(v.name).startswith("new_")]
         return [*handed, *new[2 * layer : 2 * layer + 2]]
 
@@ -242,7 +251,7 @@ class _Piece:
     def _input(self, name: str) -> ir.Value:
         return next(value for value in self._graph.inputs if value.name == name)
 
-    def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: object) -> ir.Value:
+    def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
         node = ir.node(kind, inputs, attributes, name=f"cut/{name}")
         node.outputs[0].name = f"cut/{name}"
         self._graph.append(node)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from canvasrt.formats import FORMATS
-from canvasrt.kernels.cost import OURS
+from canvasrt.kernels.cost import ROW_SORT, SORTED_PRODUCT
 from canvasrt.kernels.dims import Dim
 from canvasrt.kernels.parse import Kernel, KernelTensor
 from canvasrt.kernels.store import KernelList
-from canvasrt.sorted_rows.layout import DOWN_KERNEL, SORT, KernelForm
+from canvasrt.sorted_rows.description import DOWN_KERNEL, SORT, KernelForm
 
 # The dimension of sorted rows, and all tokens of a call.
 ROWS, TOKENS = "sorted_rows", "batch*length"
@@ -66,7 +66,7 @@ def _of_piece(kernel: Kernel, number: int) -> Kernel:
 
 
 def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
-    sizes, node = form.sizes, f"layers.{layer}.experts/{form.function}"
+    sizes, node = form.sizes, f"layers.{layer}.experts.{form.function}/sorted"
 
     def tensor(name: str, kind: str, *dims: Dim) -> KernelTensor:
         return KernelTensor(f"{node}/{name}", kind, dims)
@@ -74,7 +74,7 @@ def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
     if form.function == SORT:
         index = tensor("index", "Int32", TOKENS, sizes.top_k)
         order = tensor("order", "Int32", TOKENS, sizes.top_k)
-        return Kernel(node, SORT, (index,), (), (order,), "", (node,))
+        return Kernel(node, ROW_SORT, (index,), (), (order,), "", (node,))
     plain = _BUILDER_TYPES[form.dtype]
     taken = FORMATS["fp8"].codes.builder if form.format == "fp8" else plain
     stored = FORMATS[form.format].codes.builder if form.format else plain
@@ -88,4 +88,4 @@ def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
         constants.append(tensor("scales", plain, sizes.experts, outputs, blocks))
     rows = tensor("rows", taken, ROWS, form.width)
     result = tensor("result", written, ROWS, form.outputs)
-    return Kernel(node, OURS, (rows,), tuple(constants), (result,), tactic, (node,))
+    return Kernel(node, SORTED_PRODUCT, (rows,), tuple(constants), (result,), tactic, (node,))

@@ -11,13 +11,13 @@ import onnx_ir as ir
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.graphs import external
 from canvasrt.graphs.lowbits import Bytes, Floats
-from canvasrt.sorted_rows.layout import (
+from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
     GATE_UP_KERNEL,
-    ExpertLayer,
     ExpertSizes,
     ExpertStack,
     KernelForm,
+    SortedLayer,
     inputs_per_step,
 )
 
@@ -34,7 +34,7 @@ class GraphExperts:
         self._count = sum(str(v.name).startswith("new_key_") for v in model.graph.outputs)
         self.forms = [self._layer_forms(number) for number in range(self._count)]
 
-    def write(self, file: BinaryIO) -> list[ExpertLayer]:
+    def write(self, file: BinaryIO) -> list[SortedLayer]:
         """Write all weights to `file`. Return where they are."""
         layers = []
         for number, (first, second) in enumerate(self.forms):
@@ -43,7 +43,7 @@ class GraphExperts:
             scale = 1.0
             if second.format == "fp8":
                 scale = float(self._numbers(f"layers.{number}.{DOWN}.input_scale"))
-            layers.append(ExpertLayer(gate_up, down, scale))
+            layers.append(SortedLayer(gate_up, down, scale))
         return layers
 
     def _layer_forms(self, number: int) -> tuple[KernelForm, KernelForm]:
@@ -51,7 +51,9 @@ class GraphExperts:
         following = "fp8" if self._formats.get(second) == "fp8" else None
         about = (self._sizes, self.dtype)
         forms = (
-            KernelForm(GATE_UP_KERNEL, *about, self._formats.get(first), following, self._block(first)),
+            KernelForm(
+                GATE_UP_KERNEL, *about, self._formats.get(first), following, self._block(first)
+            ),
             KernelForm(DOWN_KERNEL, *about, self._formats.get(second), None, self._block(second)),
         )
         for form in forms:
@@ -70,8 +72,12 @@ class GraphExperts:
             return ExpertStack(form.name, _append(file, self._pieces(name)))
         if form.format == "int4":
             codes = self._pieces(f"{name}.values")
-            values = _append(file, (in_steps(each, form.width, inputs_per_step(form)) for each in codes))
-            return ExpertStack(form.name, values, _append(file, self._pieces(f"{name}.block_scales")))
+            values = _append(
+                file, (in_steps(each, form.width, inputs_per_step(form)) for each in codes)
+            )
+            return ExpertStack(
+                form.name, values, _append(file, self._pieces(f"{name}.block_scales"))
+            )
         values = _append(file, self._pieces(f"{name}.values"))
         return ExpertStack(form.name, values, _append(file, [self._output_scales(name, form)]))
 

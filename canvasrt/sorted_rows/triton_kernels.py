@@ -5,13 +5,16 @@ may be partly empty. One program computes one block's rows for some outputs, in 
 else, so a row's result does not depend on which other rows there are.
 """
 
+# Tensors' types are what a kernel is compiled for.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# The forms of weights, as numbers: a kernel is compiled for one.
-PLAIN, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Forms of weights, as numbers: a kernel is compiled for one. 0 stands for floats of the activations' dtype.
+_INT4, _FP8 = tl.constexpr(1), tl.constexpr(2)
 _LARGEST_E4M3 = tl.constexpr(448.0)
 
 
@@ -42,9 +45,7 @@ def sort_rows(
 
 
 @triton.jit
-def _rows_of(
-    block, counts, order, tokens, E: tl.constexpr, E2: tl.constexpr, BLOCK: tl.constexpr
-):
+def _rows_of(block, counts, order, tokens, E: tl.constexpr, E2: tl.constexpr, BLOCK: tl.constexpr):
     """Return a block's expert (E if the block is not in use), its rows, and which of them there are."""
     each = tl.arange(0, E2)
     count = tl.load(counts + each, mask=each < E, other=0)
@@ -110,7 +111,7 @@ def _gelu(x):
 @triton.jit
 def _store(out, x, mask, FORM: tl.constexpr, scale):
     """Write float32 numbers in the dtype of `out`; as the next product's FP8 inputs, over its scale."""
-    if FORM == FP8:
+    if FORM == _FP8:
         x = tl.minimum(tl.maximum(x / scale, -_LARGEST_E4M3), _LARGEST_E4M3)
     tl.store(out, x.to(out.dtype.element_ty), mask=mask)
 
@@ -126,7 +127,7 @@ def gate_up(
     Program (b, n) computes block b's rows and outputs n · OUT on.
 
     x: `[T, D]`, in E4M3 if weights are. values: the experts' `[E, 2 · F, D]`, gates first; INT4 in pairs of codes, see
-    `layout`. scales: INT4: `[E, 2 · F, D / SCALED]`; FP8: float32 `[E, 2 · F]`, the input's included. inner: `[blocks, BLOCK,
+    `in_steps`. scales: INT4: `[E, 2 · F, D / SCALED]`; FP8: float32 `[E, 2 · F]`, the input's included. inner: `[blocks, BLOCK,
     F]`; in E4M3 over `inner_scale` if the next product, NEXT, is FP8. UNIT: inputs per step.
     """
     expert, row, live = _rows_of(tl.program_id(0), counts, order, tokens, E, E2, BLOCK)
@@ -140,7 +141,7 @@ def gate_up(
         gate = tl.zeros((BLOCK, OUT), tl.float32)
         up = tl.zeros((BLOCK, OUT), tl.float32)
         for first in range(0, D, UNIT):
-            if FORM == INT4:
+            if FORM == _INT4:
                 column = first + tl.arange(0, UNIT // 2)
                 low = tl.load(source + column, mask=live[:, None], other=0.0)
                 high = tl.load(source + column + UNIT // 2, mask=live[:, None], other=0.0)
@@ -151,7 +152,7 @@ def gate_up(
                 part = tl.load(source + column, mask=live[:, None] & (column < D), other=0.0)
                 gate = _add_wide(gate, part, values, gates, fits, column, D)
                 up = _add_wide(up, part, values, ups, fits, column, D)
-        if FORM == FP8:
+        if FORM == _FP8:
             gate *= tl.load(scales + gates, mask=fits, other=0)
             up *= tl.load(scales + ups, mask=fits, other=0)
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -180,7 +181,7 @@ def down(
         source = inner + place[:, None] * F
         total = tl.zeros((BLOCK, OUT), tl.float32)
         for first in range(0, F, UNIT):
-            if FORM == INT4:
+            if FORM == _INT4:
                 column = first + tl.arange(0, UNIT // 2)
                 low = tl.load(source + column, mask=live[:, None], other=0.0)
                 high = tl.load(source + column + UNIT // 2, mask=live[:, None], other=0.0)
@@ -189,7 +190,7 @@ def down(
                 column = first + tl.arange(0, UNIT)
                 part = tl.load(source + column, mask=live[:, None] & (column < F), other=0.0)
                 total = _add_wide(total, part, values, outs, fits, column, F)
-        if FORM == FP8:
+        if FORM == _FP8:
             total *= tl.load(scales + outs, mask=fits, other=0)
         to = rows + row[:, None].to(tl.int64) * D + output
         _store(to, total, live[:, None] & fits, NEXT, unused)

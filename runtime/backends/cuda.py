@@ -147,9 +147,7 @@ class CudaDevice:
         addresses = [ctypes.addressof(each) for each in call.arguments]
         given = (ctypes.c_void_p * len(addresses))(*addresses)
         sizes = (*call.grid, call.threads, 1, 1, call.shared)
-        self._drive(
-            "cuLaunchKernel", call.kernel, *sizes, self.stream, ctypes.addressof(given), 0
-        )
+        self._drive("cuLaunchKernel", call.kernel, *sizes, self.stream, ctypes.addressof(given), 0)
 
     def _drive(self, name: str, *arguments: Any) -> Any:
         """Call one function of CUDA's driver, and return its result without the status."""

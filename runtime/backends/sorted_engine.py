@@ -12,23 +12,23 @@ import numpy as np
 
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
+from canvasrt.pass_shapes import SLOT_SIZES
 from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
 from canvasrt.runtime.tables import host_dtype
-from canvasrt.pass_shapes import SLOT_SIZES
-from canvasrt.sorted_rows.layout import (
+from canvasrt.sorted_rows.description import (
     CARRIED,
     COUNTS,
+    EXPERT_INDEX,
+    EXPERT_INPUT,
     EXPERT_ROWS,
-    INDEX,
     INNER,
     ORDER,
     OUT,
-    OWN,
     PROGRAM_OUTPUTS,
     SHARES,
     SORT,
-    ExpertLayer,
     KernelImage,
+    SortedLayer,
     SortedSegment,
 )
 
@@ -102,7 +102,13 @@ class SortedEngine:
             open_piece(f"{name}.{number}", file.with_name(piece))
             for number, (piece, _) in enumerate(self._segment.pieces)
         ]
-        internal = {*_KEPT, EXPERT_ROWS, OWN, INDEX, *(each + OUT for each in _KEPT)}
+        internal = {
+            *_KEPT,
+            EXPERT_ROWS,
+            EXPERT_INPUT,
+            EXPERT_INDEX,
+            *(each + OUT for each in _KEPT),
+        }
         self.inputs = _joined((each.inputs for each in self._pieces), internal)
         self.outputs = _joined((each.outputs for each in self._pieces), internal)
         most = max(each["batch"]["max"] * each["length"]["max"] for each in profiles)
@@ -177,20 +183,22 @@ class SortedEngine:
             shapes |= {name: shape, name + OUT: shape}
             addresses |= {name: address(f"{name}.{number % 2}")}
             addresses |= {name + OUT: address(f"{name}.{(number + 1) % 2}")}
-        shapes |= {OWN: (batch, length, size), INDEX: (batch, length, choices)}
+        shapes |= {EXPERT_INPUT: (batch, length, size), EXPERT_INDEX: (batch, length, choices)}
         shapes[EXPERT_ROWS] = (choices, batch, length, size)
-        return shapes, addresses | {each: address(each) for each in (OWN, INDEX, EXPERT_ROWS)}
+        return shapes, addresses | {
+            each: address(each) for each in (EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS)
+        }
 
-    def _experts(self, layer: ExpertLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
+    def _experts(self, layer: SortedLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
         """Yield a layer's kernels: the sort, and both products."""
         sizes, address = self._segment.sizes, self._between.address
         rows = [address(ORDER), address(COUNTS)]
         (sort,) = (name for name in self._kernels if name.startswith(SORT))
-        pointers = [address(INDEX), positions, *rows]
+        pointers = [address(EXPERT_INDEX), positions, *rows]
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
         blocks, scale = sizes.blocks(tokens), layer.inner_scale
         for stack, outputs, source, to, written in (
-            (layer.gate_up, sizes.inner, OWN, INNER, scale),
+            (layer.gate_up, sizes.inner, EXPERT_INPUT, INNER, scale),
             (layer.down, sizes.size, INNER, EXPERT_ROWS, 1.0),
         ):
             parts = [self._weights + begin for begin, _ in (stack.values, stack.scales)]
@@ -209,8 +217,6 @@ class SortedEngine:
         return KernelCall(kernel, grid, image.threads, image.shared, tuple(arguments))
 
 
-def _joined(
-    tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]
-) -> dict[str, np.dtype]:
+def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:
     """Return the tensors of all pieces that come from outside the segment."""
     return {name: dtype for each in tensors for name, dtype in each.items() if name not in internal}

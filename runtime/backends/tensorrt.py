@@ -23,7 +23,7 @@ from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import BetweenPieces, SortedEngine
 from canvasrt.runtime.engine import Engine, EngineCall
 from canvasrt.runtime.tables import host_dtype
-from canvasrt.sorted_rows.layout import SORTED_SUFFIX
+from canvasrt.sorted_rows.description import SORTED_SUFFIX
 
 _log = logging.getLogger(__name__)
 

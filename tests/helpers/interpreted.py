@@ -23,14 +23,13 @@ with pytest.MonkeyPatch.context() as _patch:
             del sys.modules[_name]
     import triton
     import triton.experimental.gluon  # which the interpreter imports when it first runs
-
     from triton.runtime import interpreter
 
     from canvasrt.sorted_rows import triton_kernels
 
 from canvasrt.runtime.engine import KernelCall
 from canvasrt.sorted_rows.ahead import CompiledKernel, argument_types, constants
-from canvasrt.sorted_rows.layout import ExpertSizes, KernelForm
+from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
 from tests.helpers.fake_tensorrt import FakeCudaDevice
 
 _DTYPES = {
@@ -62,7 +61,9 @@ def _convert(bits: np.ndarray, source: Any, to: Any, rounding: Any) -> np.ndarra
 
 
 def _widen(handle: Any) -> np.ndarray:
-    return np.ascontiguousarray(handle.data).view(_NARROW[handle.dtype.scalar.name]).astype(np.float32)
+    return (
+        np.ascontiguousarray(handle.data).view(_NARROW[handle.dtype.scalar.name]).astype(np.float32)
+    )
 
 
 def _dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) -> Any:

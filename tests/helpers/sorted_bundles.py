@@ -56,7 +56,9 @@ def build_sorted(graphs: Path, out: Path, **options: Any) -> Bundle:
         # Real engines compute in bf16, which ONNX Runtime does not on a CPU.
         patch.setattr("canvasrt.build.checks.check_source", lambda *_: None)
         patch.setenv("CANVASRT_CACHE", str(out.with_name(f"{out.name}-cache")))
-        made = BuildOptions(**{"precision": "bf16", "experts": "sorted", "max_context": 2048} | options)
+        made = BuildOptions(
+            **{"precision": "bf16", "experts": "sorted", "max_context": 2048} | options
+        )
         return build_bundle(graphs, TARGET, out, made)
 
 

@@ -43,6 +43,10 @@ WRONG = {
     "build demo -t cpu -o out --max-context 99999999": "--max-context 99999999 is more than",
     "build demo -t rtx-5090 -p int1 -o out": "unknown precision 'int1'",
     "build demo -t cpu -o out --adapter a=x": "'x' is not a finite number",
+    "build demo -t rtx-4090 -o out --experts rows": "unknown --experts 'rows'",
+    "build demo -t cpu -o out --experts sorted": "--experts sorted is for GPUs: on cpu",
+    "build demo -t cpu,rtx-4090 -o out --experts sorted": "--experts sorted is for GPUs: on cpu",
+    "build demo -t rtx-5090 -o out --experts sorted": "does not support experts in nvfp4",
     "package": "BUNDLE",
     "package e -o out --format zip": "unknown format 'zip'",
     "package e -o out --format oci": "--format oci needs --base",
@@ -229,6 +233,7 @@ ELSEWHERE = {
     ("containers/client/triton.py", "Triton does not stream over"): (
         "tests/containers/client/test_client.py"
     ),
+    ("canvasrt/cli/kernels.py", "--capacity has no effect"): "tests/build/test_pieces.py",
     ("canvasrt/kernels/rates.py", "unknown GPU"): "tests/canvasrt/kernels/test_predict.py",
     ("canvasrt/kernels/predict.py", "no profile of"): "tests/canvasrt/kernels/test_predict.py",
     ("runtime/open.py", "but the engines support at most"): (

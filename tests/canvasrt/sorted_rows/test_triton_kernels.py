@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from canvasrt.formats import E4M3
 from canvasrt.graphs import lowbits
-from canvasrt.sorted_rows.layout import (
+from canvasrt.sorted_rows.description import (
     BLOCK_ROWS,
     PROGRAM_OUTPUTS,
     ExpertSizes,
@@ -165,9 +165,7 @@ def test_half_precision_rounds_once_per_product() -> None:
     gate_up, down = (each.bfloat16() for each in weights(layer.random))
     x = torch.randn(20, SIZES.size, generator=layer.random).bfloat16()
     wanted = expected(layer, x.float(), gate_up.float(), down.float())
-    torch.testing.assert_close(
-        layer.both(gate_up, down, x).float(), wanted, rtol=0.02, atol=0.01
-    )
+    torch.testing.assert_close(layer.both(gate_up, down, x).float(), wanted, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -18,7 +18,7 @@ from canvasrt.runtime.backends.sorted_engine import SortedEngine
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
-from canvasrt.sorted_rows.layout import SORTED_SUFFIX, SortedSegment
+from canvasrt.sorted_rows.description import SORTED_SUFFIX, SortedSegment
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
@@ -134,7 +134,7 @@ def test_segments_share_the_memory_between_pieces(bundle: Bundle) -> None:
 
 
 def test_calls_that_differ_only_in_slots_are_one(bundle: Bundle) -> None:
-    model, device = open_sorted(bundle)
+    model, _ = open_sorted(bundle)
     shape = model.shapes.denoise(model.shapes.widths[0])
     for capacity in (CANVAS // 2, CANVAS, CANVAS):
         this = model._pass(shape, [], CANVAS)

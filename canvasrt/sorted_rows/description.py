@@ -21,7 +21,7 @@ PROGRAM_OUTPUTS = 64
 # Number formats that the products multiply, besides floats.
 SORTED_FORMATS = ("fp8", "int4")
 # Values between pieces: what the experts take, and their result, a row for each choice and token.
-OWN, INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
+EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
 # What a piece keeps for the next one: the weights of a token's choices, and two values like hidden states.
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
 # Behind the names of those when a piece hands them out.
@@ -51,8 +51,8 @@ class ExpertSizes:
         kept = dict.fromkeys(CARRIED, states) | {SHARES: 4 * choices}
         return {
             **{f"{name}.{turn}": size for name, size in kept.items() for turn in (0, 1)},
-            OWN: states,
-            INDEX: 4 * choices,
+            EXPERT_INPUT: states,
+            EXPERT_INDEX: 4 * choices,
             EXPERT_ROWS: self.top_k * states,
             ORDER: 4 * self.experts * tokens,
             COUNTS: 4 * self.experts,
@@ -121,7 +121,7 @@ class ExpertStack:
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class SortedLayer:
     """One layer's experts. `inner_scale`: that of the second product's inputs in FP8, else 1."""
 
     gate_up: ExpertStack
@@ -137,14 +137,13 @@ class SortedSegment:
         pieces: the engines' files, one more than layers, with their SHA-256.
         weights: the file of all layers' stacks, in order.
         kernels: by name and compute capability, such as `8.9`.
-        inner_dtype: of each layer's inner states, by NumPy's name, the widest.
     """
 
     sizes: ExpertSizes
     dtype: str
     pieces: tuple[tuple[str, str], ...]
     weights: str
-    layers: tuple[ExpertLayer, ...]
+    layers: tuple[SortedLayer, ...]
     kernels: Mapping[str, Mapping[str, KernelImage]]
 
     def write(self, file: Path) -> None:
@@ -165,7 +164,7 @@ class SortedSegment:
     @classmethod
     def _from_json(cls, data: dict[str, Any]) -> SortedSegment:
         layers = (
-            ExpertLayer(_stack(each["gate_up"]), _stack(each["down"]), each["inner_scale"])
+            SortedLayer(_stack(each["gate_up"]), _stack(each["down"]), each["inner_scale"])
             for each in data["layers"]
         )
         kernels = {
@@ -184,11 +183,16 @@ def _stack(data: dict[str, Any]) -> ExpertStack:
 def inputs_per_step(form: KernelForm) -> int:
     """Return how many inputs a product takes per step. A step of INT4 holds its first half in the low bits.
 
-    Raises CanvasError for INT4 rows that do not fit.
+    Raises CanvasError for a format that is not supported, and for INT4 rows that do not fit.
     """
+    if form.format not in (None, *SORTED_FORMATS):
+        raise CanvasError(
+            f"sorted rows do not support experts in {form.format}",
+            f"build another precision ({', '.join(SORTED_FORMATS)} or bf16), or with --experts slots",
+        )
     if form.format == "fp8":
         return 64 if form.width % 128 else 128
-    if form.format != "int4":
+    if form.format is None:
         return 64
     block = form.block or form.width
     for step in (64, 32):

@@ -1,0 +1,172 @@
+"""Engines in pieces, really built: TensorRT-RTX's for the pieces, and Triton the language's kernels between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.build.plan import BuildOptions
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.errors import CanvasError, UsageError
+from canvasrt.kernels.cost import ROW_SORT, SORTED_PRODUCT
+from canvasrt.kernels.group import EXPERTS, ROUTING
+from canvasrt.kernels.predict import Predictor
+from canvasrt.kernels.rates import find_gpu
+from canvasrt.pipeline import plan_all
+from canvasrt.sorted_rows.description import SortedSegment
+from canvasrt.targets import parse_targets
+from tests.conftest import Command
+from tests.helpers.quantized import SHAPE, small_graphs
+
+pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+pytest.importorskip("triton", reason="needs canvasrt[sorted]")
+
+OPTIONS = ("--max-context", "1024", "--max-batch", "1", "--experts", "sorted")
+Built = Callable[..., tuple[Bundle, str]]
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return small_graphs(tmp_path_factory.mktemp("pieces"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("built")
+
+
+@pytest.fixture(scope="module")
+def built(graphs: Bundle, folder: Path, command: Command) -> Built:
+    """Build in a process, where Triton the language compiles; return the bundle and the progress messages."""
+
+    def make(target: str, name: str, *options: str) -> tuple[Bundle, str]:
+        out = folder / name
+        arguments = ("build", graphs.path, "-t", target, "-o", out, *OPTIONS, *options)
+        done = command(*arguments, env={"CANVASRT_CACHE": str(folder / "cache")})
+        assert done.returncode == 0, done.stderr
+        return load_bundle(out, "engines", check=True), done.stderr
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def bundle(built: Built) -> Bundle:
+    return built("rtx", "rtx", "--precision", "bf16")[0]
+
+
+def test_a_bundle_has_pieces_weights_and_kernels_for_each_gpu(bundle: Bundle) -> None:
+    kernels = {
+        f"{name}.sm{capability}.cubin"
+        for name in ("sort_rows-bfloat16", "gate_up-bfloat16", "down-bfloat16")
+        for capability in (86, 89, 120)
+    }
+    assert set(bundle.manifest.files) == kernels | {
+        *("body_0.sorted.json", "body_0.0.engine", "body_0.1.engine", "body_0.2.engine"),
+        *("body_0.experts.bin", "body_0.kernels.json.gz", "embedding.bin", "head.engine"),
+        *("head.kernels.json.gz", "host_head.bin"),
+    }
+    body = bundle.manifest.segments[0]
+    assert (body["file"], body["layers"]) == ("body_0.sorted.json", [0, 1])
+    assert not {"capacity", "gate_rows", "gate_queues"} & set(body["profiles"][1])
+    assert bundle.manifest.options["experts"] == "sorted"
+    assert "triton" in bundle.manifest.made_by
+    segment = SortedSegment.read(bundle.file(body["file"]))
+    for file, sha256 in segment.pieces:
+        assert bundle.manifest.files[file]["sha256"] == sha256
+    for images in segment.kernels.values():
+        assert set(images) == {"8.6", "8.9", "12.0"}
+        assert all(image.file in kernels for image in images.values())
+
+
+def test_the_experts_weights_are_in_no_engine(bundle: Bundle) -> None:
+    experts, inner = SHAPE["num_experts"], SHAPE["moe_intermediate_size"]
+    each_layer = 2 * 3 * experts * inner * SHAPE["hidden_size"]
+    held = bundle.manifest.files["body_0.experts.bin"]["bytes"]
+    assert 2 * each_layer <= held < 2 * each_layer + 4 * 4096
+
+
+def test_a_second_build_takes_the_pieces_from_the_cache(bundle: Bundle, built: Built) -> None:
+    again, said = built("rtx", "again", "--precision", "bf16")
+    assert "reusing body_0.1 for rtx" in said
+    assert "building body" not in said
+    assert again.manifest == bundle.manifest
+
+
+def test_standard_engines_are_not_taken_for_sorted_ones(
+    bundle: Bundle, graphs: Bundle, command: Command
+) -> None:
+    line = ("build", graphs.path, "-t", "rtx", "-p", "bf16", "-o", bundle.path, *OPTIONS[:4])
+    done = command(*line)
+    assert done.returncode == 1
+    assert "made with other options: experts sorted, now None" in done.stderr
+
+
+def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
+    predictor = Predictor(bundle)
+    rows = predictor.denoise(find_gpu("rtx-4090"), 1, 512).rows
+    for layer in (0, 1):
+        ours = [row for row in rows if row.kernel.kind in (SORTED_PRODUCT, ROW_SORT)]
+        first, *products = [row for row in ours if row.place.layer == layer]
+        assert first.place.part == ROUTING
+        assert [row.place.part for row in products] == [EXPERTS] * 2
+        assert {row.cost.format for row in products} == {"bf16"}
+    size, inner, experts = (
+        SHAPE["hidden_size"],
+        SHAPE["moe_intermediate_size"],
+        SHAPE["num_experts"],
+    )
+    gate_up = products[0].cost
+    tokens = 256 * SHAPE["top_k_experts"] + 8 * experts
+    assert gate_up.operations == 2 * tokens * size * 2 * inner
+    weights = 2 * experts * 2 * inner * size
+    assert gate_up.moved == weights + 2 * tokens * (size + inner)
+    assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
+
+
+def test_inspect_says_which_kernels_are_ours(bundle: Bundle, command: Command) -> None:
+    done = command("inspect", bundle.path, "--kernels", "--context", 512, "--json")
+    assert done.returncode == 0, done.stderr
+    each = json.loads(done.stdout)["passes"]["denoise"]["each"]
+    assert sum(row["ours"] for row in each) == 6
+    text = command("inspect", bundle.path, "--kernels", "--context", 512).stdout
+    assert "6 of them are canvasrt's own" in text
+    assert "rows sorted by expert" in text
+    done = command("inspect", bundle.path, "--kernels", "--capacity", 64)
+    assert done.returncode == 2
+    assert "--capacity has no effect: the bundle's experts have sorted rows" in done.stderr
+
+
+def plans(graphs: Any, target: str, **options: Any) -> Any:
+    made = BuildOptions(**{"experts": "sorted", "max_context": 4096} | options)
+    return plan_all(graphs, parse_targets(target), "out", made, check=False)[0]
+
+
+def test_a_plan_counts_rows_in_place_of_slots() -> None:
+    """The released model's pass writes [experts, slots, width]; sorted rows are as many as tokens have choices."""
+    ours, slots = (
+        plans("demo", "rtx-4090", precision="int4", experts=e) for e in ("sorted", "slots")
+    )
+    assert ours.memory.weights == slots.memory.weights
+    assert ours.memory.kv_cache == slots.memory.kv_cache
+    assert ours.memory.buffers > slots.memory.buffers
+    assert ours.memory.workspace <= slots.memory.workspace
+
+
+@pytest.mark.parametrize(("target", "precision"), [("rtx-5090", None), ("dgx-spark", "nvfp4")])
+def test_nvfp4_experts_are_refused(target: str, precision: str | None) -> None:
+    with pytest.raises(UsageError, match="does not support experts in nvfp4") as caught:
+        plans("demo", target, precision=precision)
+    assert "fp8, int4 or bf16" in str(caught.value.hint)
+
+
+def test_a_missing_compiler_is_refused_before_anything_is_written(
+    graphs: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    made = BuildOptions("bf16", max_context=1024, max_batch=1, experts="sorted")
+    with pytest.raises(CanvasError, match="triton is not installed"):
+        plan_all(graphs.path, parse_targets("rtx-4090"), "out", made)

@@ -1,0 +1,106 @@
+"""Kernels are compiled without their GPU, in a process where Triton the language compiles instead of interpreting."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.errors import CanvasError
+from canvasrt.sorted_rows import ahead
+from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
+from canvasrt.sorted_rows.predicted import instruction
+
+CAPABILITIES = ((8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
+CODE = """
+import json, sys, torch
+from canvasrt.sorted_rows.ahead import compile_kernel
+from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
+
+sizes = ExpertSizes(128, 8, 2816, 704)
+plain = "bfloat16"
+forms = [
+    KernelForm("sort_rows", sizes, plain),
+    KernelForm("gate_up", sizes, plain), KernelForm("down", sizes, plain),
+    KernelForm("gate_up", sizes, plain, "int4", None, 64),
+    KernelForm("down", sizes, plain, "int4", None, 64),
+    KernelForm("gate_up", sizes, plain, "fp8", "fp8"), KernelForm("down", sizes, plain, "fp8"),
+]
+found = []
+for capability in json.loads(sys.argv[1]):
+    for form in forms:
+        if form.format == "fp8" and capability < [8, 9]:
+            continue
+        made = compile_kernel(form, tuple(capability))
+        found.append({
+            "capability": capability, "name": form.name, "entry": made.entry, "ptx": made.ptx,
+            "image": made.image.decode("latin1"), "shared": made.shared, "threads": made.threads,
+        })
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict[str, Any]]:
+    pytest.importorskip("triton", reason="needs canvasrt[sorted]")
+    command = [sys.executable, "-c", CODE, json.dumps(CAPABILITIES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, Any]]) -> None:
+    assert len(compiled) == 7 * len(CAPABILITIES) - 2
+    for each in compiled:
+        major, minor = each["capability"]
+        assert each["image"].startswith("\x7fELF")
+        assert f".target sm_{major}{minor}" in each["ptx"]
+        assert f".visible .entry {each['entry']}(" in each["ptx"]
+        assert f".reqntid {each['threads']}" in each["ptx"]
+        # What every GPU gives without being asked.
+        assert each["shared"] <= 48 << 10
+
+
+def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
+    """In 16 bits, and in FP8 where Triton multiplies so few rows in it; elsewhere, codes become float16, which is exact."""
+    for each in compiled:
+        wanted = "bf16.bf16"
+        if "fp8" in each["name"]:
+            wanted = "e4m3.e4m3" if each["capability"] in ([8, 9], [12, 0]) else "f16.f16"
+        if each["name"].startswith("sort_rows"):
+            assert instruction(each["ptx"]) == ""
+        else:
+            assert instruction(each["ptx"]).endswith(f".f32.{wanted}.f32"), each["name"]
+
+
+def test_arguments_are_in_the_order_in_which_the_runtime_gives_them(
+    compiled: list[dict[str, Any]],
+) -> None:
+    """And two addresses of scratch memory, which the compiler adds."""
+    kinds = {"*": "u64", "i32": "u32", "fp32": "f32"}
+    for each in compiled:
+        name, _, _ = each["name"].partition("-")
+        types = ahead.argument_types(KernelForm(name, ExpertSizes(8, 2, 64, 64), "bfloat16"))
+        wanted = [kinds["*" if kind.startswith("*") else kind] for kind in types.values()]
+        head = each["ptx"].partition(".entry")[2].partition(")")[0]
+        found = [
+            line.split()[1].removeprefix(".") for line in head.splitlines() if ".param" in line
+        ]
+        assert found == [*wanted, "u64", "u64"]
+
+
+def test_images_name_no_folder_of_this_machine(compiled: list[dict[str, Any]]) -> None:
+    for each in compiled:
+        assert "triton_kernels.py" not in each["image"]
+        assert str(Path(ahead.__file__).parent) not in each["image"]
+
+
+def test_without_triton_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(CanvasError, match="triton is not installed") as caught:
+        ahead.compile_kernel(KernelForm("sort_rows", ExpertSizes(8, 2, 64, 64), "bfloat16"), (8, 9))
+    assert "canvasrt[sorted]" in str(caught.value.hint)

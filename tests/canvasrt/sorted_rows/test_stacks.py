@@ -1,0 +1,116 @@
+"""The experts' weights between pieces are those of the graph."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from canvasrt.bundle import Bundle
+from canvasrt.errors import CanvasError
+from canvasrt.export.quantize.packed import Packed
+from canvasrt.graphs import lowbits
+from canvasrt.sorted_rows.description import ExpertSizes, KernelForm, inputs_per_step
+from canvasrt.sorted_rows.stacks import GraphExperts, in_steps
+from tests.helpers.quantized import SHAPE, Quantized
+
+SIZES = ExpertSizes(
+    SHAPE["num_experts"],
+    SHAPE["top_k_experts"],
+    SHAPE["hidden_size"],
+    SHAPE["moe_intermediate_size"],
+)
+WEIGHTS = [f"layers.{layer}.experts.{name}" for layer in range(2) for name in ("gate_up", "down")]
+
+
+def from_steps(data: np.ndarray, width: int, step: int) -> np.ndarray:
+    """Return the codes 0 … 15 of rows of `width`, in order."""
+    each = data.reshape(-1, width // step, 1, step // 2)
+    return np.concatenate([each & 15, each >> 4], axis=2).reshape(-1, width)
+
+
+def taken(made: Quantized, format: str) -> tuple[GraphExperts, list, bytes]:
+    experts = GraphExperts(ir.load(made.file), SIZES, dict.fromkeys(WEIGHTS, format))
+    file = io.BytesIO()
+    return experts, experts.write(file), file.getvalue()
+
+
+def stacks(format: str, made: Quantized):
+    """Yield each weight's form, and its values, scales and what the graph was given."""
+    experts, layers, data = taken(made, format)
+    for number, (forms, layer) in enumerate(zip(experts.forms, layers, strict=True)):
+        for form, stack, name in zip(
+            forms, (layer.gate_up, layer.down), ("gate_up", "down"), strict=True
+        ):
+            values, scales = (
+                np.frombuffer(data, np.uint8, size, begin)
+                for begin, size in (stack.values, stack.scales)
+            )
+            assert stack.kernel == form.name
+            yield form, values, scales, made.packed[f"layers.{number}.experts.{name}"], layer
+
+
+def test_int4(quantized: Callable[..., Quantized]) -> None:
+    for form, values, scales, packed, _ in stacks("int4", quantized("int4")):
+        assert form.block == form.width // packed.block_scales.shape[-1]
+        codes = from_steps(values, form.width, inputs_per_step(form))
+        pairs = packed.values.reshape(-1, form.width // 2)
+        assert (codes[:, 0::2] == pairs & 15).all()
+        assert (codes[:, 1::2] == pairs >> 4).all()
+        assert scales.tobytes() == lowbits.to_bf16(packed.block_scales).tobytes()
+
+
+def output_scales(packed: Packed) -> np.ndarray:
+    """What FP8 codes are worth, times what their inputs are."""
+    factor = np.float32(1) if packed.factor is None else packed.factor
+    factor = lowbits.from_bf16(lowbits.to_bf16(factor)).reshape(np.shape(factor))
+    rows = (SIZES.experts, packed.shape[1])
+    return np.broadcast_to(packed.scale * packed.input_scale * factor[..., 0, :], rows)
+
+
+@pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
+def test_fp8(quantized: Callable[..., Quantized], weights: str) -> None:
+    made = quantized("fp8", ("experts.",), weights)
+    for form, values, scales, packed, layer in stacks("fp8", made):
+        assert values.tobytes() == packed.values.tobytes()
+        found = scales.view(np.float32).reshape(SIZES.experts, -1)
+        np.testing.assert_array_equal(found, output_scales(packed))
+        if form.function == "down":
+            assert layer.inner_scale == np.float32(packed.input_scale)
+        else:
+            assert form.following == "fp8"
+
+
+def test_plain(plain_graphs: Bundle) -> None:
+    model = ir.load(plain_graphs.file("body_0.onnx"))
+    experts, file = GraphExperts(model, SIZES, {}), io.BytesIO()
+    for number, layer in enumerate(experts.write(file)):
+        for name, stack in (("gate_up", layer.gate_up), ("down", layer.down)):
+            stored = model.graph.initializers[f"layers.{number}.experts.{name}"].const_value
+            begin, size = stack.values
+            assert file.getvalue()[begin : begin + size] == stored.tobytes()
+    assert experts.dtype == "bfloat16"
+
+
+def test_nvfp4_is_refused(quantized: Callable[..., Quantized]) -> None:
+    with pytest.raises(CanvasError, match="do not support experts in nvfp4"):
+        taken(quantized("nvfp4"), "nvfp4")
+
+
+@pytest.mark.parametrize(("width", "block", "step"), [(64, 64, 64), (128, 32, 64), (96, 16, 32)])
+def test_a_step_holds_its_first_half_in_the_low_bits(width: int, block: int, step: int) -> None:
+    sizes = ExpertSizes(2, 1, width, 64)
+    form = KernelForm("gate_up", sizes, "bfloat16", "int4", None, block)
+    assert inputs_per_step(form) == step
+    codes = np.random.default_rng(0).integers(0, 16, (3, width)).astype(np.uint8)
+    assert (from_steps(in_steps(lowbits.pack(codes), width, step), width, step) == codes).all()
+
+
+@pytest.mark.parametrize(("width", "block"), [(48, 16), (64, 8), (144, 48)])
+def test_int4_rows_that_fill_no_step_are_refused(width: int, block: int) -> None:
+    form = KernelForm("gate_up", ExpertSizes(2, 1, width, 64), "bfloat16", "int4", None, block)
+    with pytest.raises(CanvasError, match=f"INT4 experts with {width} inputs in blocks of {block}"):
+        inputs_per_step(form)
