@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := cpu,export,report,rtx,serve,test
+EXTRAS := cpu,export,report,rtx,serve,sorted,test
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n || echo 2)
 
 .PHONY: help install demo image-demo test lint audit clean

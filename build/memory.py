@@ -150,14 +150,17 @@ def segment_bytes(
     layers_per_segment: int,
     formats: Mapping[str, str] | None = None,
     on_cpu: bool = False,
+    without: tuple[str, ...] = (),
 ) -> dict[str, int]:
-    """Return each segment's bytes of weights; on a CPU, in the lowered form."""
+    """Return each segment's bytes of weights; on a CPU, in the lowered form. Names that end as in `without` do not count."""
     base = "fp32" if on_cpu or precision == "fp32" else "bf16"
     if formats is None:
         formats = _default_formats(model, precision)
     widths = quantizable(model)
     sizes: dict[str, float] = {}
     for name, count in parameters(model).items():
+        if without and name.endswith(without):
+            continue
         segment = "head"
         if name.startswith("layers."):
             segment = f"body_{int(name.split('.')[1]) // layers_per_segment}"

@@ -13,6 +13,7 @@ from canvasrt.build import memory
 from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MUCH_TO_BUILD
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS
@@ -49,8 +50,9 @@ def host_needs(
     formats: Mapping[str, str] | None,
     layers_per_segment: int,
     on_cpu: bool,
+    sorts_rows: bool = False,
 ) -> Needs:
-    """Return the needs of a build with an empty cache."""
+    """Return the needs of a build with an empty cache. With `sorts_rows`, the experts' weights are in no engine."""
     built = memory.segment_bytes(source.model, precision.name, layers_per_segment, formats, on_cpu)
     graphs = 0
     if source.graphs is None:
@@ -59,7 +61,13 @@ def host_needs(
     if precision.is_quantized and not source.is_quantized:
         graphs += _total(source, precision.name, layers_per_segment, formats)
     kinds = {precision.name, *(formats or {}).values()}
-    needs = {n: builder_memory(n, size, kinds) for n, size in built.items() if not on_cpu}
+    held = built
+    if sorts_rows:
+        # The largest piece takes less: this is a whole segment without its experts.
+        held = memory.segment_bytes(
+            source.model, precision.name, layers_per_segment, formats, without=(GATE_UP, DOWN)
+        )
+    needs = {n: builder_memory(n, size, kinds) for n, size in held.items() if not on_cpu}
     # A CPU's engines are links to its graphs, unless their weights are widened.
     engines = 0 if on_cpu and not precision.is_quantized else sum(built.values())
     engines += 0 if on_cpu else memory.ENGINE_CODE * len(built)

@@ -174,6 +174,7 @@ class Plan:
             self.formats,
             self.layers_per_segment,
             on_cpu=self.target.capability is None,
+            sorts_rows=self.sorts_rows,
         )
 
     def existing(self) -> Bundle | None:

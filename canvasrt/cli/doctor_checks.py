@@ -28,6 +28,7 @@ _EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "rtx": (("tensorrt-rtx",), "build engines for RTX GPUs"),
     "tensorrt": (("tensorrt",), "build engines for data-centre GPUs"),
+    "sorted": (("triton",), "build engines with --experts sorted"),
     "serve": (("nvidia-pytriton", "tritonclient"), "serve through Triton"),
 }
 # Every machine can use these extras; without them it has a gap.

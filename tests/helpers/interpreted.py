@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 with pytest.MonkeyPatch.context() as _patch:
     # What Triton imports now is interpreted; the processes that tests start still compile. torch may have imported it.
     _patch.setenv("TRITON_INTERPRET", "1")
