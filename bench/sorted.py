@@ -10,9 +10,11 @@ in `bench.slots`, without the head, which is the same in both.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,7 @@ from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import LAYERS_PER_SEGMENT, SLOTTED, SORTED
 from canvasrt.kernels.cost import SORTED_PRODUCT, costs
 from canvasrt.kernels.parse import Kernel
-from canvasrt.kernels.predict import Predictor, TimedKernel
+from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pipeline import build_bundle
 from canvasrt.sorted_rows.description import BLOCK_ROWS
@@ -38,6 +40,8 @@ from canvasrt.sorted_rows.description import BLOCK_ROWS
 # Of the released shape's experts: as many as a token has, and some. The vocabulary does not matter here.
 FEWER = {"num_experts": 10, "vocab_size": 4096}
 BUILT_LAYERS = 3
+# How often each piece counts. Each computes the masks that it needs.
+PIECES = {0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS, 3: SEGMENTS}
 
 
 def engines(recipe: str, target: str, experts: str, work: Path) -> Bundle:
@@ -84,7 +88,9 @@ class SlottedPasses:
             for row, varies in zip(each, depends, strict=True)
             if row.segment != "head" and not varies
         )
-        self.kernels = _kernels(each)
+        self.kernels = sum(
+            REPEAT[BUILT_LAYERS][row.place.layer] for row in each if row.segment != "head"
+        )
 
     def seconds(self, model: ModelConfig, loads: Loads) -> float:
         return self._rest + self._slots.seconds(one_size(model, loads))
@@ -93,19 +99,20 @@ class SlottedPasses:
 class SortedPasses:
     """Body segments in pieces. The kernels between them are counted at the released sizes."""
 
-    def __init__(self, bundle: Bundle, gpu: GpuRates, context: int) -> None:
-        self._gpu = gpu
+    def __init__(self, bundle: Bundle, gpu: GpuRates, context: int, share: float) -> None:
+        own = {"reached": gpu.reached * share, "arithmetic": gpu.arithmetic * share}
+        self._own = replace(gpu, **own)
         rows = Predictor(bundle).denoise(gpu, 1, context).rows
         bodies = [row for row in rows if row.segment != "head"]
         self._rest = sum(
-            row.seconds * REPEAT[BUILT_LAYERS][row.place.layer]
+            row.seconds * PIECES[piece_of(row.kernel)]
             for row in bodies
             if row.kernel.kind != SORTED_PRODUCT
         )
         self._ours = [
             r.kernel for r in bodies if r.kernel.kind == SORTED_PRODUCT and r.place.layer == 1
         ]
-        self.kernels = _kernels(rows)
+        self.kernels = sum(PIECES[piece_of(row.kernel)] for row in bodies)
 
     def seconds(self, model: ModelConfig, loads: Loads) -> float:
         return self._rest + sum(self._layer(layer) for layer in loads)
@@ -115,18 +122,19 @@ class SortedPasses:
         once."""
         rows, used = int((-(-loads // BLOCK_ROWS)).sum()) * BLOCK_ROWS, int((loads > 0).sum())
         found = costs([_with_experts(each, used) for each in self._ours], {"sorted_rows": rows})
-        return sum(self._gpu.seconds(each.moved, each.operations, each.format) for each in found)
+        return sum(self._own.seconds(each.moved, each.operations, each.format) for each in found)
+
+
+def piece_of(kernel: Kernel) -> int:
+    """Return the piece that a kernel is in, or behind."""
+    found = [re.search(r"@(\d+)$|^layers\.(\d+)\.experts", each.name) for each in kernel.tensors]
+    first = next(each for each in found if each)
+    return int(first[1] or first[2])
 
 
 def _with_experts(kernel: Kernel, count: int) -> Kernel:
     constants = (replace(each, dims=(count, *each.dims[1:])) for each in kernel.constants)
     return replace(kernel, constants=tuple(constants))
-
-
-def _kernels(rows: list[TimedKernel]) -> int:
-    """Return how many kernels all body segments launch."""
-    bodies = (row for row in rows if row.segment != "head")
-    return sum(REPEAT[BUILT_LAYERS][row.place.layer] for row in bodies)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -136,6 +144,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True, help="what both forms are built for")
     parser.add_argument("--gpu", required=True, action="append", help="whose rates; several times")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="of the builder's kernels' rates, what those over sorted rows reach; default: all",
+    )
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     model = released_model()
@@ -144,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         "| GPU | experts | even | skewed | padded | kernels |\n| --- | --- | ---: | ---: | ---: | ---: |"
     )
     forms: dict[str, Callable[..., SlottedPasses | SortedPasses]]
-    forms = {SLOTTED: SlottedPasses, SORTED: SortedPasses}
+    forms = {SLOTTED: SlottedPasses, SORTED: partial(SortedPasses, share=options.share)}
     for gpu in options.gpu:
         for experts, kind in forms.items():
             bundle = engines(options.recipe, options.target, experts, options.work)
