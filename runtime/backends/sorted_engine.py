@@ -210,11 +210,15 @@ class SortedEngine:
         self, name: str, grid: tuple[int, int, int], pointers: list[int], tokens: int, *scale: float
     ) -> KernelCall:
         kernel, image = self._kernels[name]
-        arguments = [*map(ctypes.c_void_p, pointers), ctypes.c_int32(tokens)]
-        arguments += map(ctypes.c_float, scale)
-        # The compiler adds two addresses of scratch memory, which these kernels do not use.
-        arguments += [ctypes.c_void_p(0), ctypes.c_void_p(0)]
-        return KernelCall(kernel, grid, image.threads, image.shared, tuple(arguments))
+        given = kernel_arguments(pointers, tokens, *scale)
+        return KernelCall(kernel, grid, image.threads, image.shared, given)
+
+
+def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tuple[Any, ...]:
+    """Return what a kernel takes: addresses, the number of tokens, and a product's scale of its results."""
+    arguments = [*map(ctypes.c_void_p, pointers), ctypes.c_int32(tokens)]
+    # The compiler adds two addresses of scratch memory, which these kernels do not use.
+    return (*arguments, *map(ctypes.c_float, scale), ctypes.c_void_p(0), ctypes.c_void_p(0))
 
 
 def _joined(tensors: Iterable[Mapping[str, np.dtype]], internal: set[str]) -> dict[str, np.dtype]:

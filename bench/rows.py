@@ -1,0 +1,232 @@
+"""Runs the kernels over sorted rows on this machine's GPU: checks rows against NumPy, and measures them.
+
+    python -m bench.rows --format int4
+
+One layer of the released sizes with random weights, at one canvas, with even, skewed and padded routing as in
+`bench.slots`. Needs `canvasrt[rtx,sorted]`, but no checkpoint and no engine. Prints microseconds of each kernel, and the
+largest error of the rows that were checked, over their largest number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+if __package__ in (None, ""):  # started as a file
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from canvasrt.checkpoints.released import released_model
+from canvasrt.formats import E4M3
+from canvasrt.graphs import lowbits
+from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.backends.sorted_engine import kernel_arguments
+from canvasrt.runtime.engine import KernelCall
+from canvasrt.sorted_rows import ahead
+from canvasrt.sorted_rows.description import (
+    BLOCK_ROWS,
+    DOWN_KERNEL,
+    GATE_UP_KERNEL,
+    PROGRAM_OUTPUTS,
+    SORT,
+    ExpertSizes,
+    KernelForm,
+    inputs_per_step,
+)
+from canvasrt.sorted_rows.stacks import in_steps
+
+PLAIN_DTYPE, INT4_BLOCK = "bfloat16", 64
+CHECKED = 16  # rows
+INNER_SCALE = 0.01
+
+
+class Stack:
+    """Random weights `[E, out, in]` of one product, as its kernel takes them."""
+
+    def __init__(self, form: KernelForm, outputs: int, random: np.random.Generator) -> None:
+        self.form = form
+        self._shape = (form.sizes.experts, outputs, form.width)
+        if form.format == "int4":
+            half = (*self._shape[:2], form.width // 2)
+            self._codes = random.integers(0, 256, half, np.uint8)
+            blocks = (*self._shape[:2], form.width // INT4_BLOCK)
+            size = 0.2 / form.width**0.5
+            self.scales = (random.random(blocks, np.float32) * size).astype(ml_dtypes.bfloat16)
+            self.values = in_steps(self._codes, form.width, inputs_per_step(form))
+        elif form.format == "fp8":
+            # No codes of NaN.
+            self.values = random.integers(0, 127, self._shape, np.uint8)
+            self.values |= random.integers(0, 2, self._shape, np.uint8) << 7
+            self.scales = np.full(self._shape[:2], 0.01 / form.width**0.5, np.float32)
+        else:
+            wide = random.standard_normal(self._shape, np.float32) / form.width**0.5
+            self.values, self.scales = wide.astype(ml_dtypes.bfloat16), np.zeros(1, np.float32)
+
+    def matrix(self, expert: int) -> np.ndarray:
+        """Return one expert's numbers `[out, in]` in float32."""
+        if self.form.format == "int4":
+            blocks = self.scales[expert].astype(np.float32)
+            return lowbits.dequantize("int4", self._codes[expert], blocks=blocks)
+        if self.form.format == "fp8":
+            return lowbits.numbers_of(E4M3, self.values[expert]) * self.scales[expert][:, None]
+        return self.values[expert].astype(np.float32)
+
+
+class LayerOnDevice:
+    """One layer's experts on a device, with room for so many tokens."""
+
+    def __init__(self, device: Any, sizes: ExpertSizes, format: str | None, tokens: int) -> None:
+        self.device, self.sizes, self.tokens, self._format = device, sizes, tokens, format
+        random = np.random.default_rng(0)
+        block = INT4_BLOCK if format == "int4" else None
+        following = "fp8" if format == "fp8" else None
+        about = (sizes, PLAIN_DTYPE, format)
+        self.gate_up = Stack(
+            KernelForm(GATE_UP_KERNEL, *about, following, block), 2 * sizes.inner, random
+        )
+        self.down = Stack(KernelForm(DOWN_KERNEL, *about, None, block), sizes.size, random)
+        x = random.standard_normal((tokens, sizes.size), np.float32)
+        self.x = x.astype(ml_dtypes.float8_e4m3fn if format == "fp8" else ml_dtypes.bfloat16)
+        self._at = {
+            name: self._give(array)
+            for name, array in {
+                "x": self.x,
+                "index": np.zeros((tokens, sizes.top_k), np.int32),
+                "positions": np.arange(tokens, dtype=np.int64),
+                **{f"{s.form.function}.values": s.values for s in (self.gate_up, self.down)},
+                **{f"{s.form.function}.scales": s.scales for s in (self.gate_up, self.down)},
+            }.items()
+        }
+        rows = sizes.blocks(tokens) * BLOCK_ROWS
+        self._result = np.zeros((sizes.top_k, tokens, sizes.size), ml_dtypes.bfloat16)
+        for name, size in {
+            "order": 4 * sizes.experts * tokens,
+            "counts": 4 * sizes.experts,
+            "inner": 2 * rows * sizes.inner,
+            "rows": self._result.nbytes,
+        }.items():
+            self._at[name] = device.allocate(size)
+        self._calls = list(self._plan())
+
+    def route(self, index: np.ndarray) -> None:
+        """Give each token its experts, int32 `[T, K]`."""
+        self._index = np.ascontiguousarray(index, np.int32)
+        self.device.upload(self._at["index"], self._index)
+        self.device.synchronize()
+
+    def run(self) -> np.ndarray:
+        """Return the rows `[K, T, D]`."""
+        for call in self._calls:
+            self.device.run_kernel(call)
+        self.device.download(self._result, self._at["rows"])
+        self.device.synchronize()
+        return self._result.astype(np.float32)
+
+    def seconds(self, repeats: int) -> list[float]:
+        """Return the median seconds of each kernel."""
+        marks = []
+        for _ in range(2 + repeats):
+            for call in self._calls:
+                begin = self.device.clock()
+                self.device.run_kernel(call)
+                marks.append((begin, self.device.clock()))
+        self.device.synchronize()
+        took = [self.device.elapsed(*pair) for pair in marks]
+        count = len(self._calls)
+        return [statistics.median(took[place::count][2:]) for place in range(count)]
+
+    def error(self, random: np.random.Generator) -> float:
+        """Return the largest error of some rows, over their largest number."""
+        found, worst = self.run(), 0.0
+        for token in random.choice(self.tokens, min(CHECKED, self.tokens), replace=False):
+            choice = int(random.integers(self.sizes.top_k))
+            wanted = self._row(token, int(self._index[token, choice]))
+            worst = max(
+                worst, float(np.abs(found[choice, token] - wanted).max() / np.abs(wanted).max())
+            )
+        return worst
+
+    def _row(self, token: int, expert: int) -> np.ndarray:
+        gate, up = np.split(self.gate_up.matrix(expert) @ self.x[token].astype(np.float32), 2)
+        tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
+        inner = 0.5 * gate * (1 + tanh) * up
+        if self._format == "fp8":
+            inner = np.clip(inner / INNER_SCALE, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        else:
+            inner = inner.astype(ml_dtypes.bfloat16)
+        return self.down.matrix(expert) @ inner.astype(np.float32)
+
+    def _plan(self) -> Iterator[KernelCall]:
+        sizes, at = self.sizes, self._at
+        rows = [at["order"], at["counts"]]
+        sort = KernelForm(SORT, sizes, PLAIN_DTYPE)
+        yield self._call(sort, (sizes.experts, 1, 1), [at["index"], at["positions"], *rows])
+        for stack, source, to, scale in (
+            (self.gate_up, "x", "inner", INNER_SCALE),
+            (self.down, "inner", "rows", 1.0),
+        ):
+            name = stack.form.function
+            parts = [at[f"{name}.values"], at[f"{name}.scales"]]
+            grid = (sizes.blocks(self.tokens), -(-stack.form.outputs // PROGRAM_OUTPUTS), 1)
+            yield self._call(stack.form, grid, [at[source], *parts, *rows, at[to]], scale)
+
+    def _call(
+        self, form: KernelForm, grid: tuple[int, int, int], pointers: list[int], *scale: float
+    ) -> KernelCall:
+        made = ahead.compile_kernel(form, self.device.capability)
+        kernel = self.device.load_kernel(made.image, made.entry, made.shared)
+        given = kernel_arguments(pointers, self.tokens, *scale)
+        return KernelCall(kernel, grid, made.threads, made.shared, given)
+
+    def _give(self, array: np.ndarray) -> int:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        address = self.device.allocate(flat.nbytes)
+        self.device.upload(address, flat)
+        self.device.synchronize()
+        return address
+
+
+def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the experts of each token: even; skewed, by a factor of e per deviation; and half of all tokens alike."""
+    random = np.random.default_rng(1)
+    likely = random.standard_normal(sizes.experts)
+    for name, scores in (("even", 0 * likely), ("skewed", likely), ("padded", 0 * likely)):
+        drawn = scores + random.gumbel(size=(tokens, sizes.experts))
+        index = np.argsort(-drawn)[:, : sizes.top_k]
+        if name == "padded":
+            index[tokens // 2 :] = index[0]
+        yield name, index
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("bench.rows", description=__doc__.splitlines()[0])
+    parser.add_argument("--format", choices=("int4", "fp8", "bf16"), default="int4")
+    parser.add_argument("--tokens", type=int, default=released_model().canvas_length)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args(arguments)
+    model, device = released_model(), CudaDevice("rtx")
+    sizes = ExpertSizes(
+        model.num_experts, model.top_k_experts, model.hidden_size, model.moe_intermediate_size
+    )
+    format = None if options.format == "bf16" else options.format
+    layer = LayerOnDevice(device, sizes, format, options.tokens)
+    print(f"{device.name}, {options.format}, {options.tokens} tokens\n")
+    print(
+        "| routing | sort, µs | gate and up | down | error |\n| --- | ---: | ---: | ---: | ---: |"
+    )
+    for name, index in routings(sizes, options.tokens):
+        layer.route(index)
+        error = layer.error(np.random.default_rng(2))
+        cells = [f"{1e6 * each:.1f}" for each in layer.seconds(options.repeats)]
+        print(f"| {name} | {' | '.join(cells)} | {error:.4f} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
