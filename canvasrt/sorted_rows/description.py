@@ -137,6 +137,7 @@ class SortedSegment:
         pieces: the engines' files, one more than layers, with their SHA-256.
         weights: the file of all layers' stacks, in order.
         kernels: by name and compute capability, such as `8.9`.
+        tile: the rows and outputs of a program that they were compiled for.
     """
 
     sizes: ExpertSizes
@@ -145,6 +146,7 @@ class SortedSegment:
     weights: str
     layers: tuple[SortedLayer, ...]
     kernels: Mapping[str, Mapping[str, KernelImage]]
+    tile: tuple[int, int] = (BLOCK_ROWS, PROGRAM_OUTPUTS)
 
     def write(self, file: Path) -> None:
         """Write the segment's file."""
@@ -171,6 +173,8 @@ class SortedSegment:
             name: {capability: KernelImage(**image) for capability, image in images.items()}
             for name, images in data["kernels"].items()
         }
+        if (tile := tuple(data["tile"])) != (BLOCK_ROWS, PROGRAM_OUTPUTS):
+            raise ValueError(f"its kernels have tiles of {tile}")
         sizes, pieces = ExpertSizes(**data["sizes"]), tuple((n, h) for n, h in data["pieces"])
         return cls(sizes, data["dtype"], pieces, data["weights"], tuple(layers), kernels)
 

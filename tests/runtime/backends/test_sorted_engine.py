@@ -155,6 +155,11 @@ def test_a_damaged_description_is_refused(bundle: Bundle, tmp_path: Path) -> Non
     again = tmp_path / f"again{SORTED_SUFFIX}"
     SortedSegment.read(file).write(again)
     assert again.read_bytes() == file.read_bytes()
-    file.write_text("{}")
-    with pytest.raises(CanvasError, match="cannot be read as a segment of sorted rows"):
-        SortedSegment.read(file)
+    for text, words in (
+        ("{}", "cannot be read as a segment of sorted rows"),
+        (file.read_text().replace("16,\n  64", "32,\n  64"), r"kernels have tiles of \(32, 64\)"),
+    ):
+        file.write_text(text)
+        with pytest.raises(CanvasError, match=words):
+            SortedSegment.read(file)
+        shutil.copy(again, file)
