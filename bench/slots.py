@@ -112,7 +112,7 @@ class Predicted:
         self._experts = released_model().num_experts / self._predictor.model.num_experts
         # With so many slots, a gather of what tokens were given reads the same from all of them.
         pairs = zip(self._rows(self._canvas // 2), self._rows(self._canvas), strict=True)
-        self.depends = [few.cost != many.cost for few, many in pairs]
+        self._depends = [few.cost != many.cost for few, many in pairs]
 
     @cache  # noqa: B019 - one object per run
     def _rows(self, capacity: int) -> Sequence[TimedKernel]:
@@ -129,7 +129,7 @@ class Predicted:
             self._kernel(number, part, slots)
             for part, slots in shares
             for number, row in enumerate(self._rows(SLOT_UNIT))
-            if self.depends[number] and row.place.layer == built
+            if self._depends[number] and row.place.layer == built
         )
 
     def _kernel(self, number: int, part: float, slots: float) -> float:

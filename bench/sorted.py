@@ -1,10 +1,10 @@
-"""Predicts denoising passes whose experts have slots, and passes whose experts run over sorted rows between engines.
+"""Predicts denoising passes whose experts run over sorted rows between engines.
 
     python -m bench.sorted --work /path/with/8GB --recipe int4 --target rtx-4090 --gpu rtx-4090
 
-Needs no GPU. Builds both forms at the released widths, with three layers and few experts; their kernels are counted for
-30 layers and 128 experts. Prints milliseconds of all body segments at one canvas, with even, skewed and padded routing as
-in `bench.slots`, without the head, which is the same in both.
+Needs no GPU. Builds engines at the released widths, with three layers and few experts; their kernels are counted for 30
+layers, and those between them for 128 experts. Prints milliseconds of all body segments at one canvas, with even, skewed
+and padded routing as in `bench.slots`, without the head. `bench.predict` has the standard form.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +20,14 @@ import numpy as np
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.predict import LONGEST_CONTEXT, REPEAT, SEGMENTS
+from bench.predict import LONGEST_CONTEXT, SEGMENTS
 from bench.shape import MADE_UP_AMAX
-from bench.slots import DRAWS, LAYERS, Loads, Predicted, even, one_size, padded, skewed
+from bench.slots import DRAWS, LAYERS, Loads, even, padded, skewed
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import released_model
-from canvasrt.defaults import LAYERS_PER_SEGMENT, SLOTTED, SORTED
+from canvasrt.defaults import LAYERS_PER_SEGMENT, SORTED
 from canvasrt.kernels.cost import SORTED_PRODUCT, costs
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.predict import Predictor
@@ -44,12 +42,12 @@ BUILT_LAYERS = 3
 PIECES = {0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS, 3: SEGMENTS}
 
 
-def engines(recipe: str, target: str, experts: str, work: Path) -> Bundle:
-    """Return the engines of one form; make what `work` lacks."""
-    out = work / f"engines-{recipe}-{target}-{experts}"
+def engines(recipe: str, target: str, work: Path) -> Bundle:
+    """Return engines and the kernels between them; make what `work` lacks."""
+    out = work / f"engines-{recipe}-{target}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
-    options = BuildOptions(max_context=LONGEST_CONTEXT, max_batch=1, experts=experts)
+    options = BuildOptions(max_context=LONGEST_CONTEXT, max_batch=1, experts=SORTED)
     return build_bundle(_graphs(recipe, work), target, out, options)
 
 
@@ -74,26 +72,6 @@ def _graphs(recipe: str, work: Path) -> Path:
         made_up = Calibration(amax=amax, sha256="made up")
         quantize_graphs(plain, out, chosen, calibration=made_up)
     return out
-
-
-class SlottedPasses:
-    """Body segments with slots: kernels that depend on these as `bench.slots` counts them, and all others."""
-
-    def __init__(self, bundle: Bundle, gpu: GpuRates, context: int) -> None:
-        self._slots = Predicted(bundle.path, gpu, context)
-        depends = self._slots.depends
-        each = Predictor(bundle).denoise(gpu, 1, context, BLOCK_ROWS).rows
-        self._rest = sum(
-            row.seconds * REPEAT[BUILT_LAYERS][row.place.layer]
-            for row, varies in zip(each, depends, strict=True)
-            if row.segment != "head" and not varies
-        )
-        self.kernels = sum(
-            REPEAT[BUILT_LAYERS][row.place.layer] for row in each if row.segment != "head"
-        )
-
-    def seconds(self, model: ModelConfig, loads: Loads) -> float:
-        return self._rest + self._slots.seconds(one_size(model, loads))
 
 
 class SortedPasses:
@@ -154,21 +132,16 @@ def main(arguments: list[str] | None = None) -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     model = released_model()
     assert len(model.layers) == LAYERS == SEGMENTS * LAYERS_PER_SEGMENT
-    print(
-        "| GPU | experts | even | skewed | padded | kernels |\n| --- | --- | ---: | ---: | ---: | ---: |"
-    )
-    forms: dict[str, Callable[..., SlottedPasses | SortedPasses]]
-    forms = {SLOTTED: SlottedPasses, SORTED: partial(SortedPasses, share=options.share)}
+    print("| GPU | even | skewed | padded | kernels |\n| --- | ---: | ---: | ---: | ---: |")
+    bundle = engines(options.recipe, options.target, options.work)
     for gpu in options.gpu:
-        for experts, kind in forms.items():
-            bundle = engines(options.recipe, options.target, experts, options.work)
-            passes = kind(bundle, find_gpu(gpu), options.context)
-            cells = []
-            for routing in (even, skewed, padded):
-                rng = np.random.default_rng(0)
-                drawn = [passes.seconds(model, routing(model, rng)) for _ in range(DRAWS)]
-                cells.append(f"{1e3 * np.mean(drawn):.1f}")
-            print(f"| {gpu} | {experts} | {' | '.join(cells)} | {passes.kernels:,} |", flush=True)
+        passes = SortedPasses(bundle, find_gpu(gpu), options.context, options.share)
+        cells = []
+        for routing in (even, skewed, padded):
+            rng = np.random.default_rng(0)
+            drawn = [passes.seconds(model, routing(model, rng)) for _ in range(DRAWS)]
+            cells.append(f"{1e3 * np.mean(drawn):.1f}")
+        print(f"| {gpu} | {' | '.join(cells)} | {passes.kernels:,} |", flush=True)
     return 0
 
 

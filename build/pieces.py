@@ -9,7 +9,6 @@ from pathlib import Path
 from canvasrt.build.memory import expert_sizes
 from canvasrt.build.profile_ranges import Profile
 from canvasrt.bundle import Bundle
-from canvasrt.cache import code_hash
 from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.extras import require
 from canvasrt.kernels import store
@@ -61,13 +60,6 @@ def piece_sizes(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
         name: {each: size for each, size in sizes.items() if each not in SLOT_SIZES}
         for name, sizes in profiles.items()
     }
-
-
-def piece_code() -> str:
-    """Return a hash of how graphs are cut, so that a change of it invalidates cached engines."""
-    from canvasrt.sorted_rows import cut
-
-    return code_hash([Path(str(cut.__file__))])
 
 
 def join_pieces(

@@ -15,6 +15,7 @@ from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
 from canvasrt.cache import load_checked
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import (
     ADAPTER_FILES,
@@ -27,9 +28,16 @@ from canvasrt.defaults import (
     SORTED,
 )
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.formats import FORMATS
 from canvasrt.hashes import hash_files
 from canvasrt.recipes.calibration import check_calibration
-from canvasrt.sorted_rows.description import SORTED_FORMATS
+from canvasrt.sorted_rows.description import (
+    DOWN_KERNEL,
+    GATE_UP_KERNEL,
+    SORTED_FORMATS,
+    KernelForm,
+    inputs_per_step,
+)
 from canvasrt.targets import Target, find_target
 
 # Folders of LoRA adapters, and the factor for each.
@@ -214,6 +222,10 @@ class Plan:
             before, now = manifest.made_by.get(builder), extras.version(builder)
             if now and before != now:
                 return f"by {builder} {before}, but {now} is installed now"
+        if self.sorts_rows:
+            before, now = manifest.made_by.get("triton"), extras.version("triton")
+            if now and before != now:
+                return f"with kernels by triton {before}, but {now} is installed now"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -256,7 +268,7 @@ def plan(
     formats = precision.formats(
         source.model
     )  # refuses a recipe with a pattern that matches nothing
-    _check_experts(options.experts, target, _expert_formats(source, formats))
+    _check_experts(options.experts, target, source.model, _expert_formats(source, formats))
     made = Plan(
         source,
         target,
@@ -281,7 +293,7 @@ def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[st
     return {each for name, each in found.items() if name.endswith((GATE_UP, DOWN))}
 
 
-def _check_experts(experts: str, target: Target, formats: set[str]) -> None:
+def _check_experts(experts: str, target: Target, model: ModelConfig, formats: set[str]) -> None:
     """Refuse what kernels over sorted rows do not run on, or do not multiply."""
     if experts not in (SLOTTED, SORTED):
         raise UsageError(f"unknown --experts {experts!r}", f"give {SLOTTED} or {SORTED}")
@@ -297,6 +309,11 @@ def _check_experts(experts: str, target: Target, formats: set[str]) -> None:
             f"--experts {SORTED} does not support experts in {refused[0]}",
             f"give another --precision ({', '.join(SORTED_FORMATS)} or bf16), or --experts {SLOTTED}",
         )
+    sizes = memory.expert_sizes(model)
+    for function in (GATE_UP_KERNEL, DOWN_KERNEL) if "int4" in formats else ():
+        form = KernelForm(function, sizes, "bfloat16", "int4")
+        # Refuses rows that its steps do not divide.
+        inputs_per_step(replace(form, block=FORMATS["int4"].block(form.width)))
 
 
 def _check_adapters(source: Source, adapters: Adapters) -> None:
@@ -354,7 +371,10 @@ def _shortened(plan: Plan) -> Plan:
     A CPU's are cut alike, so that one export serves both.
     """
     source = plan.source
-    if source.graphs is not None or not is_heavy(source.model, plan.precision, plan.formats):
+    # The experts' weights, which take the memory, are not in the engines of pieces.
+    if source.graphs is not None or plan.sorts_rows:
+        return plan
+    if not is_heavy(source.model, plan.precision, plan.formats):
         return plan
     shorter = replace(plan, layers_per_segment=SHORT_SEGMENT)
     room = has_room(shorter.memory, plan.target.memory)

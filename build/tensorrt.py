@@ -21,6 +21,7 @@ from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
+from canvasrt.hashes import hash_files
 from canvasrt.kernels import builder_log, dims, parse, resolve, store, tensor_shapes
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
@@ -119,13 +120,20 @@ def _segment(
         file, weights = graphs.file(entry["file"]), _weights(graphs, entry)
         return [SegmentBuild(entry["name"], file, weights, formats, sizes, made_from)]
     sizes = pieces.piece_sizes(sizes)
-    made_from |= {"profiles": to_json(sizes), "cut": pieces.piece_code()}
+    made_from |= {"profiles": to_json(sizes)}
     folder.mkdir(exist_ok=True)
+    made = pieces.write_pieces(graphs, entry, folder)
+    hashes = hash_files(folder, [each.file.name for each in made])
     return [
         SegmentBuild(
-            each.name, each.file, each.weights, formats, sizes, made_from | {"piece": number}
+            each.name,
+            each.file,
+            each.weights,
+            formats,
+            sizes,
+            made_from | {"piece": hashes[each.file.name]},
         )
-        for number, each in enumerate(pieces.write_pieces(graphs, entry, folder))
+        for each in made
     ]
 
 

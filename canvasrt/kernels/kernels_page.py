@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from canvasrt.defaults import SLOTTED
 from canvasrt.kernels.group import PARTS
 from canvasrt.pages import render_page, section
 from canvasrt.pages.drawing import COLOURS, INK, drawing, figure_of
@@ -35,11 +36,15 @@ def kernels_page(data: Json, title: str) -> str:
         data["note"],
         f"{gpu['name']}, {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached, "
         f"{gpu['arithmetic']:.0%} of the rates of products ({where}); batch {sizes['batch']}, "
-        f"context {sizes['context']:,}, {sizes['capacity']} slots per expert",
+        f"context {sizes['context']:,}, {_slots(sizes['experts'], sizes['capacity'])}",
     ]
     return render_page(
         title, subjects, list(_blocks(data)), "Written by canvasrt inspect --kernels."
     )
+
+
+def _slots(experts: str, capacity: int) -> str:
+    return f"{capacity} slots per expert" if experts == SLOTTED else "rows sorted by expert"
 
 
 def _blocks(data: Json) -> Iterator[Json]:
@@ -62,11 +67,11 @@ def _blocks(data: Json) -> Iterator[Json]:
                 by,
                 label,
             )
-            heads = [by, "slots per expert", "ms", "floor, ms", "times the floor"]
+            heads = [by, "experts", "ms", "floor, ms", "times the floor"]
             rows = [
                 [
                     f"{each[by]:,}",
-                    str(each["capacity"]),
+                    _slots(data["sizes"]["experts"], each["capacity"]),
                     f"{each['ms']:.3g}",
                     f"{each['floor_ms']:.3g}",
                     f"{each['ms'] / each['floor_ms']:.2f}",

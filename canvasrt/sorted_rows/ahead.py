@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from canvasrt.cache import cache_folder
+from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.sorted_rows.description import (
     BLOCK_ROWS,
@@ -71,7 +72,13 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
         triton.knobs.compilation.disable_line_info = True
         triton.knobs.cache.dir = str(cache_folder() / "triton")
         made = triton.compile(source, target=target, options=options)
-    assert not made.metadata.global_scratch_size
+    # The arguments, and two addresses of scratch memory, see `kernel_arguments`. Another number would be read past the end.
+    count = made.asm["ptx"].partition(".entry")[2].partition(")")[0].count(".param")
+    if count != len(types) + 2 or made.metadata.global_scratch_size:
+        raise CanvasError(
+            f"triton {triton.__version__} compiles kernels with {count} parameters, not {len(types) + 2}",
+            "install the version of constraints.txt: pip install -c constraints.txt triton",
+        )
     return CompiledKernel(
         made.asm["cubin"],
         made.metadata.name,

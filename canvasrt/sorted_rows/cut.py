@@ -189,7 +189,7 @@ class _Piece:
         ]
         taken.append(self._take(SHARES, cut.shares, ir.DataType.FLOAT, [-1, choices]))
         rows = [choices, -1, self._width]
-        return [*taken, self._take(EXPERT_ROWS, cut.rows, self._dtype, rows)]
+        return [*taken, self._take(EXPERT_ROWS, cut.rows, self._dtype, rows, only_valid=True)]
 
     def hand_out(self, cut: _Cut, layer: int) -> list[ir.Value]:
         """Return the piece's outputs: what lies at the cut, and one layer's new keys and values."""
@@ -215,18 +215,46 @@ class _Piece:
         new = [v for v in self._graph.outputs if str(v.name).startswith("new_")]
         return [*handed, *new[2 * layer : 2 * layer + 2]]
 
-    def _take(self, name: str, old: str, dtype: ir.DataType, shape: list[int]) -> ir.Value:
-        """Let what reads a value read an input, which has its two axes of tokens in place of one."""
+    def _take(
+        self,
+        name: str,
+        old: str,
+        dtype: ir.DataType,
+        shape: list[int],
+        only_valid: bool = False,
+    ) -> ir.Value:
+        """Let what reads a value read an input, which has its two axes of tokens in place of one.
+
+        With `only_valid`, padding's rows are read as zeros: nobody writes them.
+        """
         axis = shape.index(-1)
         before = [each for each in shape[:axis] if each != 1]
         dims = [*before, self._batch, self._length, *shape[axis + 1 :]]
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims))
         node = ir.node("Reshape", [value, self._constant(shape, name)], name=f"cut/{name}")
         node.outputs[0].name = f"cut/{name}"
-        self._values[old].replace_all_uses_with(node.outputs[0])
+        nodes = [node, *(self._without_padding(node.outputs[0]) if only_valid else ())]
+        self._values[old].replace_all_uses_with(nodes[-1].outputs[0])
         first = self._graph[0]
-        self._graph.insert_before(first, node)
+        self._graph.insert_before(first, nodes)
         return value
+
+    def _without_padding(self, rows: ir.Value) -> list[ir.Node]:
+        """Return nodes that put zeros in place of the rows `[K, T, D]` of tokens without a position."""
+        zero = self._constant([0], "padding")
+        valid = ir.node("GreaterOrEqual", [self._input("positions"), zero], name="cut/valid")
+        shape = self._constant([1, -1, 1], "valid")
+        column = ir.node("Reshape", [valid.outputs[0], shape], name="cut/valid_rows")
+        nothing = ir.Value(
+            name="cut/nothing", const_value=ir.tensor([0.0], dtype=self._dtype, name="cut/nothing")
+        )
+        nothing.type, nothing.shape = ir.TensorType(self._dtype), ir.Shape([1])
+        self._graph.initializers["cut/nothing"] = nothing
+        kept = ir.node("Where", [column.outputs[0], rows, nothing], name="cut/kept_rows")
+        made = [valid, column, kept]
+        for node in made:
+            node.outputs[0].name = node.name
+        return made
 
     def _hand(
         self, name: str, value: ir.Value, dtype: ir.DataType, tokens: ir.Value, width: int

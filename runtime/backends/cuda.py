@@ -174,15 +174,21 @@ class CudaDevice:
     def _checked(self, module: ModuleType, name: str, *arguments: Any) -> Any:
         status, *values = getattr(module, name)(*arguments)
         if int(status) != 0:
-            # The driver's errors have the runtime's numbers.
-            known = self._runtime.cudaError_t(int(status))
-            _, words = self._runtime.cudaGetErrorString(known)
             raise EngineError(
-                f"CUDA: {words.decode()} ({name})",
+                f"CUDA: {self._words(int(status))} ({name})",
                 "check the GPU with `nvidia-smi`",
                 fatal=int(status) in _FATAL,
             )
         return values[0] if len(values) == 1 else tuple(values) or None
+
+    def _words(self, status: int) -> str:
+        """Return what an error means. The driver's have the runtime's numbers, but for a few that the runtime lacks."""
+        try:
+            known = self._runtime.cudaError_t(status)
+        except ValueError:
+            return f"the driver's error {status}"
+        _, words = self._runtime.cudaGetErrorString(known)
+        return words.decode()
 
 
 def _give_back(runtime: ModuleType, taken: list[tuple[str, int]]) -> None:

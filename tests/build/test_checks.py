@@ -197,6 +197,17 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
     assert (full.layers_per_segment, full.fits) == (6, True)
 
 
+def test_sorted_rows_are_checked_before_anything_is_built() -> None:
+    source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
+    options = BuildOptions("int4", experts="sorted")
+    # The experts are in no engine, so long segments take little to build.
+    made = plan(source, "rtx-4090", "out", options)
+    assert (made.layers_per_segment, made.needs.memory < 8e9) == (6, True)
+    odd = replace(source, model=replace(RELEASED, moe_intermediate_size=720))
+    with pytest.raises(CanvasError, match="INT4 experts with 720 inputs in blocks of 16"):
+        plan(odd, "rtx-4090", "out", options)
+
+
 @pytest.mark.parametrize("targets", ["rtx-4090,rtx-4080,cpu", "rtx-4080,cpu,rtx-4090"])
 def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -> None:
     """A nearly full card keeps long segments, and then all do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ import pytest
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.backends import cuda
 from canvasrt.runtime.backends.cuda import CudaDevice
+from canvasrt.runtime.backends.sorted_engine import kernel_arguments
+from canvasrt.runtime.engine import KernelCall
 
 
 class Status(IntEnum):
@@ -34,6 +37,9 @@ class Runtime:
     class cudaStreamCaptureMode(IntEnum):
         cudaStreamCaptureModeThreadLocal = 1
 
+    class CUfunction_attribute:
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
     class Properties:
         name, major, minor = b"fake\0\0", 9, 0
 
@@ -45,6 +51,8 @@ class Runtime:
         "cudaGraphInstantiate": (60,),
         "cudaMemGetInfo": (1 << 30, 2 << 30),
         "cudaGetErrorString": (b"it did not work",),
+        "cuLibraryLoadData": (70,),
+        "cuLibraryGetKernel": (71,),
     }
 
     def __init__(self) -> None:
@@ -124,6 +132,56 @@ def test_an_array_lives_until_its_copy_is_done(runtime: Runtime) -> None:
     assert any(each is array for each in device._busy)
     device.synchronize()
     assert not device._busy
+
+
+def test_a_kernel_of_ours_gets_its_arguments(runtime: Runtime) -> None:
+    """The driver is given the address of an array with the address of each argument."""
+    device = CudaDevice()
+    kernel = device.load_kernel(b"image", "gate_up", 64 << 10)
+    assert ("cuLibraryGetKernel", 70, b"gate_up") in runtime.calls
+    assert runtime.calls[-1] == ("cuKernelSetAttribute", 8, 64 << 10, 71, 0)
+    given = kernel_arguments([1 << 40, 16, 32, 48, 64, 80], 300, 0.5)
+    seen: list[Any] = []
+
+    def launch(kernel: int, *rest: Any) -> tuple[Status]:
+        places = (ctypes.c_void_p * len(given)).from_address(rest[8])
+        kinds = [*[ctypes.c_uint64] * 6, ctypes.c_int32, ctypes.c_float, *[ctypes.c_uint64] * 2]
+        seen.append(
+            (
+                kernel,
+                rest[:8],
+                [k.from_address(p).value for k, p in zip(kinds, places, strict=True)],
+            )
+        )
+        return (Status.OK,)
+
+    runtime.cuLaunchKernel = launch  # type: ignore[attr-defined]
+    device.run_kernel(KernelCall(kernel, (5, 2, 1), 128, 1000, given))
+    (found,) = seen
+    assert found[:2] == (71, (5, 2, 1, 128, 1, 1, 1000, device.stream))
+    assert found[2] == [1 << 40, 16, 32, 48, 64, 80, 300, 0.5, 0, 0]
+
+
+def test_small_kernels_need_no_leave_for_their_memory(runtime: Runtime) -> None:
+    device = CudaDevice()
+    device.load_kernel(b"image", "sort_rows", 48 << 10)
+    assert "cuKernelSetAttribute" not in runtime.names()
+
+
+def test_an_error_that_only_the_driver_has(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CudaDevice()
+    runtime.fails.add("cuLibraryLoadData")
+    with pytest.raises(CanvasError, match=r"it did not work \(cuLibraryLoadData\)"):
+        device.load_kernel(b"image", "down", 0)
+
+    def unknown(status: int) -> None:
+        raise ValueError(f"{status} is not a valid cudaError_t")
+
+    runtime.cudaError_t = unknown  # type: ignore[attr-defined]
+    with pytest.raises(CanvasError, match=r"the driver's error 900 \(cuLibraryLoadData\)"):
+        device.load_kernel(b"image", "down", 0)
 
 
 def test_the_fake_has_no_name_that_cuda_has_not(runtime: Runtime) -> None:

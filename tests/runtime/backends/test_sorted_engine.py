@@ -18,7 +18,7 @@ from canvasrt.runtime.backends.sorted_engine import SortedEngine
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
-from canvasrt.sorted_rows.description import SORTED_SUFFIX, SortedSegment
+from canvasrt.sorted_rows.description import EXPERT_ROWS, SORTED_SUFFIX, SortedSegment
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
@@ -143,6 +143,17 @@ def test_calls_that_differ_only_in_slots_are_one(bundle: Bundle) -> None:
     for each in bodies(model):
         assert [len(piece._known) for piece in each._pieces] == [1] * len(each._pieces)  # type: ignore[attr-defined]
     assert not model.workspace.load(0).any()
+
+
+def test_rows_that_nobody_writes_are_not_read(bundle: Bundle) -> None:
+    """Padding has no rows. What another request left in their place stays there, a NaN too."""
+    model, device = open_sorted(bundle)
+    clean = states(model)
+    between = bodies(model)[0]._between
+    size = between._most[EXPERT_ROWS]
+    device.upload(between.address(EXPERT_ROWS), np.full(size // 4, np.nan, np.float32))
+    device.synchronize()
+    assert np.array_equal(states(model), clean)
 
 
 def test_a_gpu_that_has_no_kernels_is_refused(bundle: Bundle, tmp_path: Path) -> None:
