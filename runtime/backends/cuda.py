@@ -151,7 +151,7 @@ class CudaDevice:
 
     def _drive(self, name: str, *arguments: Any) -> Any:
         """Call one function of CUDA's driver, and return its result without the status."""
-        return self._checked(self._driver, name, *arguments)
+        return self._checked(getattr(self._driver, name)(*arguments), name, self._as_runtime_s)
 
     def clock(self) -> int:
         """Return an event recorded after all queued work. `elapsed` measures the time between two
@@ -169,26 +169,31 @@ class CudaDevice:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call one function of CUDA's runtime and return its result without the status."""
-        return self._checked(self._runtime, name, *arguments)
+        return self._checked(getattr(self._runtime, name)(*arguments), name)
 
-    def _checked(self, module: ModuleType, name: str, *arguments: Any) -> Any:
-        status, *values = getattr(module, name)(*arguments)
+    def _checked(
+        self,
+        result: tuple[Any, ...],
+        name: str,
+        known: Callable[[Any], Any] = lambda status: status,
+    ) -> Any:
+        status, *values = result
         if int(status) != 0:
+            try:
+                _, words = self._runtime.cudaGetErrorString(known(status))
+                text = words.decode()
+            except ValueError:
+                text = f"the driver's error {int(status)}"
             raise EngineError(
-                f"CUDA: {self._words(int(status))} ({name})",
+                f"CUDA: {text} ({name})",
                 "check the GPU with `nvidia-smi`",
                 fatal=int(status) in _FATAL,
             )
         return values[0] if len(values) == 1 else tuple(values) or None
 
-    def _words(self, status: int) -> str:
-        """Return what an error means. The driver's have the runtime's numbers, but for a few that the runtime lacks."""
-        try:
-            known = self._runtime.cudaError_t(status)
-        except ValueError:
-            return f"the driver's error {status}"
-        _, words = self._runtime.cudaGetErrorString(known)
-        return words.decode()
+    def _as_runtime_s(self, status: Any) -> Any:
+        """Return a driver's error as the runtime's, which has the same number. ValueError for the few that it lacks."""
+        return self._runtime.cudaError_t(int(status))
 
 
 def _give_back(runtime: ModuleType, taken: list[tuple[str, int]]) -> None:
