@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.sorted", description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="a folder for graphs and engines")
     parser.add_argument("--recipe", required=True)
-    parser.add_argument("--target", required=True, help="what both forms are built for")
+    parser.add_argument("--target", required=True, help="what the engines are built for")
     parser.add_argument("--gpu", required=True, action="append", help="whose rates; several times")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument(

@@ -183,14 +183,14 @@ def _take_flat_pasts(graph: GraphProto) -> None:
 
 def _give(graph: GraphProto, taken: dict[str, str], types: dict[str, ValueInfoProto]) -> None:
     """Make a body read the geometry's values as inputs."""
+    from onnx import TensorProto, helper
+
     outputs = {each.name for each in graph.output}
     assert not outputs & taken.keys(), "a body returns what positions decide"
     for node in graph.node:
         for place, value in enumerate(node.input):
             node.input[place] = taken.get(value, value)
     drop_unused(graph)
-    from onnx import TensorProto, helper
-
     read = {each for node in graph.node for each in node.input}
     kept = [each for each in graph.input if each.name in read]
     del graph.input[:]
