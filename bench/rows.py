@@ -34,14 +34,17 @@ from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
     GATE_UP_KERNEL,
     PROGRAM_OUTPUTS,
+    ROUND,
+    ROUNDED,
     SORT,
+    STACK_PARTS,
     ExpertSizes,
     KernelForm,
     inputs_per_step,
 )
 from canvasrt.sorted_rows.stacks import in_steps
 
-PLAIN_DTYPE, INT4_BLOCK = "bfloat16", 64
+PLAIN_DTYPE, INT4_BLOCK, NVFP4_BLOCK = "bfloat16", 64, 16
 CHECKED = 16  # rows
 INNER_SCALE = 0.01
 
@@ -52,27 +55,37 @@ class Stack:
     def __init__(self, form: KernelForm, outputs: int, random: np.random.Generator) -> None:
         self.form = form
         self._shape = (form.sizes.experts, outputs, form.width)
+        rows, size = self._shape[:2], form.width**-0.5
+        # What a format lacks is never read.
+        self.blocks = self.scales = np.zeros(1, np.float32)
+        if form.format in ("int4", "nvfp4"):
+            self._codes = random.integers(0, 256, (*rows, form.width // 2), np.uint8)
         if form.format == "int4":
-            half = (*self._shape[:2], form.width // 2)
-            self._codes = random.integers(0, 256, half, np.uint8)
-            blocks = (*self._shape[:2], form.width // INT4_BLOCK)
-            size = 0.2 / form.width**0.5
-            self.scales = (random.random(blocks, np.float32) * size).astype(ml_dtypes.bfloat16)
+            blocks = random.random((*rows, form.width // INT4_BLOCK), np.float32) * 0.2 * size
+            self.blocks = blocks.astype(ml_dtypes.bfloat16)
             self.values = in_steps(self._codes, form.width, inputs_per_step(form))
+        elif form.format == "nvfp4":
+            self.values = self._codes
+            # E4M3 from 1/8 to below 2.
+            self.blocks = random.integers(32, 64, (*rows, form.width // NVFP4_BLOCK), np.uint8)
+            self.scales = np.full(rows, 0.3 * INNER_SCALE * size, np.float32)
         elif form.format == "fp8":
             # No codes of NaN.
             self.values = random.integers(0, 127, self._shape, np.uint8)
             self.values |= random.integers(0, 2, self._shape, np.uint8) << 7
-            self.scales = np.full(self._shape[:2], 0.01 / form.width**0.5, np.float32)
+            self.scales = np.full(rows, 0.01 * size, np.float32)
         else:
-            wide = random.standard_normal(self._shape, np.float32) / form.width**0.5
-            self.values, self.scales = wide.astype(ml_dtypes.bfloat16), np.zeros(1, np.float32)
+            wide = random.standard_normal(self._shape, np.float32) * size
+            self.values = wide.astype(ml_dtypes.bfloat16)
 
     def matrix(self, expert: int) -> np.ndarray:
         """Return one expert's numbers `[out, in]` in float32."""
         if self.form.format == "int4":
-            blocks = self.scales[expert].astype(np.float32)
+            blocks = self.blocks[expert].astype(np.float32)
             return lowbits.dequantize("int4", self._codes[expert], blocks=blocks)
+        if self.form.format == "nvfp4":
+            scale = self.scales[expert, 0]
+            return lowbits.dequantize("nvfp4", self._codes[expert], scale, self.blocks[expert])
         if self.form.format == "fp8":
             return lowbits.numbers_of(E4M3, self.values[expert]) * self.scales[expert][:, None]
         return self.values[expert].astype(np.float32)
@@ -85,7 +98,7 @@ class LayerOnDevice:
         self.device, self.sizes, self.tokens, self._format = device, sizes, tokens, format
         random = np.random.default_rng(0)
         block = INT4_BLOCK if format == "int4" else None
-        following = "fp8" if format == "fp8" else None
+        following = format if format in ROUNDED else None
         about = (sizes, PLAIN_DTYPE, format)
         self.gate_up = Stack(
             KernelForm(GATE_UP_KERNEL, *about, following, block), 2 * sizes.inner, random
@@ -99,8 +112,11 @@ class LayerOnDevice:
                 "x": self.x,
                 "index": np.zeros((tokens, sizes.top_k), np.int32),
                 "positions": np.arange(tokens, dtype=np.int64),
-                **{f"{s.form.function}.values": s.values for s in (self.gate_up, self.down)},
-                **{f"{s.form.function}.scales": s.scales for s in (self.gate_up, self.down)},
+                **{
+                    f"{each.form.function}.{part}": getattr(each, part)
+                    for each in (self.gate_up, self.down)
+                    for part in STACK_PARTS
+                },
             }.items()
         }
         rows = sizes.blocks(tokens) * BLOCK_ROWS
@@ -109,6 +125,7 @@ class LayerOnDevice:
             "order": 4 * sizes.experts * tokens,
             "counts": 4 * sizes.experts,
             "inner": 2 * rows * sizes.inner,
+            "rounded": tokens * sizes.size,
             "rows": self._result.nbytes,
         }.items():
             self._at[name] = device.allocate(size)
@@ -143,36 +160,52 @@ class LayerOnDevice:
 
     def error(self, random: np.random.Generator) -> float:
         """Return the largest error of some rows, over their largest number."""
-        found, worst = self.run(), 0.0
+        found, errors = self.run(), []
         for token in random.choice(self.tokens, min(CHECKED, self.tokens), replace=False):
             choice = int(random.integers(self.sizes.top_k))
             wanted = self._row(token, int(self._index[token, choice]))
-            worst = max(
-                worst, float(np.abs(found[choice, token] - wanted).max() / np.abs(wanted).max())
-            )
-        return worst
+            errors.append(np.abs(found[choice, token] - wanted).max() / np.abs(wanted).max())
+        return float(np.max(errors))  # NaN if one is
 
     def _row(self, token: int, expert: int) -> np.ndarray:
-        gate, up = np.split(self.gate_up.matrix(expert) @ self.x[token].astype(np.float32), 2)
+        x = self._rounded(self.x[token].astype(np.float32))
+        gate, up = np.split(self.gate_up.matrix(expert) @ x, 2)
         tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
         inner = 0.5 * gate * (1 + tanh) * up
         if self._format == "fp8":
             inner = np.clip(inner / INNER_SCALE, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        elif self._format == "nvfp4":
+            inner = self._rounded(inner)
         else:
             inner = inner.astype(ml_dtypes.bfloat16)
         return self.down.matrix(expert) @ inner.astype(np.float32)
+
+    def _rounded(self, x: np.ndarray) -> np.ndarray:
+        """Return a row as the kernels round it to NVFP4, over the scale, which is in the stacks' scales; other formats' as it is."""
+        if self._format != "nvfp4":
+            return x
+        blocks = x.reshape(-1, NVFP4_BLOCK) / INNER_SCALE
+        share = np.minimum(np.abs(blocks).max(1, keepdims=True) / 6, 448)
+        scales = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        codes = (blocks / np.where(scales > 0, scales, 1)).astype(ml_dtypes.float4_e2m1fn)
+        return (codes.astype(np.float32) * scales).reshape(-1)
 
     def _plan(self) -> Iterator[KernelCall]:
         sizes, at = self.sizes, self._at
         rows = [at["order"], at["counts"]]
         sort = KernelForm(SORT, sizes, PLAIN_DTYPE)
         yield self._call(sort, (sizes.experts, 1, 1), [at["index"], at["positions"], *rows])
+        taken = "x"
+        if self._format == "nvfp4":
+            rounding, taken = KernelForm(ROUND, sizes, PLAIN_DTYPE), "rounded"
+            grid = (-(-self.tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
+            yield self._call(rounding, grid, [at["x"], at[taken]], INNER_SCALE)
         for stack, source, to, scale in (
-            (self.gate_up, "x", "inner", INNER_SCALE),
+            (self.gate_up, taken, "inner", INNER_SCALE),
             (self.down, "inner", "rows", 1.0),
         ):
             name = stack.form.function
-            parts = [at[f"{name}.values"], at[f"{name}.scales"]]
+            parts = [at[f"{name}.{part}"] for part in STACK_PARTS]
             grid = (sizes.blocks(self.tokens), -(-stack.form.outputs // PROGRAM_OUTPUTS), 1)
             yield self._call(stack.form, grid, [at[source], *parts, *rows, at[to]], scale)
 
@@ -206,7 +239,7 @@ def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("bench.rows", description=__doc__.splitlines()[0])
-    parser.add_argument("--format", choices=("int4", "fp8", "bf16"), default="int4")
+    parser.add_argument("--format", choices=("nvfp4", "int4", "fp8", "bf16"), default="int4")
     parser.add_argument("--tokens", type=int, default=released_model().canvas_length)
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args(arguments)
@@ -217,9 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     format = None if options.format == "bf16" else options.format
     layer = LayerOnDevice(device, sizes, format, options.tokens)
     print(f"{device.name}, {options.format}, {options.tokens} tokens\n")
-    print(
-        "| routing | sort, µs | gate and up | down | error |\n| --- | ---: | ---: | ---: | ---: |"
-    )
+    kernels = ["sort", *(["round"] if format == "nvfp4" else []), "gate and up", "down"]
+    print(f"| routing | {' | '.join(f'{each}, µs' for each in kernels)} | error |")
+    print(f"| --- |{' ---: |' * (len(kernels) + 1)}")
     for name, index in routings(sizes, options.tokens):
         layer.route(index)
         error = layer.error(np.random.default_rng(2))

@@ -3,8 +3,8 @@
     python -m bench.sorted --work /path/with/8GB --recipe int4 --target rtx-4090 --gpu rtx-4090
 
 Needs no GPU. Builds engines at the released widths, with three layers and few experts; their kernels are counted for 30
-layers, and those between them for 128 experts. Prints milliseconds of all body segments at one canvas, with even, skewed
-and padded routing as in `bench.slots`, without the head. `bench.predict` has the standard form.
+layers, and those between them for 128 experts. Prints milliseconds of all body segments with even, skewed and padded
+routing as in `bench.slots`, without the head. `bench.predict` has the standard form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from bench.shape import MADE_UP_AMAX
 from bench.slots import DRAWS, LAYERS, Loads, even, padded, skewed
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import LAYERS_PER_SEGMENT, SORTED
 from canvasrt.kernels.cost import SORTED_PRODUCT, costs
@@ -38,6 +37,8 @@ from canvasrt.sorted_rows.description import BLOCK_ROWS
 # Of the released shape's experts: as many as a token has, and some. The vocabulary does not matter here.
 FEWER = {"num_experts": 10, "vocab_size": 4096}
 BUILT_LAYERS = 3
+# That share a pass in these engines.
+MOST_CANVASES = 4
 # How often each piece counts. Each computes the masks that it needs.
 PIECES = {0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS, 3: SEGMENTS}
 
@@ -47,7 +48,7 @@ def engines(recipe: str, target: str, work: Path) -> Bundle:
     out = work / f"engines-{recipe}-{target}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
-    options = BuildOptions(max_context=LONGEST_CONTEXT, max_batch=1, experts=SORTED)
+    options = BuildOptions(max_context=LONGEST_CONTEXT, max_batch=MOST_CANVASES, experts=SORTED)
     return build_bundle(_graphs(recipe, work), target, out, options)
 
 
@@ -77,10 +78,12 @@ def _graphs(recipe: str, work: Path) -> Path:
 class SortedPasses:
     """Body segments in pieces. The kernels between them are counted at the released sizes."""
 
-    def __init__(self, bundle: Bundle, gpu: GpuRates, context: int, share: float) -> None:
+    def __init__(
+        self, bundle: Bundle, gpu: GpuRates, batch: int, context: int, share: float
+    ) -> None:
         own = {"reached": gpu.reached * share, "arithmetic": gpu.arithmetic * share}
         self._own = replace(gpu, **own)
-        rows = Predictor(bundle).denoise(gpu, 1, context).rows
+        rows = Predictor(bundle).denoise(gpu, batch, context).rows
         bodies = [row for row in rows if row.segment != "head"]
         self._rest = sum(
             row.seconds * PIECES[piece_of(row.kernel)]
@@ -92,7 +95,7 @@ class SortedPasses:
         ]
         self.kernels = sum(PIECES[piece_of(row.kernel)] for row in bodies)
 
-    def seconds(self, model: ModelConfig, loads: Loads) -> float:
+    def seconds(self, loads: Loads) -> float:
         return self._rest + sum(self._layer(layer) for layer in loads)
 
     def _layer(self, loads: Loads) -> float:
@@ -121,6 +124,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--target", required=True, help="what the engines are built for")
     parser.add_argument("--gpu", required=True, action="append", help="whose rates; several times")
+    parser.add_argument("--batch", type=int, default=1, help=f"canvases, up to {MOST_CANVASES}")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument(
         "--share",
@@ -131,15 +135,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     model = released_model()
+    tokens = replace(model, canvas_length=options.batch * model.canvas_length)
     assert len(model.layers) == LAYERS == SEGMENTS * LAYERS_PER_SEGMENT
     print("| GPU | even | skewed | padded | kernels |\n| --- | ---: | ---: | ---: | ---: |")
     bundle = engines(options.recipe, options.target, options.work)
     for gpu in options.gpu:
-        passes = SortedPasses(bundle, find_gpu(gpu), options.context, options.share)
+        passes = SortedPasses(bundle, find_gpu(gpu), options.batch, options.context, options.share)
         cells = []
         for routing in (even, skewed, padded):
             rng = np.random.default_rng(0)
-            drawn = [passes.seconds(model, routing(model, rng)) for _ in range(DRAWS)]
+            drawn = [passes.seconds(routing(tokens, rng)) for _ in range(DRAWS)]
             cells.append(f"{1e3 * np.mean(drawn):.1f}")
         print(f"| {gpu} | {' | '.join(cells)} | {passes.kernels:,} |", flush=True)
     return 0

@@ -15,11 +15,11 @@ from canvasrt.kernels import store
 from canvasrt.pass_shapes import SLOT_SIZES
 from canvasrt.sorted_rows import ahead, predicted
 from canvasrt.sorted_rows.description import (
-    SORT,
     SORTED_SUFFIX,
     KernelForm,
     KernelImage,
     SortedSegment,
+    layer_kernels,
 )
 from canvasrt.staging import link_or_copy
 from canvasrt.types import Json
@@ -85,9 +85,8 @@ def join_pieces(
     weights = f"{entry['name']}.experts.bin"
     with (out / weights).open("wb") as file:
         layers = experts.write(file)
-    (first, _), *_ = experts.forms
-    sort = KernelForm(SORT, first.sizes, first.dtype)
-    forms = dict.fromkeys([sort, *(form for pair in experts.forms for form in pair)])
+    each_layer = [layer_kernels(*pair) for pair in experts.forms]
+    forms = dict.fromkeys(form for layer in each_layer for form in layer)
     compiled = {form.name: _compile(form, capabilities, out) for form in forms}
     kernels = {name: images for name, (images, _) in compiled.items()}
     segment = SortedSegment(
@@ -99,7 +98,6 @@ def join_pieces(
     if all(each.is_file() for each in lists):
         made["kernels"] = f"{entry['name']}{store.KERNELS_SUFFIX}"
         instructions = {name: instruction for name, (_, instruction) in compiled.items()}
-        each_layer = [(sort, *pair) for pair in experts.forms]
         read = [store.read(each) for each in lists]
         joined = predicted.join_lists(read, each_layer, instructions)
         store.write_kernels(joined, out / made["kernels"])

@@ -34,7 +34,6 @@ from canvasrt.recipes.calibration import check_calibration
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
     GATE_UP_KERNEL,
-    SORTED_FORMATS,
     KernelForm,
     inputs_per_step,
 )
@@ -294,7 +293,7 @@ def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[st
 
 
 def _check_experts(experts: str, target: Target, model: ModelConfig, formats: set[str]) -> None:
-    """Refuse what kernels over sorted rows do not run on, or do not multiply."""
+    """Refuse a target that kernels over sorted rows do not run on, and widths that they do not multiply."""
     if experts not in (SLOTTED, SORTED):
         raise UsageError(f"unknown --experts {experts!r}", f"give {SLOTTED} or {SORTED}")
     if experts == SLOTTED:
@@ -303,11 +302,6 @@ def _check_experts(experts: str, target: Target, model: ModelConfig, formats: se
         raise UsageError(
             f"--experts {SORTED} is for GPUs: on {target.name}, experts always have sorted rows",
             "leave --experts out",
-        )
-    if refused := sorted(formats - set(SORTED_FORMATS)):
-        raise UsageError(
-            f"--experts {SORTED} does not support experts in {refused[0]}",
-            f"give another --precision ({', '.join(SORTED_FORMATS)} or bf16), or --experts {SLOTTED}",
         )
     sizes = memory.expert_sizes(model)
     for function in (GATE_UP_KERNEL, DOWN_KERNEL) if "int4" in formats else ():

@@ -34,10 +34,12 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
     "Half": "bf16",
     "Float": "fp32",
 }
+# Parts of tensor cores' instructions, by the format that they multiply; others multiply 16 bits.
+_INSTRUCTIONS = {"fp4": "mxf4nvf4", "fp8": ".e4m3."}
 _ATTENTION = "mha"
-# The kinds of kernels of our own, between engines: a sort of rows by expert, and products over such rows, whose tactic is
-# the instruction that multiplies.
-ROW_SORT, SORTED_PRODUCT = "row sort", "sorted product"
+# The kinds of kernels of our own, between engines: a sort of rows by expert, rounding of rows, and products over sorted rows,
+# whose tactic is the instruction that multiplies.
+ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT = "row sort", "row rounding", "sorted product"
 # Myelin, TensorRT's compiler, names a fused kernel by its steps: `MulMeanAddSqrt`. `Fc` is a product.
 _STEPS = re.compile(r"[A-Z][a-z]+")
 _PRODUCT = re.compile(r"Fc|Gemm|Matm")
@@ -62,7 +64,7 @@ def launches(kernel: Kernel) -> bool:
 
 def is_own(kernel: Kernel) -> bool:
     """Return whether the kernel is canvasrt's, not the builder's."""
-    return kernel.kind in (ROW_SORT, SORTED_PRODUCT)
+    return kernel.kind in (ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT)
 
 
 def is_attention(kernel: Kernel) -> bool:
@@ -144,7 +146,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
 def product_format(kernel: Kernel) -> str:
     """Return the format that a product runs in: its wider operand's, or bf16 if narrower operands are cast first."""
     if kernel.kind == SORTED_PRODUCT:
-        return "fp8" if ".e4m3." in kernel.tactic else "bf16"
+        return next((name for name, part in _INSTRUCTIONS.items() if part in kernel.tactic), "bf16")
     operands = [kernel.inputs[0]]
     if (constant := weight(kernel)) is not None:
         operands.append(constant)

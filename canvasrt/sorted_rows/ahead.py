@@ -11,6 +11,8 @@ from canvasrt.sorted_rows.description import (
     BLOCK_ROWS,
     DOWN_KERNEL,
     PROGRAM_OUTPUTS,
+    ROUND,
+    ROUNDED,
     SORT,
     KernelForm,
     inputs_per_step,
@@ -24,7 +26,9 @@ _TYPES = {
     "float8_e4m3fn": "fp8e4nv",
     "uint8": "u8",
 }
-_FORMS = {None: 0, "int4": 1, "fp8": 2}
+_FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
+# Where Triton multiplies blocks of 16 rows in NVFP4 on tensor cores. Elsewhere codes become float16, which is exact.
+_NATIVE_NVFP4 = ((12, 0),)
 # Tokens that the sort looks at at once.
 _CHUNK = 256
 _WARPS, _STAGES = 4, 3
@@ -52,7 +56,8 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     from canvasrt.sorted_rows import triton_kernels
 
     function = getattr(triton_kernels, form.function)
-    names, fixed, types = list(function.arg_names), constants(form), argument_types(form)
+    names, types = list(function.arg_names), argument_types(form)
+    fixed = constants(form, capability)
     source = compiler.ASTSource(
         function,
         {name: types.get(name, "constexpr") for name in names},
@@ -88,9 +93,11 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
     )
 
 
-def constants(form: KernelForm) -> dict[str, int]:
+def constants(form: KernelForm, capability: tuple[int, int]) -> dict[str, int]:
     """Return what a kernel is compiled for, by parameter."""
     sizes = form.sizes
+    if form.function == ROUND:
+        return {"D": sizes.size, "BLOCK": BLOCK_ROWS, "OUT": PROGRAM_OUTPUTS}
     if form.function == SORT:
         return {"K": sizes.top_k, "K2": _power(sizes.top_k), "CHUNK": _CHUNK}
     return {
@@ -103,7 +110,8 @@ def constants(form: KernelForm) -> dict[str, int]:
         "UNIT": inputs_per_step(form),
         "SCALED": form.block or 1,
         "FORM": _FORMS[form.format],
-        "NEXT": _FORMS[form.following if form.following == "fp8" else None],
+        "NEXT": _FORMS[form.following],
+        "NATIVE": int(capability in _NATIVE_NVFP4),
     }
 
 
@@ -118,17 +126,25 @@ def argument_types(form: KernelForm) -> dict[str, str]:
             "tokens": "i32",
         }
     plain = _TYPES[form.dtype]
-    taken = {"fp8": _TYPES["float8_e4m3fn"]}.get(form.format or "", plain)
-    stored = {"fp8": taken, "int4": "u8"}.get(form.format or "", plain)
-    scales = plain if form.format == "int4" else "fp32"
-    written = _TYPES["float8_e4m3fn"] if form.following == "fp8" else plain
+    if form.function == ROUND:
+        return {"x": f"*{plain}", "codes": "*u8", "tokens": "i32", "scale": "fp32"}
+    taken, written = (_states(plain, each) for each in (form.format, form.following))
+    stored = "u8" if form.format == "int4" else taken
+    blocks = plain if form.format == "int4" else "u8"
     if form.function == DOWN_KERNEL:
         first, last, scale = "inner", "rows", "unused"
     else:
         first, last, scale = "x", "inner", "inner_scale"
-    pointers = {first: taken, "values": stored, "scales": scales, "order": "i32", "counts": "i32"}
-    found = {name: f"*{kind}" for name, kind in (pointers | {last: written}).items()}
-    return {**found, "tokens": "i32", scale: "fp32"}
+    weights = {"values": stored, "blocks": blocks, "scales": "fp32"}
+    pointers = {first: taken, **weights, "order": "i32", "counts": "i32", last: written}
+    return {**{name: f"*{kind}" for name, kind in pointers.items()}, "tokens": "i32", scale: "fp32"}
+
+
+def _states(plain: str, format: str | None) -> str:
+    """Return the type of the rows that a product in a format takes."""
+    if format not in ROUNDED:
+        return plain
+    return _TYPES["float8_e4m3fn"] if format == "fp8" else _TYPES["uint8"]
 
 
 def _power(count: int) -> int:

@@ -64,8 +64,9 @@ class _Experts:
         taken = _input(_product(graph, gate_up), 0)
         gather = next(node for node in _ancestors(taken) if node.op_type == "Gather")
         self.own = _input(gather, 0)
-        scale = f"{gate_up}.input_scale"
-        self.scale = scale if scale in graph.initializers else None
+        codes = graph.initializers.get(f"{gate_up}.values")
+        in_fp8 = codes is not None and codes.dtype == ir.DataType.FLOAT8E4M3FN
+        self.scale = f"{gate_up}.input_scale" if in_fp8 else None
         chosen = next(n for n in _ancestors(_input(gather, 1)) if n.op_type == "TopK")
         self.index = chosen.outputs[1]
         self.rows = _next(_product(graph, down).outputs[0], "Gather").outputs[0]

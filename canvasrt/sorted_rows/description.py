@@ -18,8 +18,8 @@ SORTED_SUFFIX = ".sorted.json"
 BLOCK_ROWS = 16
 # Outputs per program.
 PROGRAM_OUTPUTS = 64
-# Number formats that the products multiply, besides floats.
-SORTED_FORMATS = ("fp8", "int4")
+# Formats whose products take rounded rows.
+ROUNDED = ("fp8", "nvfp4")
 # Values between pieces: what the experts take, and their result, a row for each choice and token.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
 # What a piece keeps for the next one: the weights of a token's choices, and two values like hidden states.
@@ -28,7 +28,7 @@ SHARES, CARRIED = "shares", ("carried_0", "carried_1")
 OUT = "_out"
 # What the kernels hand to each other: each expert's rows, their number, and inner states.
 ORDER, COUNTS, INNER = "order", "counts", "inner"
-SORT, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "gate_up", "down"
+SORT, ROUND, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "round_rows", "gate_up", "down"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class ExpertSizes:
         return rows // BLOCK_ROWS + min(self.experts, rows)
 
     def buffers(self, tokens: int, item: int) -> dict[str, int]:
-        """Return the bytes of each buffer between pieces for so many tokens, with `item` bytes per activation."""
+        """Return the bytes of each buffer between pieces for so many tokens, with `item` bytes per activation.
+
+        Tokens in NVFP4 lie where the experts' result comes later.
+        """
         states, choices = tokens * self.size * item, tokens * self.top_k
         kept = dict.fromkeys(CARRIED, states) | {SHARES: 4 * choices}
         return {
@@ -112,20 +115,33 @@ class KernelImage:
 class ExpertStack:
     """One of a layer's two stacks of matrices: which kernel multiplies it, and where its parts are in the weights' file.
 
-    values, scales: offset and bytes. Without scales, both are 0.
+    values, blocks, scales: offset and bytes of the numbers or codes, of the scales that blocks of inputs share, and of those
+    of outputs. What a format lacks has 0 of both.
     """
 
     kernel: str
     values: tuple[int, int]
+    blocks: tuple[int, int] = (0, 0)
     scales: tuple[int, int] = (0, 0)
+
+
+# A stack's parts, in the order in which a kernel takes them.
+STACK_PARTS = ("values", "blocks", "scales")
 
 
 @dataclass(frozen=True)
 class SortedLayer:
-    """One layer's experts. `inner_scale`: that of the second product's inputs in FP8, else 1."""
+    """One layer's experts.
+
+    Attributes:
+        rounding: the kernel that rounds tokens to the first product's format, if the piece before does not.
+        input_scale, inner_scale: those of both products' inputs where they are rounded, else 1.
+    """
 
     gate_up: ExpertStack
     down: ExpertStack
+    rounding: str | None = None
+    input_scale: float = 1.0
     inner_scale: float = 1.0
 
 
@@ -166,7 +182,7 @@ class SortedSegment:
     @classmethod
     def _from_json(cls, data: dict[str, Any]) -> SortedSegment:
         layers = (
-            SortedLayer(_stack(each["gate_up"]), _stack(each["down"]), each["inner_scale"])
+            SortedLayer(**each | {name: _stack(each[name]) for name in ("gate_up", "down")})
             for each in data["layers"]
         )
         kernels = {
@@ -180,21 +196,24 @@ class SortedSegment:
 
 
 def _stack(data: dict[str, Any]) -> ExpertStack:
-    values, scales = ((int(each[0]), int(each[1])) for each in (data["values"], data["scales"]))
-    return ExpertStack(data["kernel"], values, scales)
+    parts = ((int(begin), int(size)) for begin, size in (data[name] for name in STACK_PARTS))
+    return ExpertStack(data["kernel"], *parts)
+
+
+def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
+    """Return what a layer with these products runs, in order."""
+    first = [KernelForm(SORT, gate_up.sizes, gate_up.dtype)]
+    if gate_up.format == "nvfp4":
+        first.append(KernelForm(ROUND, gate_up.sizes, gate_up.dtype))
+    return [*first, gate_up, down]
 
 
 def inputs_per_step(form: KernelForm) -> int:
     """Return how many inputs a product takes per step. A step of INT4 holds its first half in the low bits.
 
-    Raises CanvasError for a format that is not supported, and for INT4 rows that do not fit.
+    Raises CanvasError for INT4 rows that do not fit.
     """
-    if form.format not in (None, *SORTED_FORMATS):
-        raise CanvasError(
-            f"sorted rows do not support experts in {form.format}",
-            f"build another precision ({', '.join(SORTED_FORMATS)} or bf16), or with --experts slots",
-        )
-    if form.format == "fp8":
+    if form.format in ROUNDED:
         return 64 if form.width % 128 else 128
     if form.format is None:
         return 64

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from canvasrt.formats import FORMATS
-from canvasrt.kernels.cost import ROW_SORT, SORTED_PRODUCT
+from canvasrt.kernels.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT
 from canvasrt.kernels.dims import Dim
 from canvasrt.kernels.parse import Kernel, KernelTensor
 from canvasrt.kernels.store import KernelList
-from canvasrt.sorted_rows.description import DOWN_KERNEL, SORT, KernelForm
+from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
 # The dimension of sorted rows, and all tokens of a call.
 ROWS, TOKENS = "sorted_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
-_INSTRUCTION = re.compile(r"mma\.sync\.[\w.]+")
+_INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")
 # Cached keys and values are known by their names.
 _CACHED = ("past_key_", "past_value_")
 
@@ -76,16 +76,31 @@ def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
         order = tensor("order", "Int32", TOKENS, sizes.top_k)
         return Kernel(node, ROW_SORT, (index,), (), (order,), "", (node,))
     plain = _BUILDER_TYPES[form.dtype]
-    taken = FORMATS["fp8"].codes.builder if form.format == "fp8" else plain
+
+    def rows(name: str, dim: Dim, width: int, format: str | None) -> tuple[KernelTensor, ...]:
+        """Return rows as a product in a format takes them, with their blocks' scales."""
+        if format not in ROUNDED:
+            return (tensor(name, plain, dim, width),)
+        row = FORMATS[format]
+        found = (tensor(name, row.codes.builder, dim, width),)
+        if row.block_scales is None:
+            return found
+        blocks = width // row.blocks[0]
+        return (*found, tensor(f"{name}_blocks", row.block_scales.builder, dim, blocks))
+
+    if form.function == ROUND:
+        before = rows("tokens", TOKENS, sizes.size, None)
+        after = rows("rounded", TOKENS, sizes.size, "nvfp4")
+        return Kernel(node, ROW_ROUNDING, before, (), after, "", (node,))
     stored = FORMATS[form.format].codes.builder if form.format else plain
-    written = FORMATS["fp8"].codes.builder if form.following == "fp8" else plain
     outputs = form.outputs if form.function == DOWN_KERNEL else 2 * form.outputs
     constants = [tensor("values", stored, sizes.experts, outputs, form.width)]
-    if form.format == "fp8":
+    if form.format in ROUNDED:
         constants.append(tensor("scales", "Float", sizes.experts, outputs))
-    elif form.block:
-        blocks = form.width // form.block
-        constants.append(tensor("scales", plain, sizes.experts, outputs, blocks))
-    rows = tensor("rows", taken, ROWS, form.width)
-    result = tensor("result", written, ROWS, form.outputs)
-    return Kernel(node, SORTED_PRODUCT, (rows,), tuple(constants), (result,), tactic, (node,))
+    if form.format and (width := form.block or FORMATS[form.format].block(form.width)):
+        kind = FORMATS[form.format].block_scales
+        blocks = (sizes.experts, outputs, form.width // width)
+        constants.append(tensor("blocks", kind.builder if kind else plain, *blocks))
+    taken = rows("rows", ROWS, form.width, form.format)
+    results = rows("result", ROWS, form.outputs, form.following)
+    return Kernel(node, SORTED_PRODUCT, taken, tuple(constants), results, tactic, (node,))

@@ -14,11 +14,14 @@ from canvasrt.graphs.lowbits import Bytes, Floats
 from canvasrt.sorted_rows.description import (
     DOWN_KERNEL,
     GATE_UP_KERNEL,
+    ROUND,
+    ROUNDED,
     ExpertSizes,
     ExpertStack,
     KernelForm,
     SortedLayer,
     inputs_per_step,
+    layer_kernels,
 )
 
 
@@ -40,32 +43,37 @@ class GraphExperts:
         for number, (first, second) in enumerate(self.forms):
             gate_up = self._write(f"layers.{number}.{GATE_UP}", first, file)
             down = self._write(f"layers.{number}.{DOWN}", second, file)
-            scale = 1.0
-            if second.format == "fp8":
-                scale = float(self._numbers(f"layers.{number}.{DOWN}.input_scale"))
-            layers.append(SortedLayer(gate_up, down, scale))
+            rounding = next(
+                (f.name for f in layer_kernels(first, second) if f.function == ROUND), None
+            )
+            scales = (self._input_scale(number, form) for form in (first, second))
+            layers.append(SortedLayer(gate_up, down, rounding, *scales))
         return layers
+
+    def _input_scale(self, number: int, form: KernelForm) -> float:
+        if form.format not in ROUNDED:
+            return 1.0
+        name = DOWN if form.function == DOWN_KERNEL else GATE_UP
+        return float(self._numbers(f"layers.{number}.{name}.input_scale"))
 
     def _layer_forms(self, number: int) -> tuple[KernelForm, KernelForm]:
         first, second = (f"layers.{number}.{each}" for each in (GATE_UP, DOWN))
-        following = "fp8" if self._formats.get(second) == "fp8" else None
+        one, other = self._formats.get(first), self._formats.get(second)
+        following = other if other in ROUNDED else None
         about = (self._sizes, self.dtype)
         forms = (
-            KernelForm(
-                GATE_UP_KERNEL, *about, self._formats.get(first), following, self._block(first)
-            ),
-            KernelForm(DOWN_KERNEL, *about, self._formats.get(second), None, self._block(second)),
+            KernelForm(GATE_UP_KERNEL, *about, one, following, self._block(first, one)),
+            KernelForm(DOWN_KERNEL, *about, other, None, self._block(second, other)),
         )
         for form in forms:
             inputs_per_step(form)  # refuses what does not fit
         return forms
 
-    def _block(self, name: str) -> int | None:
-        scales = self._graph.initializers.get(f"{name}.block_scales")
-        if scales is None:
+    def _block(self, name: str, format: str | None) -> int | None:
+        if format != "int4":
             return None
         width = self._sizes.inner if name.endswith(DOWN) else self._sizes.size
-        return width // _shape(scales)[-1]
+        return width // _shape(self._graph.initializers[f"{name}.block_scales"])[-1]
 
     def _write(self, name: str, form: KernelForm, file: BinaryIO) -> ExpertStack:
         if form.format is None:
@@ -75,14 +83,16 @@ class GraphExperts:
             values = _append(
                 file, (in_steps(each, form.width, inputs_per_step(form)) for each in codes)
             )
-            return ExpertStack(
-                form.name, values, _append(file, self._pieces(f"{name}.block_scales"))
-            )
-        values = _append(file, self._pieces(f"{name}.values"))
-        return ExpertStack(form.name, values, _append(file, [self._output_scales(name, form)]))
+            blocks = _append(file, self._pieces(f"{name}.block_scales"))
+            return ExpertStack(form.name, values, blocks)
+        values, blocks = _append(file, self._pieces(f"{name}.values")), (0, 0)
+        if form.format == "nvfp4":
+            blocks = _append(file, self._pieces(f"{name}.block_scales"))
+        scales = _append(file, [self._output_scales(name, form)])
+        return ExpertStack(form.name, values, blocks, scales)
 
     def _output_scales(self, name: str, form: KernelForm) -> Floats:
-        """Return what multiplies each output of FP8 codes: `[E, out]`."""
+        """Return what multiplies each output of FP8 or NVFP4 codes: `[E, out]`."""
         rows = 2 * form.outputs if form.function == GATE_UP_KERNEL else form.outputs
         scale = self._numbers(f"{name}.scale") * self._numbers(f"{name}.input_scale")
         factors = np.ones((1, 1), np.float32)

@@ -14,8 +14,11 @@ import triton
 import triton.language as tl
 
 # Forms of weights, as numbers: a kernel is compiled for one. 0 stands for floats of the activations' dtype.
-_INT4, _FP8 = tl.constexpr(1), tl.constexpr(2)
-_LARGEST_E4M3 = tl.constexpr(448.0)
+_INT4, _FP8, _NVFP4 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_LARGEST_E4M3, _LARGEST_E2M1 = tl.constexpr(448.0), tl.constexpr(6.0)
+# Numbers that share a scale in NVFP4.
+_SHARED = tl.constexpr(16)
+_E2M1 = tl.constexpr("e2m1")
 
 
 @triton.jit
@@ -76,14 +79,14 @@ def _codes(packed, dtype: tl.constexpr):
 
 @triton.jit
 def _add_int4(
-    total, low_x, high_x, values, scales, row, fits, first, WIDTH, UNIT, SCALED, dtype: tl.constexpr
+    total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT, SCALED, dtype: tl.constexpr
 ):
     """Add the products with one unit of INT4 weights, whose low four bits hold its first half, and high ones the second."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
     packed = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=fits[:, None], other=0)
     low, high = _codes(packed, dtype)
-    scale = scales + row * (WIDTH // SCALED)
+    scale = blocks + row * (WIDTH // SCALED)
     one = tl.load(scale + first // SCALED, mask=fits, other=0).to(tl.float32)
     other = tl.load(scale + (first + half) // SCALED, mask=fits, other=0).to(tl.float32)
     # Codes are exact in 16 bits, and scales multiply sums in float32: nothing is rounded in between.
@@ -98,6 +101,111 @@ def _add_wide(total, x, values, row, fits, column, WIDTH):
     read = fits[:, None] & (column < WIDTH)
     weight = tl.load(values + row[:, None] * WIDTH + column, mask=read, other=0.0)
     return tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+
+
+@triton.jit
+def _shared_scales(blocks, row, fits, block, WIDTH):
+    """Return the scales of some blocks of NVFP4 rows, in E4M3."""
+    read = fits[:, None] & (block < WIDTH // _SHARED)
+    bits = tl.load(blocks + row[:, None] * (WIDTH // _SHARED) + block, mask=read, other=0)
+    return bits.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _e2m1(code):
+    """Return the float16 numbers of E2M1 codes 0 … 15: their bits, behind an exponent that is 14 too small."""
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 16384.0, tl.float16)
+
+
+@triton.jit
+def _nvfp4(codes, blocks, row, fits, column, WIDTH):
+    """Return the numbers in the low and in the high four bits of bytes, times their blocks' scales: exact in float16."""
+    scale = _shared_scales(blocks, row, fits, column // (_SHARED // 2), WIDTH).to(tl.float16)
+    wide = codes.to(tl.uint16)
+    return _e2m1(wide & 15) * scale, _e2m1(wide >> 4) * scale
+
+
+@triton.jit
+def _codes_of(x, row, live, first, WIDTH: tl.constexpr, UNIT: tl.constexpr):
+    """Return one unit's codes of some rows in NVFP4, two per byte."""
+    column = first // 2 + tl.arange(0, UNIT // 2)
+    read = live[:, None] & (column < WIDTH // 2)
+    return tl.load(x + row[:, None] * (WIDTH // 2) + column, mask=read, other=0)
+
+
+@triton.jit
+def _add_nvfp4(
+    total, x, x_blocks, x_row, live, values, blocks, row, fits, first, WIDTH: tl.constexpr, UNIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Add the products with one unit of NVFP4 weights, two neighbours per byte. Scales of whole tensors come later.
+
+    x: the rows' codes for the unit. Unless tensor cores multiply NVFP4, codes and scales become float16.
+    """
+    column = first // 2 + tl.arange(0, UNIT // 2)
+    read = fits[:, None] & (column < WIDTH // 2)
+    codes = tl.load(values + row[:, None] * (WIDTH // 2) + column, mask=read, other=0)
+    if NATIVE:
+        block = first // _SHARED + tl.arange(0, UNIT // _SHARED)
+        mine = _shared_scales(x_blocks, x_row, live, block, WIDTH)
+        theirs = _shared_scales(blocks, row, fits, block, WIDTH)
+        total = tl.dot_scaled(x, mine, _E2M1, tl.trans(codes), theirs, _E2M1, total)
+    else:
+        low_x, high_x = _nvfp4(x, x_blocks, x_row, live, column, WIDTH)
+        low, high = _nvfp4(codes, blocks, row, fits, column, WIDTH)
+        total = tl.dot(low_x, tl.trans(low), total, input_precision="ieee")
+        total = tl.dot(high_x, tl.trans(high), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Round float32 `[ROWS, WIDTH]` to NVFP4 with a scale `whole` of the tensor.
+
+    Returns two codes per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`.
+    """
+    parts = tl.reshape(x, (ROWS, WIDTH // _SHARED, _SHARED))
+    share = tl.max(tl.abs(parts), 2) / _LARGEST_E2M1 / whole
+    scale = tl.minimum(share, _LARGEST_E4M3).to(tl.float8e4nv)
+    step = scale.to(tl.float32) * whole
+    size = tl.abs(parts) / tl.where(step > 0, step, 1.0)[:, :, None]
+    # The codes whose number is nearest, ties to even.
+    code = (size > 0.25).to(tl.uint8) + (size >= 0.75).to(tl.uint8) + (size > 1.25).to(tl.uint8)
+    code += (size >= 1.75).to(tl.uint8) + (size > 2.5).to(tl.uint8)
+    code += (size >= 3.5).to(tl.uint8) + (size > 5.0).to(tl.uint8)
+    code |= (parts < 0).to(tl.uint8) << 3
+    low, high = tl.split(tl.reshape(code, (ROWS, WIDTH // 2, 2)))
+    return low | (high << 4), scale.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _store_nvfp4(
+    to, rows, row, live, first, x, whole, ROWS: tl.constexpr, UNIT: tl.constexpr, WIDTH
+):
+    """Write some columns of some of `rows` rows in NVFP4: all rows' codes come before all blocks' scales."""
+    codes, scales = _to_nvfp4(x, whole, ROWS, UNIT)
+    row = row[:, None].to(tl.int64)
+    column = first // 2 + tl.arange(0, UNIT // 2)
+    tl.store(to + row * (WIDTH // 2) + column, codes, mask=live[:, None] & (column < WIDTH // 2))
+    block = first // _SHARED + tl.arange(0, UNIT // _SHARED)
+    there = to + rows.to(tl.int64) * (WIDTH // 2) + row * (WIDTH // _SHARED)
+    tl.store(there + block, scales, mask=live[:, None] & (block < WIDTH // _SHARED))
+
+
+@triton.jit
+def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr):
+    """Round `x` `[T, D]` to NVFP4 with a scale for the whole. Program (b, n) rounds BLOCK rows and columns n · OUT on.
+
+    codes: two per byte, `[T, D / 2]`, and behind them the blocks' scales in E4M3, `[T, D / 16]`.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * OUT
+    column = first + tl.arange(0, OUT)
+    live = row < tokens
+    source = x + row[:, None].to(tl.int64) * D + column
+    part = tl.load(source, mask=live[:, None] & (column < D), other=0.0).to(tl.float32)
+    _store_nvfp4(codes, tokens, row, live, first, part, scale, BLOCK, OUT, D)
 
 
 @triton.jit
@@ -118,17 +226,20 @@ def _store(out, x, mask, FORM: tl.constexpr, scale):
 
 @triton.jit
 def gate_up(
-    x, values, scales, order, counts, inner, tokens, inner_scale,
+    x, values, blocks, scales, order, counts, inner, tokens, inner_scale,
     E: tl.constexpr, E2: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     OUT: tl.constexpr, UNIT: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr, NEXT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Compute the experts' inner states: `gelu(x · gateᵀ) * (x · upᵀ)`.
 
     Program (b, n) computes block b's rows and outputs n · OUT on.
 
-    x: `[T, D]`, in E4M3 if weights are. values: the experts' `[E, 2 · F, D]`, gates first; INT4 in pairs of codes, see
-    `in_steps`. scales: INT4: `[E, 2 · F, D / SCALED]`; FP8: float32 `[E, 2 · F]`, the input's included. inner: `[blocks, BLOCK,
-    F]`; in E4M3 over `inner_scale` if the next product, NEXT, is FP8. UNIT: inputs per step.
+    x: `[T, D]`, in E4M3 if weights are; for NVFP4, what `round_rows` writes. values: the experts' `[E, 2 · F, D]`, gates
+    first; INT4 in pairs of codes, see `in_steps`; NVFP4 in pairs of neighbours. blocks: their scales `[E, 2 · F, D / SCALED]`
+    for INT4; bits of E4M3, `[E, 2 · F, D / 16]`, for NVFP4. scales: FP8 and NVFP4: float32 `[E, 2 · F]`, the input's included.
+    inner: `[blocks, BLOCK, F]`; rounded with `inner_scale` if the next product, NEXT, is in FP8 or NVFP4, there as by
+    `round_rows`. UNIT: inputs per step. NATIVE: whether tensor cores multiply NVFP4.
     """
     expert, row, live = _rows_of(tl.program_id(0), counts, order, tokens, E, E2, BLOCK)
     if expert < E:
@@ -137,7 +248,8 @@ def gate_up(
         fits = output < F
         gates = expert.to(tl.int64) * (2 * F) + output
         ups = gates + F
-        source = x + (row % tokens)[:, None].to(tl.int64) * D
+        token = (row % tokens).to(tl.int64)
+        source = x + token[:, None] * D
         gate = tl.zeros((BLOCK, OUT), tl.float32)
         up = tl.zeros((BLOCK, OUT), tl.float32)
         for first in range(0, D, UNIT):
@@ -145,26 +257,37 @@ def gate_up(
                 column = first + tl.arange(0, UNIT // 2)
                 low = tl.load(source + column, mask=live[:, None], other=0.0)
                 high = tl.load(source + column + UNIT // 2, mask=live[:, None], other=0.0)
-                gate = _add_int4(gate, low, high, values, scales, gates, fits, first, D, UNIT, SCALED, dtype)  # fmt: skip
-                up = _add_int4(up, low, high, values, scales, ups, fits, first, D, UNIT, SCALED, dtype)  # fmt: skip
+                gate = _add_int4(gate, low, high, values, blocks, gates, fits, first, D, UNIT, SCALED, dtype)  # fmt: skip
+                up = _add_int4(up, low, high, values, blocks, ups, fits, first, D, UNIT, SCALED, dtype)  # fmt: skip
+            elif FORM == _NVFP4:
+                part = _codes_of(x, token, live, first, D, UNIT)
+                x_blocks = x + tokens.to(tl.int64) * (D // 2)
+                gate = _add_nvfp4(gate, part, x_blocks, token, live, values, blocks, gates, fits, first, D, UNIT, NATIVE)  # fmt: skip
+                up = _add_nvfp4(up, part, x_blocks, token, live, values, blocks, ups, fits, first, D, UNIT, NATIVE)  # fmt: skip
             else:
                 column = first + tl.arange(0, UNIT)
                 part = tl.load(source + column, mask=live[:, None] & (column < D), other=0.0)
                 gate = _add_wide(gate, part, values, gates, fits, column, D)
                 up = _add_wide(up, part, values, ups, fits, column, D)
-        if FORM == _FP8:
+        if FORM >= _FP8:  # NVFP4, too
             gate *= tl.load(scales + gates, mask=fits, other=0)
             up *= tl.load(scales + ups, mask=fits, other=0)
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        to = inner + place[:, None] * F + output
-        _store(to, _gelu(gate) * up, live[:, None] & fits, NEXT, inner_scale)
+        states = _gelu(gate) * up
+        if NEXT == _NVFP4:
+            rows, begin = tl.num_programs(0) * BLOCK, tl.program_id(1) * OUT
+            _store_nvfp4(inner, rows, place, live, begin, states, inner_scale, BLOCK, OUT, F)
+        else:
+            to = inner + place[:, None] * F + output
+            _store(to, states, live[:, None] & fits, NEXT, inner_scale)
 
 
 @triton.jit
 def down(
-    inner, values, scales, order, counts, rows, tokens, unused,
+    inner, values, blocks, scales, order, counts, rows, tokens, unused,
     E: tl.constexpr, E2: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr,
     OUT: tl.constexpr, UNIT: tl.constexpr, SCALED: tl.constexpr, FORM: tl.constexpr, NEXT: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Compute the experts' results `inner · downᵀ`, and put each row in its place.
 
@@ -185,12 +308,16 @@ def down(
                 column = first + tl.arange(0, UNIT // 2)
                 low = tl.load(source + column, mask=live[:, None], other=0.0)
                 high = tl.load(source + column + UNIT // 2, mask=live[:, None], other=0.0)
-                total = _add_int4(total, low, high, values, scales, outs, fits, first, F, UNIT, SCALED, dtype)  # fmt: skip
+                total = _add_int4(total, low, high, values, blocks, outs, fits, first, F, UNIT, SCALED, dtype)  # fmt: skip
+            elif FORM == _NVFP4:
+                part = _codes_of(inner, place, live, first, F, UNIT)
+                inner_blocks = inner + tl.num_programs(0).to(tl.int64) * (BLOCK * F // 2)
+                total = _add_nvfp4(total, part, inner_blocks, place, live, values, blocks, outs, fits, first, F, UNIT, NATIVE)  # fmt: skip
             else:
                 column = first + tl.arange(0, UNIT)
                 part = tl.load(source + column, mask=live[:, None] & (column < F), other=0.0)
                 total = _add_wide(total, part, values, outs, fits, column, F)
-        if FORM == _FP8:
+        if FORM >= _FP8:  # NVFP4, too
             total *= tl.load(scales + outs, mask=fits, other=0)
         to = rows + row[:, None].to(tl.int64) * D + output
         _store(to, total, live[:, None] & fits, NEXT, unused)

@@ -16,6 +16,7 @@ from canvasrt.pass_shapes import SLOT_SIZES
 from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
 from canvasrt.runtime.tables import host_dtype
 from canvasrt.sorted_rows.description import (
+    BLOCK_ROWS,
     CARRIED,
     COUNTS,
     EXPERT_INDEX,
@@ -27,6 +28,7 @@ from canvasrt.sorted_rows.description import (
     PROGRAM_OUTPUTS,
     SHARES,
     SORT,
+    STACK_PARTS,
     KernelImage,
     SortedLayer,
     SortedSegment,
@@ -152,7 +154,7 @@ class SortedEngine:
         return self._between.kernel(self._folder / image.file, image), image
 
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
-        """Yield what a call launches: pieces, and between them a layer's three kernels."""
+        """Yield what a call launches: pieces, and between them a layer's kernels."""
         batch, length, _ = call.shapes["hidden"]
         # Calls that differ only in their slots are one, and are captured once.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}
@@ -190,18 +192,24 @@ class SortedEngine:
         }
 
     def _experts(self, layer: SortedLayer, tokens: int, positions: int) -> Iterable[KernelCall]:
-        """Yield a layer's kernels: the sort, and both products."""
+        """Yield a layer's kernels: the sort, rounding if the piece has not rounded, and both products."""
         sizes, address = self._segment.sizes, self._between.address
         rows = [address(ORDER), address(COUNTS)]
         (sort,) = (name for name in self._kernels if name.startswith(SORT))
         pointers = [address(EXPERT_INDEX), positions, *rows]
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
-        blocks, scale = sizes.blocks(tokens), layer.inner_scale
+        taken = EXPERT_INPUT
+        if layer.rounding:
+            # Its codes lie where the result comes later.
+            taken, pointers = EXPERT_ROWS, [address(EXPERT_INPUT), address(EXPERT_ROWS)]
+            grid = (-(-tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
+            yield self._call(layer.rounding, grid, pointers, tokens, layer.input_scale)
+        blocks = sizes.blocks(tokens)
         for stack, outputs, source, to, written in (
-            (layer.gate_up, sizes.inner, EXPERT_INPUT, INNER, scale),
+            (layer.gate_up, sizes.inner, taken, INNER, layer.inner_scale),
             (layer.down, sizes.size, INNER, EXPERT_ROWS, 1.0),
         ):
-            parts = [self._weights + begin for begin, _ in (stack.values, stack.scales)]
+            parts = [self._weights + getattr(stack, part)[0] for part in STACK_PARTS]
             pointers = [address(source), *parts, *rows, address(to)]
             grid = (blocks, -(-outputs // PROGRAM_OUTPUTS), 1)
             yield self._call(stack.kernel, grid, pointers, tokens, written)

@@ -12,11 +12,14 @@ import pytest
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.kernels.cost import ROW_SORT, SORTED_PRODUCT
+from canvasrt.export.quantize.calibrate import Calibration
+from canvasrt.export.quantize.quantize import quantize_graphs
+from canvasrt.kernels.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT, is_own
 from canvasrt.kernels.group import EXPERTS, ROUTING
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import find_gpu
 from canvasrt.pipeline import plan_all
+from canvasrt.recipes.recipe import load_recipe
 from canvasrt.sorted_rows.description import SortedSegment
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
@@ -127,6 +130,32 @@ def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
     assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
 
 
+@pytest.mark.parametrize(("target", "rate"), [("rtx-pro-6000", "fp4"), ("dgx-spark", "bf16")])
+def test_nvfp4_experts(
+    target: str, rate: str, graphs: Bundle, folder: Path, command: Command
+) -> None:
+    """A kernel more rounds the tokens. Codes are multiplied as they are where Triton has that."""
+    small, out = folder / "graphs-nvfp4", folder / f"nvfp4-{target}"
+    if not small.exists():
+        recipe = load_recipe("nvfp4")
+        amax = dict.fromkeys(recipe.formats(graphs.manifest.model), 6.0)
+        quantize_graphs(graphs.path, small, recipe, calibration=Calibration(amax=amax))
+    done = command("build", small, "-t", target, "-o", out, *OPTIONS)
+    assert done.returncode == 0, done.stderr
+    predictor = Predictor(load_bundle(out, "engines", check=True))
+    rows = predictor.denoise(find_gpu(target), 1, 512).rows
+    ours = [row for row in rows if is_own(row.kernel) and row.place.layer == 1]
+    assert [row.kernel.kind for row in ours] == [ROW_SORT, ROW_ROUNDING, *2 * [SORTED_PRODUCT]]
+    assert [row.place.part for row in ours] == [ROUTING, *3 * [EXPERTS]]
+    _, rounding, gate_up, down = (row.cost for row in ours)
+    size, inner, experts = (SHAPE[each] for each in ("hidden_size", "moe_intermediate_size", "num_experts"))  # fmt: skip
+    assert {gate_up.format, down.format} == {rate}
+    assert rounding.moved == 256 * size * (2 + 9 / 16)
+    tokens = 256 * SHAPE["top_k_experts"] + 8 * experts
+    weights = experts * 2 * inner * (size * 9 / 16 + 4)
+    assert gate_up.moved == weights + tokens * (size + inner) * 9 / 16
+
+
 def test_inspect_says_which_kernels_are_ours(bundle: Bundle, command: Command) -> None:
     done = command("inspect", bundle.path, "--kernels", "--context", 512, "--json")
     assert done.returncode == 0, done.stderr
@@ -154,13 +183,6 @@ def test_a_plan_counts_rows_in_place_of_slots() -> None:
     assert ours.memory.kv_cache == slots.memory.kv_cache
     assert ours.memory.buffers > slots.memory.buffers
     assert ours.memory.workspace <= slots.memory.workspace
-
-
-@pytest.mark.parametrize(("target", "precision"), [("rtx-5090", None), ("dgx-spark", "nvfp4")])
-def test_nvfp4_experts_are_refused(target: str, precision: str | None) -> None:
-    with pytest.raises(UsageError, match="does not support experts in nvfp4") as caught:
-        plans("demo", target, precision=precision)
-    assert "fp8, int4 or bf16" in str(caught.value.hint)
 
 
 def test_a_missing_compiler_is_refused_before_anything_is_written(

@@ -28,6 +28,8 @@ with pytest.MonkeyPatch.context() as _patch:
 
     from canvasrt.sorted_rows import triton_kernels
 
+from canvasrt.formats import E2M1, E4M3
+from canvasrt.graphs import lowbits
 from canvasrt.runtime.engine import KernelCall
 from canvasrt.sorted_rows.ahead import CompiledKernel, argument_types, constants
 from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
@@ -72,6 +74,23 @@ def _dot(self: Any, a: Any, b: Any, total: Any, precision: Any, imprecise: Any) 
     return _Handle(_widen(a) @ _widen(b) + total.data, total.dtype.scalar)
 
 
+def _dot_scaled(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any, fast: Any, *packed: Any) -> Any:  # fmt: skip
+    """Multiply pairs of E2M1 codes along the inner axis, `[M, K / 2]` and `[K / 2, N]`, by scales `[M, K / 16]`, `[N, K / 16]`."""
+    *along_inner, total = packed
+    assert all(along_inner)
+    assert {str(each).rpartition(".")[2] for each in (a_format, b_format)} == {"E2M1"}
+    left, right = (
+        lowbits.scaled(
+            lowbits.numbers_of(E2M1, np.ascontiguousarray(codes)),
+            None,
+            np.ascontiguousarray(scale.data).view(np.uint8),
+            E4M3,
+        )
+        for codes, scale in ((a.data, a_scale), (b.data.T, b_scale))
+    )
+    return _Handle(left @ right.T + total.data, total.dtype.scalar)
+
+
 def _binary(self: Any, a: Any, b: Any, operation: Any) -> Any:
     if a.dtype.scalar.name != "bf16" or operation not in (np.add, np.subtract, np.multiply):
         return _operate(self, a, b, operation)
@@ -99,22 +118,28 @@ interpreter._convert_float = _convert
 _Builder.get_bf16 = _constant
 _Builder.create_dot = _dot
 _Builder.binary_op = _binary
+_Builder.create_dot_scaled = _dot_scaled
 
 
-def interpret(form: KernelForm, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+def interpret(
+    form: KernelForm,
+    grid: tuple[int, ...],
+    arguments: Sequence[Any],
+    capability: tuple[int, int] = (8, 9),
+) -> None:
     """Run a kernel over tensors, or over addresses and numbers, in the order in which it takes them."""
     given = [
         _at(each, kind) if kind.startswith("*") and isinstance(each, int) else each
         for each, kind in zip(arguments, argument_types(form).values(), strict=True)
     ]
     names = dict(zip(argument_types(form), given, strict=True))
-    getattr(triton_kernels, form.function)[grid](**names, **constants(form))
+    getattr(triton_kernels, form.function)[grid](**names, **constants(form, capability))
 
 
 def _at(address: int, kind: str) -> torch.Tensor:
     """Return a tensor that begins at an address. Kernels only take its address and dtype."""
     memory = (ctypes.c_uint8 * 16).from_address(address)
-    return torch.frombuffer(memory, dtype=_DTYPES[kind], count=1)
+    return torch.frombuffer(memory, dtype=_DTYPES[kind])
 
 
 class SortingDevice(FakeCudaDevice):

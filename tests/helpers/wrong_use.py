@@ -46,7 +46,6 @@ WRONG = {
     "build demo -t rtx-4090 -o out --experts rows": "unknown --experts 'rows'",
     "build demo -t cpu -o out --experts sorted": "--experts sorted is for GPUs: on cpu",
     "build demo -t cpu,rtx-4090 -o out --experts sorted": "--experts sorted is for GPUs: on cpu",
-    "build demo -t rtx-5090 -o out --experts sorted": "does not support experts in nvfp4",
     "package": "BUNDLE",
     "package e -o out --format zip": "unknown format 'zip'",
     "package e -o out --format oci": "--format oci needs --base",

@@ -15,12 +15,13 @@ from canvasrt.sorted_rows import ahead
 from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
 from canvasrt.sorted_rows.predicted import instruction
 
-CAPABILITIES = ((8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 CODE = """
 import json, sys, torch
 from canvasrt.sorted_rows.ahead import compile_kernel
 from canvasrt.sorted_rows.description import ExpertSizes, KernelForm
 
+NEEDED = {"fp8": [8, 9], "nvfp4": [10, 0], "round_rows": [10, 0]}
 sizes = ExpertSizes(128, 8, 2816, 704)
 plain = "bfloat16"
 forms = [
@@ -29,11 +30,13 @@ forms = [
     KernelForm("gate_up", sizes, plain, "int4", None, 64),
     KernelForm("down", sizes, plain, "int4", None, 64),
     KernelForm("gate_up", sizes, plain, "fp8", "fp8"), KernelForm("down", sizes, plain, "fp8"),
+    KernelForm("round_rows", sizes, plain), KernelForm("gate_up", sizes, plain, "nvfp4", "nvfp4"),
+    KernelForm("down", sizes, plain, "nvfp4"),
 ]
 found = []
 for capability in json.loads(sys.argv[1]):
     for form in forms:
-        if form.format == "fp8" and capability < [8, 9]:
+        if capability < NEEDED.get(form.format or form.function, [8, 0]):
             continue
         made = compile_kernel(form, tuple(capability))
         found.append({
@@ -54,7 +57,8 @@ def compiled() -> list[dict[str, Any]]:
 
 
 def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, Any]]) -> None:
-    assert len(compiled) == 7 * len(CAPABILITIES) - 2
+    # All of them, those without NVFP4, and those without FP8.
+    assert len(compiled) == 10 * 4 + 7 * 2 + 5 * 2
     for each in compiled:
         major, minor = each["capability"]
         assert each["image"].startswith("\x7fELF")
@@ -66,15 +70,19 @@ def test_each_capability_has_an_image_of_each_kernel(compiled: list[dict[str, An
 
 
 def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
-    """In 16 bits, and in FP8 where Triton multiplies so few rows in it; elsewhere, codes become float16, which is exact."""
+    """In 16 bits, and in FP8 or NVFP4 where Triton multiplies so few rows in it; elsewhere, codes become float16, exactly."""
     for each in compiled:
-        wanted = "bf16.bf16"
-        if "fp8" in each["name"]:
-            wanted = "e4m3.e4m3" if each["capability"] in ([8, 9], [12, 0]) else "f16.f16"
-        if each["name"].startswith("sort_rows"):
+        wanted = "bf16.bf16.f32"
+        if "-nvfp4" in each["name"]:
+            native = each["capability"] == [12, 0]
+            wanted = "scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3" if native else "f16.f16.f32"
+        elif "-fp8" in each["name"]:
+            native = each["capability"] in ([8, 9], [12, 0])
+            wanted = "e4m3.e4m3.f32" if native else "f16.f16.f32"
+        if each["name"].startswith(("sort_rows", "round_rows")):
             assert instruction(each["ptx"]) == ""
         else:
-            assert instruction(each["ptx"]).endswith(f".f32.{wanted}.f32"), each["name"]
+            assert instruction(each["ptx"]).endswith(wanted), (each["name"], each["capability"])
 
 
 def test_arguments_are_in_the_order_in_which_the_runtime_gives_them(

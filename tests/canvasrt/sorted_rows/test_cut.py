@@ -78,8 +78,12 @@ def test_fp8_experts_get_rounded_tokens(quantized: Callable[..., Quantized]) -> 
     assert "layers.0.experts.gate_up.input_scale" in first.graph.initializers
 
 
-def test_int4_experts_get_tokens_as_they_are(quantized: Callable[..., Quantized]) -> None:
-    first, *_ = cut_body(ir.load(quantized("int4").file))
+@pytest.mark.parametrize("format", ["int4", "nvfp4"])
+def test_other_experts_get_tokens_as_they_are(
+    quantized: Callable[..., Quantized], format: str
+) -> None:
+    """Kernels round them to NVFP4."""
+    first, *_ = cut_body(ir.load(quantized(format, ("experts.",)).file))
     assert shape(first.graph.outputs, "own") == f"BFLOAT16 batch, length, {D}"
 
 

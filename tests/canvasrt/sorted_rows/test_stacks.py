@@ -45,26 +45,34 @@ def stacks(format: str, made: Quantized):
         for form, stack, name in zip(
             forms, (layer.gate_up, layer.down), ("gate_up", "down"), strict=True
         ):
-            values, scales = (
+            values, blocks, scales = (
                 np.frombuffer(data, np.uint8, size, begin)
-                for begin, size in (stack.values, stack.scales)
+                for begin, size in (stack.values, stack.blocks, stack.scales)
             )
             assert stack.kernel == form.name
-            yield form, values, scales, made.packed[f"layers.{number}.experts.{name}"], layer
+            yield (
+                form,
+                values,
+                blocks,
+                scales,
+                made.packed[f"layers.{number}.experts.{name}"],
+                layer,
+            )
 
 
 def test_int4(quantized: Callable[..., Quantized]) -> None:
-    for form, values, scales, packed, _ in stacks("int4", quantized("int4")):
+    for form, values, blocks, scales, packed, _ in stacks("int4", quantized("int4")):
         assert form.block == form.width // packed.block_scales.shape[-1]
         codes = from_steps(values, form.width, inputs_per_step(form))
         pairs = packed.values.reshape(-1, form.width // 2)
         assert (codes[:, 0::2] == pairs & 15).all()
         assert (codes[:, 1::2] == pairs >> 4).all()
-        assert scales.tobytes() == lowbits.to_bf16(packed.block_scales).tobytes()
+        assert blocks.tobytes() == lowbits.to_bf16(packed.block_scales).tobytes()
+        assert not scales.size
 
 
 def output_scales(packed: Packed) -> np.ndarray:
-    """What FP8 codes are worth, times what their inputs are."""
+    """What FP8 or NVFP4 codes are worth, times what their inputs are."""
     factor = np.float32(1) if packed.factor is None else packed.factor
     factor = lowbits.from_bf16(lowbits.to_bf16(factor)).reshape(np.shape(factor))
     rows = (SIZES.experts, packed.shape[1])
@@ -74,7 +82,9 @@ def output_scales(packed: Packed) -> np.ndarray:
 @pytest.mark.parametrize("weights", ["per_tensor", "per_channel"])
 def test_fp8(quantized: Callable[..., Quantized], weights: str) -> None:
     made = quantized("fp8", ("experts.",), weights)
-    for form, values, scales, packed, layer in stacks("fp8", made):
+    for form, values, blocks, scales, packed, layer in stacks("fp8", made):
+        assert not blocks.size
+        assert layer.rounding is None  # the piece does it
         assert values.tobytes() == packed.values.tobytes()
         found = scales.view(np.float32).reshape(SIZES.experts, -1)
         np.testing.assert_array_equal(found, output_scales(packed))
@@ -95,9 +105,17 @@ def test_plain(plain_graphs: Bundle) -> None:
     assert experts.dtype == "bfloat16"
 
 
-def test_nvfp4_is_refused(quantized: Callable[..., Quantized]) -> None:
-    with pytest.raises(CanvasError, match="do not support experts in nvfp4"):
-        taken(quantized("nvfp4"), "nvfp4")
+@pytest.mark.parametrize("weights", ["max", "mse"])
+def test_nvfp4(quantized: Callable[..., Quantized], weights: str) -> None:
+    made = quantized("nvfp4", ("experts.",), weights)
+    for form, values, blocks, scales, packed, layer in stacks("nvfp4", made):
+        assert values.tobytes() == packed.values.tobytes()
+        assert blocks.tobytes() == packed.block_scales.tobytes()
+        found = scales.view(np.float32).reshape(SIZES.experts, -1)
+        np.testing.assert_array_equal(found, output_scales(packed))
+        assert layer.rounding == "round_rows-bfloat16"
+        scale = layer.inner_scale if form.function == "down" else layer.input_scale
+        assert scale == np.float32(packed.input_scale)
 
 
 @pytest.mark.parametrize(("width", "block", "step"), [(64, 64, 64), (128, 32, 64), (96, 16, 32)])

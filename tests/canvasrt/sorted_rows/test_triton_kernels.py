@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from canvasrt.formats import E4M3
+from canvasrt.formats import E2M1, E4M3
 from canvasrt.graphs import lowbits
 from canvasrt.sorted_rows.description import (
     BLOCK_ROWS,
@@ -25,6 +25,7 @@ from tests.helpers.rounding import to_e4m3
 
 SIZES = ExpertSizes(experts=5, top_k=3, size=96, inner=80)
 Routing = Callable[[int, torch.Generator], Tensor]
+NONE = torch.zeros(1)
 
 
 def even(tokens: int, random: torch.Generator) -> Tensor:
@@ -60,10 +61,11 @@ class Layer:
     def _rows(self, *first: Tensor) -> list[Tensor]:
         return [*first, self.order, self.counts]
 
-    def run(self, form: KernelForm, x: Tensor, values: Tensor, scales: Tensor, out: Tensor, scale: float = 1.0) -> None:  # fmt: skip
+    def run(self, form: KernelForm, x: Tensor, parts: Sequence[Tensor], out: Tensor, scale: float = 1.0, capability=(8, 9)) -> None:  # fmt: skip
+        """`parts`: the weights' values, and the scales of blocks and of outputs, if there are any."""
         programs = -(-form.outputs // PROGRAM_OUTPUTS)
-        arguments = [x, values, scales, *self._rows(), out, self.tokens, scale]
-        interpret(form, (self.sizes.blocks(self.tokens), programs), arguments)
+        arguments = [x, *parts, *(3 - len(parts)) * [NONE], *self._rows(), out, self.tokens, scale]
+        interpret(form, (self.sizes.blocks(self.tokens), programs), arguments, capability)
 
     def inner(self, dtype: torch.dtype = torch.float32) -> Tensor:
         rows = self.sizes.blocks(self.tokens) * BLOCK_ROWS
@@ -74,9 +76,8 @@ class Layer:
         inner = self.inner(x.dtype)
         dtype = str(x.dtype).removeprefix("torch.")
         result = torch.full((self.sizes.top_k, *x.shape), -9.0).to(x.dtype)
-        none = torch.zeros(1)
-        self.run(KernelForm("gate_up", self.sizes, dtype), x, gate_up, none, inner)
-        self.run(KernelForm("down", self.sizes, dtype), inner, down, none, result)
+        self.run(KernelForm("gate_up", self.sizes, dtype), x, [gate_up], inner)
+        self.run(KernelForm("down", self.sizes, dtype), inner, [down], result)
         return result
 
 
@@ -189,7 +190,7 @@ def test_int4_codes_and_scales(block: int, dtype: torch.dtype) -> None:
     ):
         form = KernelForm(function, sizes, name, "int4", None, block)
         packed = in_steps(codes, form.width, inputs_per_step(form))
-        layer.run(form, source, torch.from_numpy(packed), scales, to)
+        layer.run(form, source, [torch.from_numpy(packed), scales], to)
     wanted = expected(layer, x.float(), stored[0][2], stored[1][2])
     error = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.01}
     torch.testing.assert_close(result.float(), wanted, **error)
@@ -209,9 +210,9 @@ def test_fp8_codes_and_scales() -> None:
     inner = layer.inner(torch.float8_e4m3fn)
     result = torch.full((SIZES.top_k, 20, SIZES.size), -9.0)
     first = KernelForm("gate_up", SIZES, "float32", "fp8", "fp8")
-    layer.run(first, x, stored[0], each[0] * scales[0], inner, scales[1])
+    layer.run(first, x, [stored[0], NONE, each[0] * scales[0]], inner, scales[1])
     last = KernelForm("down", SIZES, "float32", "fp8")
-    layer.run(last, inner, stored[1], each[1] * scales[1], result)
+    layer.run(last, inner, [stored[1], NONE, each[1] * scales[1]], result)
     for token in range(20):
         for choice, expert in enumerate(layer.index[token].tolist()):
             both = wide[0][expert] @ x[token].float() * each[0][expert] * scales[0]
@@ -219,5 +220,87 @@ def test_fp8_codes_and_scales() -> None:
             states = F.gelu(gate, approximate="tanh") * up / scales[1]
             rounded = lowbits.numbers_of(E4M3, to_e4m3(states.numpy()))
             wanted = wide[1][expert] @ torch.from_numpy(rounded) * each[1][expert] * scales[1]
+            # A state on the edge between two codes may go either way.
+            torch.testing.assert_close(result[choice, token], wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))  # fmt: skip
+
+
+def to_nvfp4(x: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return codes of `x` `[…, n]`, two per byte, the blocks' scales in E4M3, and the numbers that both stand for."""
+    blocks = x.reshape(*x.shape[:-1], -1, 16)
+    scales = to_e4m3(np.abs(blocks).max(-1) / 6 / whole)
+    step = (lowbits.numbers_of(E4M3, scales) * np.float32(whole))[..., None]
+    numbers = lowbits.values_of(E2M1)[:8]
+    # The nearest; of two, the one with the even code.
+    distance = np.abs(np.abs(blocks / np.where(step > 0, step, 1))[..., None] - numbers)
+    order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+    codes = order[distance[..., order].argmin(-1)] | (blocks < 0) << 3
+    packed = lowbits.pack(codes.reshape(x.shape).astype(np.uint8))
+    return packed, scales, lowbits.dequantize("nvfp4", packed, whole, scales)
+
+
+def halves_of_steps(
+    random: np.random.Generator, shape: tuple[int, ...], whole: float
+) -> np.ndarray:
+    """Return numbers of which many lie between two codes: quarters of the step of blocks whose scale is a power of two."""
+    x = random.integers(-24, 25, shape).astype(np.float32) / 4
+    x.reshape(-1, 16)[:, 0] = 6
+    x.reshape(-1, 16)[::3] *= 2
+    x.reshape(-1, 16)[5] = 0
+    return x * whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
+    """Ties to even, saturating, and nothing beside the rows."""
+    random, whole = np.random.default_rng(0), 0.125
+    x = halves_of_steps(random, (20, SIZES.size), whole)
+    x[3] = random.standard_normal(SIZES.size) * 3e4  # beyond the largest scale
+    x = torch.from_numpy(x).to(dtype)
+    codes, scales, _ = to_nvfp4(x.float().numpy(), whole)
+    out = torch.full((20 * SIZES.size * 9 // 16 + 5,), 77, dtype=torch.uint8)
+    form = KernelForm("round_rows", SIZES, str(dtype).removeprefix("torch."))
+    interpret(form, (2, -(-SIZES.size // PROGRAM_OUTPUTS)), [x, out, 20, whole])
+    begin = codes.size
+    ours = lowbits.numbers_of(E2M1, out[:begin].numpy().reshape(codes.shape))
+    # Zero has two codes.
+    np.testing.assert_array_equal(ours, lowbits.numbers_of(E2M1, codes))
+    assert out[begin : begin + scales.size].numpy().tobytes() == scales.tobytes()
+    assert (out[begin + scales.size :] == 77).all()
+
+
+@pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
+@pytest.mark.parametrize("routing", [even, skewed])
+def test_nvfp4_codes_and_scales(routing: Routing, capability: tuple[int, int]) -> None:
+    """By tensor cores' scaled product, or in float16: with the same numbers."""
+    layer = Layer(40, routing, padding=9)
+    random, wholes = np.random.default_rng(0), (0.01, 0.02)
+    parts, wide = [], []
+    for (out, width), whole in zip(
+        ((2 * SIZES.inner, SIZES.size), (SIZES.size, SIZES.inner)), wholes, strict=True
+    ):
+        weights = random.standard_normal((SIZES.experts, out, width)).astype(np.float32)
+        codes, blocks, numbers = to_nvfp4(weights, 0.001)
+        factor = random.uniform(0.5, 2, (SIZES.experts, out)).astype(np.float32)
+        wide.append(numbers * factor[..., None])
+        outputs = torch.from_numpy(factor * np.float32(0.001 * whole))
+        parts.append([torch.from_numpy(codes), torch.from_numpy(blocks), outputs])
+    x = random.standard_normal((40, SIZES.size)).astype(np.float32)
+    codes, blocks, x = to_nvfp4(x, wholes[0])
+    taken = torch.from_numpy(np.concatenate([codes.reshape(-1), blocks.reshape(-1)]))
+    inner = torch.full((SIZES.blocks(40) * BLOCK_ROWS * SIZES.inner,), 255, dtype=torch.uint8)
+    result = torch.full((SIZES.top_k, 40, SIZES.size), -9.0)
+    first = KernelForm("gate_up", SIZES, "float32", "nvfp4", "nvfp4")
+    layer.run(first, taken, parts[0], inner, wholes[1], capability)
+    last = KernelForm("down", SIZES, "float32", "nvfp4")
+    layer.run(last, inner, parts[1], result, 1.0, capability)
+    for token in range(40):
+        for choice, expert in enumerate(layer.index[token].tolist()):
+            if layer.positions[token] < 0:
+                assert (result[choice, token] == -9).all()
+                continue
+            gate, up = torch.from_numpy(wide[0][expert] @ x[token]).chunk(2)
+            states = F.gelu(gate, approximate="tanh") * up
+            _, _, rounded = to_nvfp4(states.numpy(), wholes[1])
+            wanted = torch.from_numpy(wide[1][expert] @ rounded)
             # A state on the edge between two codes may go either way.
             torch.testing.assert_close(result[choice, token], wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))  # fmt: skip
