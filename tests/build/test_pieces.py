@@ -11,7 +11,7 @@ import pytest
 
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize_graphs
 from canvasrt.kernels.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT, is_own
