@@ -9,7 +9,9 @@ import pytest
 
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.defaults import SLOTTED
 from canvasrt.pipeline import build_bundle
+from tests.conftest import Command
 
 # The released widths and head sizes, with as few experts and tokens as leave every kernel as it is. Each token has as
 # many experts as there: sums over fewer are fused with more.
@@ -18,22 +20,31 @@ WIDTHS = {"num_experts": 10, "top_k_experts": 8, "vocab_size": 4096}
 AMAX = 8.0
 OPTIONS = BuildOptions(max_context=4096, max_batch=4)
 
-Released = Callable[[str, str], Bundle]
+Released = Callable[..., Bundle]
 
 
 @pytest.fixture(scope="session")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Released:
-    """Return a function that builds engines of two sliding layers and a full one, once per recipe and target."""
+def released(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Released:
+    """Return a function that builds engines of two sliding layers and a full one, once per recipe, target and form of the
+    experts."""
     pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
     folder = tmp_path_factory.mktemp("released")
-    made: dict[tuple[str, str], Bundle] = {}
+    made: dict[tuple[str, str, str], Bundle] = {}
 
-    def engines(recipe: str, target: str) -> Bundle:
-        if (recipe, target) not in made:
-            graphs = _graphs(folder, recipe)
-            out = folder / f"{recipe}-{target}"
-            made[recipe, target] = build_bundle(graphs.path, target, out, OPTIONS)
-        return made[recipe, target]
+    def engines(recipe: str, target: str, experts: str = SLOTTED) -> Bundle:
+        key = recipe, target, experts
+        if key not in made:
+            graphs, out = _graphs(folder, recipe).path, folder / "-".join(key)
+            if experts == SLOTTED:
+                build_bundle(graphs, target, out, OPTIONS)
+            else:
+                # In a process, where Triton the language compiles even if it interprets in this one.
+                sizes = ("--max-context", OPTIONS.max_context, "--max-batch", OPTIONS.max_batch)
+                line = ("build", graphs, "-t", target, "-o", out, *sizes, "--experts", experts)
+                done = command(*line)
+                assert done.returncode == 0, done.stderr
+            made[key] = load_bundle(out, check=False)
+        return made[key]
 
     return engines
 

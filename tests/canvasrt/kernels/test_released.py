@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.defaults import FOLDED_HEADS
+from canvasrt.defaults import FOLDED_HEADS, SORTED
 from canvasrt.kernels import cost, group, store
 from canvasrt.kernels.dims import UNKNOWN, volume
 from canvasrt.kernels.parse import Kernel
 from canvasrt.recipes.recipe import load_recipe
+from canvasrt.sorted_rows.description import BLOCK_ROWS
 from tests.canvasrt.kernels.conftest import WIDTHS, Released
 
 TARGETS = [
@@ -41,6 +42,9 @@ TARGETS = [
     ("fp8", "dgx-spark"),
     ("int4", "dgx-spark"),
     ("bf16", "dgx-spark"),
+    ("int4", "rtx-4090", SORTED),
+    ("fp8", "rtx-pro-6000", SORTED),
+    ("nvfp4", "rtx-5090", SORTED),
 ]
 # What a weight of each number format is stored as, and what its product runs in.
 PRODUCTS = {
@@ -74,6 +78,8 @@ SIZES = {
     "capacity": 64,
     "gate_rows": 64,
     "gate_queues": E,
+    # Of every expert, half of a block is empty.
+    "sorted_rows": 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2,
 }
 # A short encoding pass has a slot for each token.
 SIZES_BY_PROGRAM = {"denoise": SIZES, "encode": SIZES | {"capacity": 256, "gate_rows": 256}}
@@ -117,7 +123,7 @@ def test_every_profile_has_its_kernels_and_every_size_a_name(built: Bundle) -> N
 def test_what_is_read_is_what_was_written_or_an_even_part_of_it(built: Bundle) -> None:
     """Odd sizes show when one dimension's name was taken for another's."""
     odd = {"batch": 3, "length": 131, "octets_sliding": 39, "octets_full": 97, "capacity": 61}
-    odd |= {"gate_rows": 61, "gate_queues": E}
+    odd |= {"gate_rows": 61, "gate_queues": E, "sorted_rows": 61}
     for segment, profile, kernels in all_programs(built):
         sizes = odd | ({} if profile == "encode" else {"length": 256})
         sizes |= {"batch": 1} if profile == "denoise" else {}
@@ -203,7 +209,8 @@ def test_softmaxes_are_computed_in_fp32(built: Bundle) -> None:
         exp = f"layers.{FULL}.router/node_exp"
         (router,) = [k for k in inside if any(node.startswith(exp) for node in k.nodes)]
         top = [each.dtype for each in router.inputs if each.dims[-1] == WIDTHS["top_k_experts"]]
-        assert set(top) == {"Float", "Int64"}, (profile, top)
+        # The others are the experts' numbers.
+        assert set(top) - {"Int32", "Int64"} == {"Float"}, (profile, top)
         attention = [k for k in inside if "Exp" in cost.step_names(k) and k is not router]
         # Of each piece, one over the cached keys and one over the new ones; and those that merge them.
         assert len(attention) >= 2 * pieces(built), profile
@@ -264,6 +271,13 @@ def test_attention_with_heads_of_256_is_one_kernel(built: Bundle) -> None:
         assert not [k.name for k in inside if cost.is_product(k) and cost.weight(k) is None]
 
 
+def pair_of(bundle: Bundle) -> str:
+    """Return what limits go by: recipe and compute capability, and the form of the experts if it is not the default."""
+    target, experts = bundle.manifest.target, bundle.manifest.options.get("experts")
+    assert target is not None
+    return ", ".join([recipe_name(bundle), target["compute_capability"], *filter(None, [experts])])
+
+
 def measured(bundle: Bundle) -> dict[str, Any]:
     """Return each program's kernels per layer and in the head, and the bytes that they move when one canvas is denoised
     or encoded: those of products, and all others."""
@@ -294,9 +308,7 @@ def moved(kernels: Sequence[Kernel], inside: Sequence[Kernel], program: str) -> 
 
 def test_kernels_and_bytes_stay_within_their_limits(built: Bundle) -> None:
     """`limits.json` has today's figures. Lower ones are written there too, so that they cannot grow back unnoticed."""
-    recipe, target = recipe_name(built), built.manifest.target
-    assert target is not None
-    limits = json.loads(LIMITS.read_text())[f"{recipe}, {target['compute_capability']}"]
+    limits = json.loads(LIMITS.read_text())[pair_of(built)]
     found = measured(built)
     assert {where: set(held) for where, held in limits.items()} == {
         where: set(held) for where, held in found.items()
