@@ -206,11 +206,13 @@ class Plan:
             return "from another checkpoint or other graphs"
         if (manifest.target or {}).get("name") != self.target.name:
             return f"for another target ({(manifest.target or {}).get('name')})"
-        wanted = {"experts": None} | self.options
+        # A manifest says nothing of slots, which are the default.
+        wanted = self.options | {"experts": self.experts}
+        made = {"experts": SLOTTED} | manifest.options
         changed = [
-            _change(name, manifest.options.get(name), value)
+            _change(name, made.get(name), value)
             for name, value in wanted.items()
-            if manifest.options.get(name) != value
+            if made.get(name) != value
         ]
         if changed:
             return "with other options: " + "; ".join(changed)

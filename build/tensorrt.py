@@ -22,7 +22,15 @@ from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.hashes import hash_files
-from canvasrt.kernels import builder_log, dims, parse, resolve, store, tensor_shapes
+from canvasrt.kernels import (
+    builder_log,
+    dims,
+    fused_attention,
+    parse,
+    resolve,
+    store,
+    tensor_shapes,
+)
 from canvasrt.machine import BUILDER_MODULES, available_bytes
 from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
@@ -265,5 +273,5 @@ def _files(graphs: Bundle, entry: Json) -> list[str]:
 @cache
 def _code() -> str:
     """Return a hash of how engines are built, so that a change of it invalidates the cache."""
-    listing = (builder_log, dims, parse, resolve, tensor_shapes, store)
+    listing = (builder_log, dims, fused_attention, parse, resolve, tensor_shapes, store)
     return code_hash([Path(str(each.__file__)) for each in (compile, *listing)])

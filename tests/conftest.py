@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["CANVASRT_CACHE"] = str(shared / "canvasrt-cache")
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Undo what a command does to the log of its process, which is the tests' own if `run` is called here."""
+    root, product = logging.getLogger(), logging.getLogger("canvasrt")
+    before = [(each, each.level, list(each.handlers)) for each in (root, product)]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        for handler in set(logger.handlers) - set(handlers):
+            logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from canvasrt.errors import CanvasError
 from canvasrt.formats import ALL_CODES
 from canvasrt.kernels.dims import UNKNOWN, evaluate, volume
+from canvasrt.kernels.fused_attention import is_attention, keys_per_query, queries
 from canvasrt.kernels.parse import Kernel, KernelTensor
 
 DimSizes = Mapping[str, int]
@@ -36,7 +37,6 @@ _FORMATS = {each.builder: each.rates[0] for each in ALL_CODES.values() if each.r
 }
 # Parts of tensor cores' instructions, by the format that they multiply; others multiply 16 bits.
 _INSTRUCTIONS = {"fp4": "mxf4nvf4", "fp8": ".e4m3."}
-_ATTENTION = "mha"
 # The kinds of kernels of our own, between engines: a sort of rows by expert, rounding of rows, and products over sorted rows,
 # whose tactic is the instruction that multiplies.
 ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT = "row sort", "row rounding", "sorted product"
@@ -65,11 +65,6 @@ def launches(kernel: Kernel) -> bool:
 def is_own(kernel: Kernel) -> bool:
     """Return whether the kernel is canvasrt's, not the builder's."""
     return kernel.kind in (ROW_SORT, ROW_ROUNDING, SORTED_PRODUCT)
-
-
-def is_attention(kernel: Kernel) -> bool:
-    """Return whether the kernel is fused attention: both products and the softmax between them."""
-    return _ATTENTION in kernel.name.split("_")
 
 
 def is_product(kernel: Kernel) -> bool:
@@ -123,10 +118,10 @@ def _whole(kernels: Iterable[Kernel], sizes: DimSizes) -> dict[str, int]:
 def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     moved = _moved(kernel, sizes, whole)
     if is_attention(kernel):
-        key, _, query = kernel.inputs[:3]
+        asked = queries(kernel)
         # Scores, and their product with the values.
-        operations = 4.0 * volume(query.dims, sizes) * evaluate(key.dims[-2], sizes)
-        return Cost(moved, operations, _FORMATS[query.dtype], True)
+        operations = 4.0 * volume(asked.dims, sizes) * evaluate(keys_per_query(kernel), sizes)
+        return Cost(moved, operations, _FORMATS[asked.dtype], True)
     if kernel.kind == SORTED_PRODUCT:
         matrix = weight(kernel)
         assert matrix is not None

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from canvasrt.kernels.cost import is_attention, is_product, step_names, weight
+from canvasrt.kernels.cost import is_product, step_names, weight
+from canvasrt.kernels.fused_attention import is_attention
 from canvasrt.kernels.parse import Kernel
 
 ATTENTION, ROUTING, EXPERTS, MLP = "attention", "routing", "experts", "shared MLP"

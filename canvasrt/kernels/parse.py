@@ -135,6 +135,14 @@ def _without_profile(kernel: Kernel) -> Kernel:
     )
 
 
-def base_name(name: str) -> str:
-    """Strip the builder's suffixes from a tensor's name: `layer_0/linear.1_83_myl3` → `layer_0/linear`."""
-    return re.sub(r"(\.\d+)?(_\d+)?(_myl\d+)?$", "", name)
+def graph_names(name: str) -> list[str]:
+    """Return what the graph may call a tensor, the likeliest first: `layer_0/linear.1_83_myl3` may be `layer_0/linear`.
+
+    A number belongs to the graph's own name in `new_key_0` and `layer_0/add_264_myl3`.
+    """
+    found = [name]
+    for suffix in (r"_myl\d+(@\d+)?$", r"_\d+$", r"\.\d+$"):
+        shorter = re.sub(suffix, "", found[-1])
+        if shorter != found[-1]:
+            found.append(shorter)
+    return found

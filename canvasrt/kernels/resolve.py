@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from canvasrt.kernels.dims import UNKNOWN, fix, times
-from canvasrt.kernels.parse import UNRESOLVED, Kernel, KernelTensor, base_name
+from canvasrt.kernels.fused_attention import is_attention, operands
+from canvasrt.kernels.parse import UNRESOLVED, Kernel, KernelTensor, graph_names
 from canvasrt.kernels.tensor_shapes import Dims, Node, Shapes
 
 # The layout of NVFP4's block scales for tensor cores: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
 _TILE_ROWS = 128
+# The parsed network names the layer that reads attention's operands after the graph's node.
+_ATTENTION_INPUTS = "_AttentionInput"
 
 
 def resolve_sizes(
@@ -21,6 +24,8 @@ def resolve_sizes(
     `fixed` holds the dimensions that have a single size in this profile.
     """
     resolver = _Resolver(shapes, fixed or {})
+    for kernel in filter(is_attention, kernels):
+        resolver.see_attention(kernel)
     found = [resolver.kernel(kernel) for kernel in kernels]
     # Some tensors are recognised only when a later kernel reads them.
     return [resolver.kernel(kernel) for kernel in found]
@@ -58,6 +63,21 @@ class _Resolver:
             outputs=outputs,
         )
 
+    def see_attention(self, kernel: Kernel) -> None:
+        """Learn the shapes of what attention reads from the graph's node.
+
+        The kernel that writes it fuses many nodes: a past alone would fit there as well as the past with new keys.
+        """
+        reading = [f"{name}{_ATTENTION_INPUTS}" for name in kernel.nodes]
+        nodes = [self.nodes[name] for name in reading if name in self.nodes]
+        for node in nodes:
+            for operand, tensor in operands(kernel).items():
+                _, dims = node.inputs[operand]
+                transposed = (*dims[:-2], dims[-1], dims[-2])
+                found = closest(tensor.dims, [dims, transposed])
+                if found is not None:
+                    self.known.setdefault(tensor.name, found)
+
     def _tensor(self, tensor: KernelTensor, candidates: Iterable[Dims]) -> KernelTensor:
         if not any(dim in (UNRESOLVED, UNKNOWN) for dim in tensor.dims):
             self.known.setdefault(tensor.name, tensor.dims)
@@ -75,9 +95,7 @@ class _Resolver:
         """Yield the shape found for the tensor before, and that of the graph's tensor of the same name."""
         if tensor.name in self.known:
             yield self.known[tensor.name]
-        name = base_name(tensor.name)
-        if name in self.tensors:
-            yield self.tensors[name]
+        yield from (self.tensors[name] for name in graph_names(tensor.name) if name in self.tensors)
 
 
 def _with_read(tensor: KernelTensor, taken: Iterable[tuple[Dims, Dims]]) -> KernelTensor:
@@ -94,7 +112,7 @@ def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:
     A sum over tokens, `[1, E, C]`, must not be taken for a reshape of its operand, `[T, E, C]`.
     """
     known = [each for each in candidates if UNKNOWN not in each]
-    for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, _reduced):
+    for attempt in (_same_axes, _squeezed, _grouped, _permuted, _tiled, _reduced, _widened):
         for candidate in known:
             dims = attempt(wanted, candidate)
             if dims is not None:
@@ -197,3 +215,14 @@ def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
     ):
         return None
     return tuple(other if size == UNRESOLVED else size for size, other in pairs)
+
+
+def _widened(wanted: Dims, candidate: Dims) -> Dims | None:
+    """Match the rows of a product with more columns: some are padding, or those of a second product beside it."""
+    if not wanted or not candidate:
+        return None
+    columns, width = wanted[-1], candidate[-1]
+    if not (isinstance(columns, int) and isinstance(width, int) and columns > width):
+        return None
+    found = _grouped(wanted[:-1], candidate[:-1])
+    return None if found is None else (*found, columns)

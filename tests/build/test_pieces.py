@@ -28,7 +28,7 @@ from tests.helpers.quantized import SHAPE, small_graphs
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 
-OPTIONS = ("--max-context", "1024", "--max-batch", "1", "--experts", "sorted")
+OPTIONS = ("--max-context", "1024", "--max-batch", "2", "--experts", "sorted")
 Built = Callable[..., tuple[Bundle, str]]
 
 
@@ -105,7 +105,7 @@ def test_standard_engines_are_not_taken_for_sorted_ones(
     line = ("build", graphs.path, "-t", "rtx", "-p", "bf16", "-o", bundle.path, *OPTIONS[:4])
     done = command(*line)
     assert done.returncode == 1
-    assert "made with other options: experts sorted, now None" in done.stderr
+    assert "made with other options: experts sorted, now slots" in done.stderr
 
 
 def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
@@ -161,6 +161,8 @@ def test_inspect_says_which_kernels_are_ours(bundle: Bundle, command: Command) -
     assert done.returncode == 0, done.stderr
     each = json.loads(done.stdout)["passes"]["denoise"]["each"]
     assert sum(row["ours"] for row in each) == 6
+    done = command("inspect", bundle.path, "--kernels", "--context", 512, "--batch", 2)
+    assert "batch 2 in passes of 2" in done.stdout, done.stderr
     text = command("inspect", bundle.path, "--kernels", "--context", 512).stdout
     assert "6 of them are canvasrt's own" in text
     assert "rows sorted by expert" in text

@@ -83,6 +83,22 @@ def test_fused_attention_counts_both_products() -> None:
     assert (cost.format, cost.is_product) == ("bf16", True)
 
 
+def test_fused_attention_of_heads_with_keys_of_their_own() -> None:
+    """The builder then lists queries first, and keys transposed."""
+    made = kernel(
+        name="_gemm_mha_v2_myl3_8",
+        inputs=[
+            KernelTensor("q", "BFloat16", (16, 256, 128)),
+            KernelTensor("k", "BFloat16", (16, 128, "past_full+256")),
+            KernelTensor("mask", "BFloat16", (1, 1, 256, "past_full+256")),
+            KernelTensor("v", "BFloat16", (16, "past_full+256", 128)),
+        ],
+        outputs=[KernelTensor("o", "BFloat16", (16, 256, 128))],
+    )
+    (cost,) = costs([made], SIZES)
+    assert cost.operations == 2 * 2 * 16 * 256 * 1256 * 128
+
+
 def test_parts_of_one_tensor_are_read_once() -> None:
     whole = kernel(
         "gemm",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from canvasrt.kernels.parse import Kernel, KernelTensor
+from canvasrt.kernels.parse import Kernel, KernelTensor, graph_names
 from canvasrt.kernels.resolve import closest, resolve_sizes
 from canvasrt.kernels.tensor_shapes import Node, Shapes
 
@@ -26,6 +26,11 @@ BODY = ("batch", "length", 2816)
         ((-1, 77), BODY, None),
         ((-1, 2816), (256, 2816), None),
         ((128, -1), (64, "capacity"), None),
+        # A router of 5 experts has 6 columns; three products side by side have all of their columns.
+        ((1, -1, 6), (1, "length", 5), (1, "length", 6)),
+        ((-1, 192), ("batch", "length", 64), ("batch*length", 192)),
+        ((1, -1, 192), (1, "length", 64), (1, "length", 192)),
+        ((1, -1, 3), (1, "length", 5), None),
     ],
 )
 def test_a_printed_shape_is_one_of_the_graph_s(
@@ -74,3 +79,63 @@ def test_a_shape_that_nothing_tells_stays_unknown() -> None:
     lost = Kernel("a", "kgen", (KernelTensor("t", "Float", (-1, 5)),), (), (), "", ())
     (found,) = resolve_sizes([lost], Shapes({}, {}))
     assert found.inputs[0].dims == ("?", 5)
+
+
+PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "printed"),
+    [
+        # Heads that share keys.
+        (
+            2,
+            2,
+            {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32), "mask": (2, 1, -1, -1)},
+        ),
+        # A head of its own for each key: transposed, with batch and heads on one axis.
+        (1, 4, {"q": (4, -1, 32), "k": (4, 32, -1), "mask": (1, 1, -1, -1), "v": (4, -1, 32)}),
+        (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "mask": (2, 1, -1, -1), "v": (8, -1, 32)}),
+    ],
+)
+def test_attention_reads_the_past_and_the_new_keys(
+    batch: int, heads: int, printed: dict[str, tuple[int, ...]]
+) -> None:
+    """Keys and values are written by a kernel of many nodes, most of whose shapes fit them as well."""
+    queries, keys = (batch, 4, "length", 32), (batch, heads, JOINED, 32)
+    read = [queries, keys, keys, (batch, 1, "length", JOINED)]
+    nodes = {
+        "attend": Node([("x", queries)], [("y", queries)]),
+        "attend_AttentionInput": Node([("", each) for each in read], [("x", queries)]),
+        "past": Node([], [("past", (batch, heads, PAST, 32))]),
+    }
+    tensors = {name: KernelTensor(name, "BFloat16", dims) for name, dims in printed.items()}
+    joined = tuple(tensors[name] for name in ("k", "v"))
+    attention = Kernel(
+        "_gemm_mha_v2_myl1_5",
+        "kgen",
+        tuple(tensors.values()),
+        (),
+        (KernelTensor("o", "BFloat16", (batch * 4, -1, 32)),),
+        "",
+        ("attend",),
+    )
+    join = Kernel("join", "kgen", (), (), joined, "", ("attend", "past"))
+    made, fused = resolve_sizes([join, attention], Shapes({}, nodes))
+    named = {"q": ("length",), "k": (JOINED,), "v": (JOINED,), "mask": ("length", JOINED)}
+    for each in (*made.outputs, *fused.inputs):
+        assert tuple(dim for dim in each.dims if isinstance(dim, str)) == named[each.name]
+        assert [d for d in each.dims if d in printed[each.name]] == [
+            d for d in printed[each.name] if d != -1
+        ]
+
+
+def test_a_number_may_be_part_of_the_graph_s_own_name() -> None:
+    assert "layer_0/linear" in graph_names("layer_0/linear.1_83_myl3")
+    assert graph_names("layer_0/add_264_myl3")[1] == "layer_0/add_264"
+    key = Kernel(
+        "k", "kgen", (), (), (KernelTensor("new_key_0", "Half", (1, 2, -1, 32)),), "", ("cat",)
+    )
+    nodes = {"cat": Node([], [("past", (1, 2, PAST, 32))])}
+    (found,) = resolve_sizes([key], Shapes({"new_key_0": (1, 2, "length", 32)}, nodes))
+    assert found.outputs[0].dims == (1, 2, "length", 32)

@@ -1,0 +1,47 @@
+"""Fused attention: both products and the softmax between them, in one kernel."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from canvasrt.kernels.dims import Dim
+from canvasrt.kernels.parse import Kernel, KernelTensor
+
+_MARK = "mha"
+
+
+class Operand(IntEnum):
+    """What attention reads, in the order in which the graph's node reads it."""
+
+    QUERIES = 0
+    KEYS = 1
+    VALUES = 2
+    MASK = 3
+
+
+# Heads that share keys read them as `[batch, heads, keys, width]`. If each head has keys of its own, they are transposed,
+# and batch and heads are one axis.
+_SHARED = (Operand.KEYS, Operand.VALUES, Operand.QUERIES, Operand.MASK)
+_OWN = (Operand.QUERIES, Operand.KEYS, Operand.MASK, Operand.VALUES)
+
+
+def is_attention(kernel: Kernel) -> bool:
+    """Return whether the kernel is fused attention."""
+    return _MARK in kernel.name.split("_")
+
+
+def operands(kernel: Kernel) -> dict[Operand, KernelTensor]:
+    """Return what the kernel reads, by what it is. The builder's order depends on whether heads share keys."""
+    shared = len(kernel.inputs[0].dims) > len(kernel.outputs[0].dims)
+    return dict(zip(_SHARED if shared else _OWN, kernel.inputs, strict=False))
+
+
+def queries(kernel: Kernel) -> KernelTensor:
+    """Return the queries."""
+    return operands(kernel)[Operand.QUERIES]
+
+
+def keys_per_query(kernel: Kernel) -> Dim:
+    """Return how many keys each query is compared with."""
+    keys = operands(kernel)[Operand.KEYS].dims
+    return keys[-2] if len(keys) > len(kernel.outputs[0].dims) else keys[-1]
