@@ -20,8 +20,8 @@ import numpy as np
 if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.few_experts import few_experts
 from bench.predict import LONGEST_CONTEXT, SEGMENTS
-from bench.shape import MADE_UP_AMAX
 from bench.slots import DRAWS, LAYERS, Loads, even, padded, skewed
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
@@ -34,9 +34,6 @@ from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pipeline import build_bundle
 from canvasrt.sorted_rows.description import BLOCK_ROWS
 
-# Of the released shape's experts: as many as a token has, and some. The vocabulary does not matter here.
-FEWER = {"num_experts": 10, "vocab_size": 4096}
-BUILT_LAYERS = 3
 # That share a pass in these engines.
 MOST_CANVASES = 4
 # How often each piece counts. Each computes the masks that it needs.
@@ -49,30 +46,7 @@ def engines(recipe: str, target: str, work: Path) -> Bundle:
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
     options = BuildOptions(max_context=LONGEST_CONTEXT, max_batch=MOST_CANVASES, experts=SORTED)
-    return build_bundle(_graphs(recipe, work), target, out, options)
-
-
-def _graphs(recipe: str, work: Path) -> Path:
-    from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export_graphs
-    from canvasrt.export.quantize.calibrate import Calibration
-    from canvasrt.export.quantize.quantize import quantize_graphs
-    from canvasrt.recipes.recipe import load_recipe
-
-    plain, out = work / "graphs-bf16", work / f"graphs-{recipe}"
-    if not plain.exists():
-        synthetic.SHAPES["fewer"] = synthetic.SHAPES["released"] | FEWER
-        checkpoint = work / "checkpoint"
-        synthetic.write_random_checkpoint(checkpoint, "fewer", layers=BUILT_LAYERS)
-        export_graphs(checkpoint, plain, precision="bf16")
-    if recipe == "bf16":
-        return plain
-    if not out.exists():
-        chosen, model = load_recipe(recipe), load_bundle(plain, check=False).manifest.model
-        amax = dict.fromkeys(chosen.formats(model), MADE_UP_AMAX)
-        made_up = Calibration(amax=amax, sha256="made up")
-        quantize_graphs(plain, out, chosen, calibration=made_up)
-    return out
+    return build_bundle(few_experts(recipe, work), target, out, options)
 
 
 class SortedPasses:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.few_experts import WIDTHS
 from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels.group import EXPERTS, HEAD
@@ -17,7 +18,7 @@ from canvasrt.kernels.rates import GPUS, find_gpu, measured
 from canvasrt.kernels.report import prediction_report
 from canvasrt.pass_shapes import usual_capacity
 from canvasrt.targets import TARGETS
-from tests.canvasrt.kernels.conftest import WIDTHS, Released
+from tests.canvasrt.kernels.conftest import Released
 
 GPU = find_gpu("rtx-5090")
 

@@ -1,6 +1,6 @@
 """Holds the released widths' kernels to their limits, for every capability and precision.
 
-Two sliding layers and a full one. The second sliding layer stands for all others; the first also has what all share.
+Engines of `bench.few_experts`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bench.few_experts import WIDTHS
 from canvasrt.bundle import Bundle
 from canvasrt.defaults import FOLDED_HEADS, SORTED
 from canvasrt.kernels import cost, group, store
@@ -22,7 +23,7 @@ from canvasrt.kernels.dims import UNKNOWN, volume
 from canvasrt.kernels.parse import Kernel
 from canvasrt.recipes.recipe import load_recipe
 from canvasrt.sorted_rows.description import BLOCK_ROWS
-from tests.canvasrt.kernels.conftest import WIDTHS, Released
+from tests.canvasrt.kernels.conftest import Released
 
 TARGETS = [
     ("bf16", "rtx-3090"),
