@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from canvasrt.checkpoints.released import released_model
-from canvasrt.formats import E4M3
+from canvasrt.formats import E4M3, formats_of
 from canvasrt.graphs import lowbits
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import kernel_arguments
@@ -248,6 +248,9 @@ def main(arguments: list[str] | None = None) -> int:
         model.num_experts, model.top_k_experts, model.hidden_size, model.moe_intermediate_size
     )
     format = None if options.format == "bf16" else options.format
+    if format and format not in formats_of(device.capability):
+        able = ", ".join(["bf16", *formats_of(device.capability)])
+        parser.error(f"--format {format}: {device.name} multiplies {able}")
     layer = LayerOnDevice(device, sizes, format, options.tokens)
     print(f"{device.name}, {options.format}, {options.tokens} tokens\n")
     kernels = ["sort", *(["round"] if format == "nvfp4" else []), "gate and up", "down"]

@@ -27,7 +27,7 @@ from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import LAYERS_PER_SEGMENT, SORTED
-from canvasrt.kernels.cost import SORTED_PRODUCT, costs
+from canvasrt.kernels.cost import SORTED_PRODUCT, Cost, costs, is_own
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
@@ -60,7 +60,8 @@ class SortedPasses:
         rows = Predictor(bundle).denoise(gpu, batch, context).rows
         bodies = [row for row in rows if row.segment != "head"]
         self._rest = sum(
-            row.seconds * PIECES[piece_of(row.kernel)]
+            (self._seconds(row.cost) if is_own(row.kernel) else row.seconds)
+            * PIECES[piece_of(row.kernel)]
             for row in bodies
             if row.kernel.kind != SORTED_PRODUCT
         )
@@ -77,7 +78,11 @@ class SortedPasses:
         once."""
         rows, used = int((-(-loads // BLOCK_ROWS)).sum()) * BLOCK_ROWS, int((loads > 0).sum())
         found = costs([_with_experts(each, used) for each in self._ours], {"sorted_rows": rows})
-        return sum(self._own.seconds(each.moved, each.operations, each.format) for each in found)
+        return sum(map(self._seconds, found))
+
+    def _seconds(self, cost: Cost) -> float:
+        """Return the seconds of a kernel of our own."""
+        return self._own.seconds(cost.moved, cost.operations, cost.format)
 
 
 def piece_of(kernel: Kernel) -> int:
@@ -98,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recipe", required=True)
     parser.add_argument("--target", required=True, help="what the engines are built for")
     parser.add_argument("--gpu", required=True, action="append", help="whose rates; several times")
-    parser.add_argument("--batch", type=int, default=1, help=f"canvases, up to {MOST_CANVASES}")
+    parser.add_argument("--batch", type=int, default=1, choices=(1, MOST_CANVASES), help="canvases")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument(
         "--share",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -306,10 +307,10 @@ def _check_experts(experts: str, target: Target, model: ModelConfig, formats: se
             "leave --experts out",
         )
     sizes = memory.expert_sizes(model)
-    for function in (GATE_UP_KERNEL, DOWN_KERNEL) if "int4" in formats else ():
-        form = KernelForm(function, sizes, "bfloat16", "int4")
-        # Refuses rows that its steps do not divide.
-        inputs_per_step(replace(form, block=FORMATS["int4"].block(form.width)))
+    for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
+        form = KernelForm(function, sizes, "bfloat16", format)
+        # Refuses formats without a kernel, and rows that its steps do not divide.
+        inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
 
 
 def _check_adapters(source: Source, adapters: Adapters) -> None:

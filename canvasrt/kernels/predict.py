@@ -21,12 +21,12 @@ from canvasrt.pass_shapes import (
     DENOISE,
     ENCODE,
     ROOMY,
-    SLOT_UNIT,
     in_units,
     round_up,
     usual_capacity,
     widths,
 )
+from canvasrt.sorted_rows.description import BLOCK_ROWS
 
 # Denoising steps that a block is assumed to take.
 PREDICTED_STEPS = 16
@@ -61,7 +61,7 @@ class CallSizes:
     def _sorted_rows(self, model: ModelConfig) -> int:
         """Return the rows that fill the experts' blocks with even routing: each expert's last block is half empty."""
         rows = self.batch * self.length * model.top_k_experts
-        return rows + min(rows, model.num_experts) * SLOT_UNIT // 2
+        return rows + min(rows, model.num_experts) * BLOCK_ROWS // 2
 
 
 @dataclass(frozen=True)

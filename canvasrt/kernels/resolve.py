@@ -72,6 +72,8 @@ class _Resolver:
         nodes = [self.nodes[name] for name in reading if name in self.nodes]
         for node in nodes:
             for operand, tensor in operands(kernel).items():
+                if operand >= len(node.inputs):  # attention without a mask
+                    continue
                 _, dims = node.inputs[operand]
                 transposed = (*dims[:-2], dims[-1], dims[-2])
                 found = closest(tensor.dims, [dims, transposed])

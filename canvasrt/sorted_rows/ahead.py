@@ -10,6 +10,7 @@ from canvasrt.extras import require
 from canvasrt.sorted_rows.description import (
     BLOCK_ROWS,
     DOWN_KERNEL,
+    FORMS,
     PROGRAM_OUTPUTS,
     ROUND,
     ROUNDED,
@@ -26,7 +27,6 @@ _TYPES = {
     "float8_e4m3fn": "fp8e4nv",
     "uint8": "u8",
 }
-_FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Where Triton multiplies blocks of 16 rows in NVFP4 on tensor cores. Elsewhere codes become float16, which is exact.
 _NATIVE_NVFP4 = ((12, 0),)
 # Tokens that the sort looks at at once.
@@ -109,8 +109,8 @@ def constants(form: KernelForm, capability: tuple[int, int]) -> dict[str, int]:
         "OUT": PROGRAM_OUTPUTS,
         "UNIT": inputs_per_step(form),
         "SCALED": form.block or 1,
-        "FORM": _FORMS[form.format],
-        "NEXT": _FORMS[form.following],
+        "FORM": FORMS[form.format],
+        "NEXT": FORMS[form.following],
         "NATIVE": int(capability in _NATIVE_NVFP4),
     }
 

@@ -18,7 +18,9 @@ SORTED_SUFFIX = ".sorted.json"
 BLOCK_ROWS = 16
 # Outputs per program.
 PROGRAM_OUTPUTS = 64
-# Formats whose products take rounded rows.
+# Formats of weights, as the numbers for which kernels are compiled. None stands for the activations' dtype.
+FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
+# Those whose products take rounded rows.
 ROUNDED = ("fp8", "nvfp4")
 # Values between pieces: what the experts take, and their result, a row for each choice and token.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
@@ -176,7 +178,7 @@ class SortedSegment:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CanvasError(
                 f"{file} cannot be read as a segment of sorted rows: {error}",
-                "build the bundle again with this version",
+                "remove the bundle, and build it again with this version",
             ) from error
 
     @classmethod
@@ -211,8 +213,12 @@ def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
 def inputs_per_step(form: KernelForm) -> int:
     """Return how many inputs a product takes per step. A step of INT4 holds its first half in the low bits.
 
-    Raises CanvasError for INT4 rows that do not fit.
+    Raises CanvasError for a format that no kernel multiplies, and for INT4 rows that do not fit.
     """
+    if form.format not in FORMS:
+        raise CanvasError(
+            f"sorted rows do not support experts in {form.format}", "build with --experts slots"
+        )
     if form.format in ROUNDED:
         return 64 if form.width % 128 else 128
     if form.format is None:

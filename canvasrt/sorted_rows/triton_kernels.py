@@ -163,13 +163,16 @@ def _add_nvfp4(
 def _to_nvfp4(x, whole, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Round float32 `[ROWS, WIDTH]` to NVFP4 with a scale `whole` of the tensor.
 
-    Returns two codes per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`.
+    Returns two codes per byte, `[ROWS, WIDTH / 2]`, and the bits of the blocks' scales, `[ROWS, WIDTH / 16]`. A block with NaN
+    or infinity has a scale of NaN. Divisions are exact, as the other `/` of Triton is not.
     """
     parts = tl.reshape(x, (ROWS, WIDTH // _SHARED, _SHARED))
-    share = tl.max(tl.abs(parts), 2) / _LARGEST_E2M1 / whole
-    scale = tl.minimum(share, _LARGEST_E4M3).to(tl.float8e4nv)
+    # E2M1 has no NaN, and a maximum ignores it; zero times NaN or infinity is NaN.
+    largest = tl.max(tl.abs(parts), 2) + tl.sum(parts * 0.0, 2)
+    share = tl.div_rn(tl.div_rn(largest, _LARGEST_E2M1), whole)
+    scale = tl.minimum(share, _LARGEST_E4M3, tl.PropagateNan.ALL).to(tl.float8e4nv)
     step = scale.to(tl.float32) * whole
-    size = tl.abs(parts) / tl.where(step > 0, step, 1.0)[:, :, None]
+    size = tl.div_rn(tl.abs(parts), tl.where(step > 0, step, 1.0)[:, :, None])
     # The codes whose number is nearest, ties to even.
     code = (size > 0.25).to(tl.uint8) + (size >= 0.75).to(tl.uint8) + (size > 1.25).to(tl.uint8)
     code += (size >= 1.75).to(tl.uint8) + (size > 2.5).to(tl.uint8)
@@ -220,7 +223,8 @@ def _gelu(x):
 def _store(out, x, mask, FORM: tl.constexpr, scale):
     """Write float32 numbers in the dtype of `out`; as the next product's FP8 inputs, over its scale."""
     if FORM == _FP8:
-        x = tl.minimum(tl.maximum(x / scale, -_LARGEST_E4M3), _LARGEST_E4M3)
+        x = tl.maximum(tl.div_rn(x, scale), -_LARGEST_E4M3, tl.PropagateNan.ALL)
+        x = tl.minimum(x, _LARGEST_E4M3, tl.PropagateNan.ALL)
     tl.store(out, x.to(out.dtype.element_ty), mask=mask)
 
 

@@ -134,7 +134,7 @@ def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
 def test_nvfp4_experts(
     target: str, rate: str, graphs: Bundle, folder: Path, command: Command
 ) -> None:
-    """A kernel more rounds the tokens. Codes are multiplied as they are where Triton has that."""
+    """One more kernel rounds the tokens. Codes are multiplied as they are where Triton has that."""
     small, out = folder / "graphs-nvfp4", folder / f"nvfp4-{target}"
     if not small.exists():
         recipe = load_recipe("nvfp4")

@@ -162,7 +162,7 @@ class SortingDevice(FakeCudaDevice):
         *arguments, scratch, profile = (each.value or 0 for each in call.arguments)
         assert (scratch, profile) == (0, 0)
         self.kernels_run += 1
-        self.queue(lambda: interpret(form, call.grid, arguments))
+        self.queue(lambda: interpret(form, call.grid, arguments, self.capability))
 
 
 def named_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKernel:

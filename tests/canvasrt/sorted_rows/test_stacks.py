@@ -118,6 +118,12 @@ def test_nvfp4(quantized: Callable[..., Quantized], weights: str) -> None:
         assert scale == np.float32(packed.input_scale)
 
 
+def test_a_format_without_a_kernel_is_refused() -> None:
+    form = KernelForm("down", ExpertSizes(2, 1, 64, 64), "bfloat16", "mxfp4")
+    with pytest.raises(CanvasError, match="do not support experts in mxfp4"):
+        inputs_per_step(form)
+
+
 @pytest.mark.parametrize(("width", "block", "step"), [(64, 64, 64), (128, 32, 64), (96, 16, 32)])
 def test_a_step_holds_its_first_half_in_the_low_bits(width: int, block: int, step: int) -> None:
     sizes = ExpertSizes(2, 1, width, 64)

@@ -268,6 +268,18 @@ def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
     assert (out[begin + scales.size :] == 77).all()
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_none(wrong: float) -> None:
+    """In its block: E2M1 has no code for it, so the scale is NaN."""
+    x = torch.ones(4, SIZES.size)
+    x[2, 40] = wrong
+    out = torch.zeros(4 * SIZES.size * 9 // 16, dtype=torch.uint8)
+    form = KernelForm("round_rows", SIZES, "float32")
+    interpret(form, (1, -(-SIZES.size // PROGRAM_OUTPUTS)), [x, out, 4, 1.0])
+    scales = lowbits.numbers_of(E4M3, out[4 * SIZES.size // 2 :].numpy().reshape(4, -1))
+    assert np.argwhere(np.isnan(scales)).tolist() == [[2, 40 // 16]]
+
+
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 @pytest.mark.parametrize("routing", [even, skewed])
 def test_nvfp4_codes_and_scales(routing: Routing, capability: tuple[int, int]) -> None:
