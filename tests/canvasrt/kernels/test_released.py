@@ -297,12 +297,13 @@ def measured(bundle: Bundle) -> dict[str, Any]:
 
 def moved(kernels: Sequence[Kernel], inside: Sequence[Kernel], program: str) -> dict[str, float]:
     """Return the megabytes that products move, and those that other kernels do, of the kernels `inside`."""
-    names = {kernel.name for kernel in inside}
+    # Not by name: the engines of pieces have kernels of one name.
+    chosen = {id(kernel) for kernel in inside}
     each = zip(kernels, cost.costs(kernels, SIZES_BY_PROGRAM[program]), strict=True)
     found = {f"{program} products' megabytes": 0.0, f"{program} megabytes": 0.0}
     products, others = found
     for kernel, c in each:
-        if kernel.name in names:
+        if id(kernel) in chosen:
             found[products if c.is_product else others] += c.moved / 1e6
     return {name: round(total, 1) for name, total in found.items()}
 
