@@ -46,6 +46,7 @@ TARGETS = [
     ("int4", "rtx-4090", SORTED),
     ("fp8", "rtx-pro-6000", SORTED),
     ("nvfp4", "rtx-5090", SORTED),
+    ("nvfp4-mixed", "rtx-5090", SORTED),
 ]
 # What a weight of each number format is stored as, and what its product runs in.
 PRODUCTS = {
