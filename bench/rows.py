@@ -46,7 +46,7 @@ from canvasrt.sorted_rows.stacks import in_steps
 
 PLAIN_DTYPE, INT4_BLOCK, NVFP4_BLOCK = "bfloat16", 64, 16
 CHECKED = 16  # rows
-INNER_SCALE = 0.01
+INNER_SCALE = 2.0**-7  # dividing by it is exact
 
 
 class Stack:
@@ -94,18 +94,22 @@ class Stack:
 class LayerOnDevice:
     """One layer's experts on a device, with room for so many tokens."""
 
-    def __init__(self, device: Any, sizes: ExpertSizes, format: str | None, tokens: int) -> None:
-        self.device, self.sizes, self.tokens, self._format = device, sizes, tokens, format
+    def __init__(
+        self, device: Any, sizes: ExpertSizes, formats: tuple[str | None, str | None], tokens: int
+    ) -> None:
+        """`formats`: of both products' weights."""
+        self.device, self.sizes, self.tokens = device, sizes, tokens
+        self._formats = first, second = formats
         random = np.random.default_rng(0)
-        block = INT4_BLOCK if format == "int4" else None
-        following = format if format in ROUNDED else None
-        about = (sizes, PLAIN_DTYPE, format)
-        self.gate_up = Stack(
-            KernelForm(GATE_UP_KERNEL, *about, following, block), 2 * sizes.inner, random
-        )
-        self.down = Stack(KernelForm(DOWN_KERNEL, *about, None, block), sizes.size, random)
+        blocks = [INT4_BLOCK if each == "int4" else None for each in formats]
+        following = second if second in ROUNDED else None
+        about = (sizes, PLAIN_DTYPE)
+        gate_up = KernelForm(GATE_UP_KERNEL, *about, first, following, blocks[0])
+        down = KernelForm(DOWN_KERNEL, *about, second, None, blocks[1])
+        self.gate_up = Stack(gate_up, 2 * sizes.inner, random)
+        self.down = Stack(down, sizes.size, random)
         x = random.standard_normal((tokens, sizes.size), np.float32)
-        self.x = x.astype(ml_dtypes.float8_e4m3fn if format == "fp8" else ml_dtypes.bfloat16)
+        self.x = x.astype(ml_dtypes.float8_e4m3fn if first == "fp8" else ml_dtypes.bfloat16)
         self._at = {
             name: self._give(array)
             for name, array in {
@@ -168,27 +172,19 @@ class LayerOnDevice:
         return float(np.max(errors))  # NaN if one is
 
     def _row(self, token: int, expert: int) -> np.ndarray:
-        x = self._rounded(self.x[token].astype(np.float32))
+        first, second = self._formats
+        x = self.x[token].astype(np.float32)
+        x = _to_nvfp4(x) if first == "nvfp4" else x
         gate, up = np.split(self.gate_up.matrix(expert) @ x, 2)
         tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
         inner = 0.5 * gate * (1 + tanh) * up
-        if self._format == "fp8":
+        if second == "fp8":
             inner = np.clip(inner / INNER_SCALE, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        elif self._format == "nvfp4":
-            inner = self._rounded(inner)
+        elif second == "nvfp4":
+            inner = _to_nvfp4(inner)
         else:
             inner = inner.astype(ml_dtypes.bfloat16)
         return self.down.matrix(expert) @ inner.astype(np.float32)
-
-    def _rounded(self, x: np.ndarray) -> np.ndarray:
-        """Return a row as the kernels round it to NVFP4, over the scale, which is in the stacks' scales; other formats' as it is."""
-        if self._format != "nvfp4":
-            return x
-        blocks = x.reshape(-1, NVFP4_BLOCK) / INNER_SCALE
-        share = np.minimum(np.abs(blocks).max(1, keepdims=True) / 6, 448)
-        scales = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        codes = (blocks / np.where(scales > 0, scales, 1)).astype(ml_dtypes.float4_e2m1fn)
-        return (codes.astype(np.float32) * scales).reshape(-1)
 
     def _plan(self) -> Iterator[KernelCall]:
         sizes, at = self.sizes, self._at
@@ -196,7 +192,7 @@ class LayerOnDevice:
         sort = KernelForm(SORT, sizes, PLAIN_DTYPE)
         yield self._call(sort, (sizes.experts, 1, 1), [at["index"], at["positions"], *rows])
         taken = "x"
-        if self._format == "nvfp4":
+        if self._formats[0] == "nvfp4":
             rounding, taken = KernelForm(ROUND, sizes, PLAIN_DTYPE), "rounded"
             grid = (-(-self.tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
             yield self._call(rounding, grid, [at["x"], at[taken]], INNER_SCALE)
@@ -225,6 +221,15 @@ class LayerOnDevice:
         return address
 
 
+def _to_nvfp4(x: np.ndarray) -> np.ndarray:
+    """Return a row as the kernels round it to NVFP4, over its scale, which the stacks' scales include."""
+    blocks = x.reshape(-1, NVFP4_BLOCK) / INNER_SCALE
+    share = np.minimum(np.abs(blocks).max(1, keepdims=True) / 6, 448)
+    scales = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    codes = (blocks / np.where(scales > 0, scales, 1)).astype(ml_dtypes.float4_e2m1fn)
+    return (codes.astype(np.float32) * scales).reshape(-1)
+
+
 def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the experts of each token: even; skewed, by a factor of e per deviation; and half of all tokens alike."""
     random = np.random.default_rng(1)
@@ -251,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     if format and format not in formats_of(device.capability):
         able = ", ".join(["bf16", *formats_of(device.capability)])
         parser.error(f"--format {format}: {device.name} multiplies {able}")
-    layer = LayerOnDevice(device, sizes, format, options.tokens)
+    layer = LayerOnDevice(device, sizes, (format, format), options.tokens)
     print(f"{device.name}, {options.format}, {options.tokens} tokens\n")
     kernels = ["sort", *(["round"] if format == "nvfp4" else []), "gate and up", "down"]
     print(f"| routing | {' | '.join(f'{each}, µs' for each in kernels)} | error |")
