@@ -31,9 +31,17 @@ def is_attention(kernel: Kernel) -> bool:
 
 
 def operands(kernel: Kernel) -> dict[Operand, KernelTensor]:
-    """Return what the kernel reads, by what it is. The builder's order depends on whether heads share keys."""
+    """Return what the kernel reads, by what it is; a mask may be missing.
+
+    The builder's order depends on whether heads share keys.
+    """
     shared = len(kernel.inputs[0].dims) > len(kernel.outputs[0].dims)
-    return dict(zip(_SHARED if shared else _OWN, kernel.inputs, strict=False))
+    order = [
+        each
+        for each in (_SHARED if shared else _OWN)
+        if each is not Operand.MASK or len(kernel.inputs) > Operand.MASK
+    ]
+    return dict(zip(order, kernel.inputs, strict=False))
 
 
 def queries(kernel: Kernel) -> KernelTensor:

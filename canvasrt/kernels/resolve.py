@@ -71,9 +71,9 @@ class _Resolver:
         reading = [f"{name}{_ATTENTION_INPUTS}" for name in kernel.nodes]
         nodes = [self.nodes[name] for name in reading if name in self.nodes]
         for node in nodes:
+            if len(node.inputs) != len(kernel.inputs):
+                continue
             for operand, tensor in operands(kernel).items():
-                if operand >= len(node.inputs):  # attention without a mask
-                    continue
                 _, dims = node.inputs[operand]
                 transposed = (*dims[:-2], dims[-1], dims[-2])
                 found = closest(tensor.dims, [dims, transposed])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from canvasrt.build import memory
 from canvasrt.build.needs import builder_memory
 from canvasrt.bundle import Manifest
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SORTED
 from canvasrt.targets import Target
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -96,6 +96,7 @@ def estimate_of(
         layers_per_segment=_layers(manifest),
         prefill_chunk=int(manifest.options.get("prefill_chunk") or PREFILL_CHUNK),
         sees=manifest.options.get("vision", True),
+        sorts_rows=manifest.options.get("experts") == SORTED,
     )
 
 

@@ -96,6 +96,9 @@ PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
         # A head of its own for each key: transposed, with batch and heads on one axis.
         (1, 4, {"q": (4, -1, 32), "k": (4, 32, -1), "mask": (1, 1, -1, -1), "v": (4, -1, 32)}),
         (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "mask": (2, 1, -1, -1), "v": (8, -1, 32)}),
+        # Without a mask.
+        (2, 2, {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32)}),
+        (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "v": (8, -1, 32)}),
     ],
 )
 def test_attention_reads_the_past_and_the_new_keys(
@@ -103,7 +106,7 @@ def test_attention_reads_the_past_and_the_new_keys(
 ) -> None:
     """Keys and values are written by a kernel of many nodes, most of whose shapes fit them as well."""
     queries, keys = (batch, 4, "length", 32), (batch, heads, JOINED, 32)
-    read = [queries, keys, keys, (batch, 1, "length", JOINED)]
+    read = [queries, keys, keys, *[(batch, 1, "length", JOINED)] * ("mask" in printed)]
     nodes = {
         "attend": Node([("x", queries)], [("y", queries)]),
         "attend_AttentionInput": Node([("", each) for each in read], [("x", queries)]),

@@ -1,0 +1,82 @@
+"""A package of engines whose experts run between them: pieces, weights and compiled kernels go where engines go."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from canvasrt.build.plan import BuildOptions
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.containers.package.package import package
+from canvasrt.containers.package.sizes import estimate_of
+from canvasrt.pipeline import plan_all
+from canvasrt.sorted_rows.description import SortedSegment
+from canvasrt.targets import parse_targets
+from tests.conftest import Command
+from tests.helpers.quantized import small_graphs
+
+pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+pytest.importorskip("triton", reason="needs canvasrt[sorted]")
+
+TARGET = "rtx-4090"
+OPTIONS = BuildOptions("bf16", max_context=1024, max_batch=1, experts="sorted")
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return small_graphs(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def pieces(graphs: Bundle, tmp_path_factory: pytest.TempPathFactory, command: Command) -> Bundle:
+    """Built in a process, where Triton the language compiles even if it interprets in this one."""
+    out = tmp_path_factory.mktemp("pieces") / "engines"
+    sizes = ("--max-context", OPTIONS.max_context, "--max-batch", OPTIONS.max_batch)
+    line = ("build", graphs.path, "-t", TARGET, "-o", out, "-p", OPTIONS.precision, *sizes)
+    done = command(*line, "--experts", OPTIONS.experts)
+    assert done.returncode == 0, done.stderr
+    return load_bundle(out, kind="engines")
+
+
+def parts(segment: SortedSegment) -> set[str]:
+    """Return the files that a segment's description names."""
+    images = {image.file for each in segment.kernels.values() for image in each.values()}
+    return {segment.weights, *images, *(file for file, _ in segment.pieces)}
+
+
+def test_every_part_is_in_the_image(pieces: Bundle, tmp_path: Path) -> None:
+    made = package(pieces.path, tmp_path / "package")
+    (body,) = [each for each in made.manifest.segments if "layers" in each]
+    assert body["file"] == "engines/body_0.sorted.json"
+    named = parts(SortedSegment.read(made.file(body["file"])))
+    assert {Path(name).suffix for name in named} == {".engine", ".bin", ".cubin"}
+    inside = json.loads((made.path / "image" / "manifest.json").read_text())["files"]
+    for name in (*named, "body_0.sorted.json"):
+        assert inside[f"engines/{name}"] == pieces.manifest.files[name]
+    dockerfile = (made.path / "Dockerfile").read_text()
+    assert re.search(r"^COPY .*\bengines\b", dockerfile, re.MULTILINE)
+
+
+def test_the_package_is_verified_with_its_parts(
+    pieces: Bundle, command: Command, tmp_path: Path
+) -> None:
+    made = package(pieces.path, tmp_path / "package")
+    assert load_bundle(made.path / "engines").manifest.digest == pieces.manifest.digest
+    done = command("verify", made.path)
+    assert done.returncode == 0, done.stderr
+    (kernel, *_) = made.path.glob("engines/*.cubin")
+    content = kernel.read_bytes()
+    kernel.unlink()  # a hard link to the bundle's own
+    kernel.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    done = command("verify", made.path)
+    assert done.returncode == 1
+    assert kernel.name in done.stderr
+
+
+def test_serving_needs_the_memory_that_was_planned(graphs: Bundle, pieces: Bundle) -> None:
+    """Sorted rows need other buffers than slots."""
+    (planned,) = plan_all(graphs.path, parse_targets(TARGET), "out", OPTIONS, check=False)
+    assert estimate_of(pieces.manifest, 1024, 1) == planned.memory
