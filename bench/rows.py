@@ -25,12 +25,12 @@ if __package__ in (None, ""):  # started as a file
 from canvasrt.checkpoints.released import released_model
 from canvasrt.formats import E4M3, formats_of
 from canvasrt.graphs import lowbits
+from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import kernel_arguments
 from canvasrt.runtime.engine import KernelCall
 from canvasrt.sorted_rows import ahead
 from canvasrt.sorted_rows.description import (
-    BLOCK_ROWS,
     DOWN_KERNEL,
     GATE_UP_KERNEL,
     PROGRAM_OUTPUTS,

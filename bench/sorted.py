@@ -31,8 +31,8 @@ from canvasrt.kernels.cost import SORTED_PRODUCT, Cost, costs, is_own
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.predict import Predictor
 from canvasrt.kernels.rates import GpuRates, find_gpu
+from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.pipeline import build_bundle
-from canvasrt.sorted_rows.description import BLOCK_ROWS
 
 # That share a pass in these engines.
 MOST_CANVASES = 4

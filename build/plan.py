@@ -207,13 +207,11 @@ class Plan:
             return "from another checkpoint or other graphs"
         if (manifest.target or {}).get("name") != self.target.name:
             return f"for another target ({(manifest.target or {}).get('name')})"
-        # A manifest says nothing of slots, which are the default.
-        wanted = self.options | {"experts": self.experts}
-        made = {"experts": SLOTTED} | manifest.options
+        wanted, made = (_DEFAULTS | each for each in (self.options, manifest.options))
         changed = [
-            _change(name, made.get(name), value)
-            for name, value in wanted.items()
-            if made.get(name) != value
+            _change(name, made.get(name), wanted[name])
+            for name in wanted
+            if made.get(name) != wanted[name]
         ]
         if changed:
             return "with other options: " + "; ".join(changed)
@@ -388,7 +386,12 @@ def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
     return [replace(each, layers_per_segment=longest[each.precision.text]) for each in plans]
 
 
+# What a manifest that says nothing of an option was built with.
+_DEFAULTS: dict[str, Any] = {"adapters": [], "calibration": None, "experts": SLOTTED}
+_DEFAULTS |= {"prefill_chunk": PREFILL_CHUNK, "vision": True}
+
+
 def _change(name: str, before: Any, now: Any) -> str:
-    if isinstance(now, dict | list):
-        return f"another {name}" if before else f"without {name}"
+    if isinstance(now, dict | list) or name == "calibration":
+        return f"another {name}" if before and now else f"{'with' if before else 'without'} {name}"
     return f"{name} {before}, now {now}"

@@ -11,6 +11,9 @@ from canvasrt.defaults import PREFILL_CHUNK
 ENCODE, DENOISE = "encode", "denoise"  # the phases of a request
 # Slots per expert come in units of this.
 SLOT_UNIT = 16
+# Rows per block of one expert, where rows are sorted by expert. Tensor cores take as many; more would leave more of a block
+# empty.
+BLOCK_ROWS = 16
 # The dimensions of a graph that slots have.
 SLOT_SIZES = ("capacity", "gate_rows", "gate_queues")
 # Tokens of an encoding pass. Up to `ROOMY`, every expert has a slot for each of them.

@@ -18,6 +18,7 @@ from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
 from canvasrt.kernels.rates import GpuRates
 from canvasrt.pass_shapes import (
+    BLOCK_ROWS,
     DENOISE,
     ENCODE,
     ROOMY,
@@ -26,7 +27,6 @@ from canvasrt.pass_shapes import (
     usual_capacity,
     widths,
 )
-from canvasrt.sorted_rows.description import BLOCK_ROWS
 
 # Denoising steps that a block is assumed to take.
 PREDICTED_STEPS = 16

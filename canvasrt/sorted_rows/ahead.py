@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from canvasrt.cache import cache_folder
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
+from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.sorted_rows.description import (
-    BLOCK_ROWS,
     DOWN_KERNEL,
     FORMS,
     PROGRAM_OUTPUTS,

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.errors import CanvasError
+from canvasrt.pass_shapes import BLOCK_ROWS
 
 SORTED_SUFFIX = ".sorted.json"
-# Rows per block of one expert. Tensor cores take as many; more would leave more of a block empty.
-BLOCK_ROWS = 16
 # Outputs per program.
 PROGRAM_OUTPUTS = 64
 # Formats of weights, as the numbers for which kernels are compiled. None stands for the activations' dtype.

@@ -12,11 +12,10 @@ import numpy as np
 
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
-from canvasrt.pass_shapes import SLOT_SIZES
+from canvasrt.pass_shapes import BLOCK_ROWS, SLOT_SIZES
 from canvasrt.runtime.engine import Device, Engine, EngineCall, KernelCall
 from canvasrt.runtime.tables import host_dtype
 from canvasrt.sorted_rows.description import (
-    BLOCK_ROWS,
     CARRIED,
     COUNTS,
     EXPERT_INDEX,

@@ -21,8 +21,8 @@ from canvasrt.defaults import FOLDED_HEADS, SORTED
 from canvasrt.kernels import cost, group, store
 from canvasrt.kernels.dims import UNKNOWN, volume
 from canvasrt.kernels.parse import Kernel
+from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.recipes.recipe import load_recipe
-from canvasrt.sorted_rows.description import BLOCK_ROWS
 from tests.canvasrt.kernels.conftest import Released
 
 TARGETS = [

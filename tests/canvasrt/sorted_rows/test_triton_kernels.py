@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from canvasrt.formats import E2M1, E4M3
 from canvasrt.graphs import lowbits
+from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.sorted_rows.description import (
-    BLOCK_ROWS,
     PROGRAM_OUTPUTS,
     ExpertSizes,
     KernelForm,
