@@ -23,7 +23,7 @@ if __package__ in (None, ""):  # started as a file
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from canvasrt.checkpoints.released import released_model
-from canvasrt.formats import E4M3, formats_of
+from canvasrt.formats import E2M1, E4M3, FORMATS, formats_of
 from canvasrt.graphs import lowbits
 from canvasrt.pass_shapes import BLOCK_ROWS
 from canvasrt.runtime.backends.cuda import CudaDevice
@@ -44,7 +44,8 @@ from canvasrt.sorted_rows.description import (
 )
 from canvasrt.sorted_rows.stacks import in_steps
 
-PLAIN_DTYPE, INT4_BLOCK, NVFP4_BLOCK = "bfloat16", 64, 16
+PLAIN_DTYPE = "bfloat16"
+INT4_BLOCK, NVFP4_BLOCK = (FORMATS[name].blocks[0] for name in ("int4", "nvfp4"))
 CHECKED = 16  # rows
 INNER_SCALE = 2.0**-7  # dividing by it is exact
 
@@ -179,7 +180,9 @@ class LayerOnDevice:
         tanh = np.tanh(0.7978845608028654 * (gate + 0.044715 * gate**3))
         inner = 0.5 * gate * (1 + tanh) * up
         if second == "fp8":
-            inner = np.clip(inner / INNER_SCALE, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+            inner = np.clip(inner / INNER_SCALE, -E4M3.largest, E4M3.largest).astype(
+                ml_dtypes.float8_e4m3fn
+            )
         elif second == "nvfp4":
             inner = _to_nvfp4(inner)
         else:
@@ -224,7 +227,7 @@ class LayerOnDevice:
 def _to_nvfp4(x: np.ndarray) -> np.ndarray:
     """Return a row as the kernels round it to NVFP4, over its scale, which the stacks' scales include."""
     blocks = x.reshape(-1, NVFP4_BLOCK) / INNER_SCALE
-    share = np.minimum(np.abs(blocks).max(1, keepdims=True) / 6, 448)
+    share = np.minimum(np.abs(blocks).max(1, keepdims=True) / E2M1.largest, E4M3.largest)
     scales = share.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     codes = (blocks / np.where(scales > 0, scales, 1)).astype(ml_dtypes.float4_e2m1fn)
     return (codes.astype(np.float32) * scales).reshape(-1)
