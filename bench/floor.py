@@ -16,11 +16,13 @@ from canvasrt.runtime.tables import pass_work
 # The products that torch has on a GPU.
 _MEASURED = ("bf16", "fp8")
 _TIMES = 10
+# Kernels of the graph that measures launches: so many that the call and the wait at its end do not count.
+_LAUNCHES = 2000
 
 
 def rates(small: bool, precision: str = "bf16") -> dict[str, Any]:
     """Return bytes per second of a copy (reads and writes both count), and operations per second of
-    a matrix product.
+    a matrix product. On a GPU also `launch_seconds`, from one kernel of a captured graph to the next.
 
     On a GPU, only products in bf16 and fp8 are measured. For other formats, the floor is the time of reading.
     """
@@ -59,6 +61,7 @@ def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
     found = {
         "device": torch.cuda.get_device_name(),
         "copy_bytes_per_second": 2 * size / copied,
+        "launch_seconds": _best(timed(_launches(torch))) / _LAUNCHES,
     }
     if precision not in _MEASURED:
         return found
@@ -67,6 +70,19 @@ def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
         "matrix_operations_per_second": 2 * width**3 / multiplied,
         "matrix": f"{width}³ {precision}",
     }
+
+
+def _launches(torch: Any) -> Callable[[], Any]:
+    """Return what runs a captured graph of `_LAUNCHES` kernels, each of which waits for the one before and does
+    nearly nothing."""
+    number = torch.zeros(1, device="cuda")
+    number.add_(1)  # loads the kernel, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            number.add_(1)
+    return graph.replay
 
 
 def _product(torch: Any, width: int, precision: str) -> Callable[[], Any]:

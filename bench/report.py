@@ -86,6 +86,8 @@ def _floor(data: Json) -> str:
     if "skipped" in rates:
         return ""
     copied = f"The floor: {rates['copy_bytes_per_second'] / 1e9:,.0f} GB/s of copying"
+    if "launch_seconds" in rates:
+        copied += f", {1e6 * rates['launch_seconds']:.1f} µs per launch"
     if "matrix" not in rates:
         return f"{copied}, measured; products are left out."
     operations = rates["matrix_operations_per_second"] / 1e12

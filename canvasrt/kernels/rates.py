@@ -66,9 +66,19 @@ def _gpu(name: str, gigabytes: float, source: str, **teraflops: float) -> GpuRat
     return GpuRates(name, gigabytes * GIGA, rates, source)
 
 
-_ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
-_AMPERE = "NVIDIA Ampere GA102 whitepaper"
-_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
+_NVIDIA, _IMAGES = "https://www.nvidia.com", "https://images.nvidia.com/aem-dam/Solutions/geforce"
+_ADA = f"Ada architecture whitepaper, {_IMAGES}/ada/nvidia-ada-gpu-architecture.pdf"
+_AMPERE = f"GA102 whitepaper, {_NVIDIA}/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.1.pdf"
+_RTX_BLACKWELL = (
+    f"RTX Blackwell whitepaper, {_IMAGES}/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
+)
+_RTX_PRO_BLACKWELL = (
+    f"RTX PRO Blackwell whitepaper, {_NVIDIA}/content/dam/en-zz/Solutions/design-visualization/"
+    "quadro-product-literature/NVIDIA-RTX-Blackwell-PRO-GPU-Architecture-v1.0.pdf"
+)
+_DATA_CENTER = f"{_NVIDIA}/en-us/data-center"
+_WORKSTATIONS = f"{_NVIDIA}/en-us/products/workstations"
+_VISUALIZATION = f"{_NVIDIA}/en-us/design-visualization"
 
 # By target. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
 GPUS: dict[str, GpuRates] = {
@@ -98,7 +108,7 @@ GPUS: dict[str, GpuRates] = {
     "rtx-pro-6000": _gpu(
         "RTX PRO 6000 Blackwell Workstation Edition",
         1792,
-        "NVIDIA RTX PRO Blackwell whitepaper",
+        _RTX_PRO_BLACKWELL,
         fp4=2015,
         fp8=1007.6,
         bf16=503.8,
@@ -108,8 +118,8 @@ GPUS: dict[str, GpuRates] = {
     "dgx-spark": _gpu(
         "GB10",
         273,
-        "DGX Spark datasheet: 273 GB/s, 1 PFLOP of sparse FP4; the rest scaled like RTX PRO Blackwell, and consistent"
-        " with a measured 92 TFLOPS in bf16 and 218 GB/s (huggingface/kernels, pull request 283)",
+        f"{_WORKSTATIONS}/dgx-spark: 273 GB/s, 1 PFLOP of sparse FP4; the rest scaled like RTX PRO Blackwell, and consistent"
+        " with a measured 92 TFLOPS in bf16 and 218 GB/s (https://github.com/huggingface/kernels/pull/283)",
         fp4=500,
         fp8=250,
         bf16=125,
@@ -117,30 +127,30 @@ GPUS: dict[str, GpuRates] = {
         fp32=31,
     ),
     "rtx-a6000": _gpu(
-        "RTX A6000", 768, "NVIDIA RTX A6000 datasheet", bf16=154.8, int8=309.7, fp32=38.7
+        "RTX A6000", 768, f"{_VISUALIZATION}/rtx-a6000", bf16=154.8, int8=309.7, fp32=38.7
     ),
     "rtx-6000-ada": _gpu(
         "RTX 6000 Ada",
         960,
-        "NVIDIA RTX 6000 Ada datasheet",
+        f"{_VISUALIZATION}/rtx-6000",
         fp8=728.5,
         bf16=364.2,
         int8=728.5,
         fp32=91.1,
     ),
-    "l4": _gpu("L4", 300, "NVIDIA L4 datasheet", fp8=242.5, bf16=121, int8=242.5, fp32=30.3),
-    "l40s": _gpu("L40S", 864, "NVIDIA L40S datasheet", fp8=733, bf16=362, int8=733, fp32=91.6),
-    "a100": _gpu("A100 SXM 80 GB", 2039, "NVIDIA A100 datasheet", bf16=312, int8=624, fp32=19.5),
+    "l4": _gpu("L4", 300, f"{_DATA_CENTER}/l4", fp8=242.5, bf16=121, int8=242.5, fp32=30.3),
+    "l40s": _gpu("L40S", 864, f"{_DATA_CENTER}/l40s", fp8=733, bf16=362, int8=733, fp32=91.6),
+    "a100": _gpu("A100 SXM 80 GB", 2039, f"{_DATA_CENTER}/a100", bf16=312, int8=624, fp32=19.5),
     "h100": _gpu(
-        "H100 SXM", 3350, "NVIDIA H100 datasheet", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
+        "H100 SXM", 3350, f"{_DATA_CENTER}/h100", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
     ),
     "h200": _gpu(
-        "H200 SXM", 4800, "NVIDIA H200 datasheet", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
+        "H200 SXM", 4800, f"{_DATA_CENTER}/h200", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
     ),
     "b200": _gpu(
         "B200 (HGX)",
         7700,
-        "NVIDIA Blackwell architecture technical brief and HGX B200 datasheet",
+        f"{_DATA_CENTER}/hgx",
         fp4=9000,
         fp8=4500,
         bf16=2250,
@@ -150,7 +160,7 @@ GPUS: dict[str, GpuRates] = {
     "dgx-station": _gpu(
         "GB300 (DGX Station)",
         7100,
-        "DGX Station datasheet, HGX B300 datasheet",
+        f"{_WORKSTATIONS}/dgx-station, {_DATA_CENTER}/hgx",
         fp4=14000,
         fp8=4500,
         bf16=2250,
@@ -172,7 +182,8 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench.gpu` measured, from its gpu.json.
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The rate of a matrix
-    product, in bf16 or FP8, becomes the share of the peak of every format. The cost of a launch stays a guess.
+    product, in bf16 or FP8, becomes the share of the peak of every format. A file without a launch's cost leaves the
+    guess.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -180,6 +191,7 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
         device = str(rates.get("device") or data.get("device"))
         bandwidth = float(rates["copy_bytes_per_second"])
         operations = rates.get("matrix_operations_per_second")
+        launch = float(rates.get("launch_seconds", gpu.launch))
         format = str(rates.get("matrix", "")).rpartition(" ")[2]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CanvasError(
@@ -188,7 +200,9 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
         ) from error
     if device == "cpu":
         raise CanvasError(f"{file} was measured on a CPU", "run bench.gpu on the GPU")
-    found = replace(gpu, bandwidth=bandwidth, reached=1.0, measured=f"{device}, {file}")
+    found = replace(
+        gpu, bandwidth=bandwidth, reached=1.0, launch=launch, measured=f"{device}, {file}"
+    )
     if operations and format in gpu.rates:
         found = replace(found, arithmetic=float(operations) / gpu.rates[format])
     return found

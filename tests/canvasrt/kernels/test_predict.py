@@ -112,7 +112,7 @@ def test_every_target_with_a_gpu_has_rates_with_a_source() -> None:
     # Several GPUs have no rates in common.
     assert {each.name for each in TARGETS if len(each.capabilities) == 1} <= set(GPUS)
     for gpu in GPUS.values():
-        assert gpu.source
+        assert "https://" in gpu.source
         assert 2e11 < gpu.bandwidth < 1e13
         # The widest formats are the slowest.
         assert gpu.rate("fp4") >= gpu.rate("fp8") >= gpu.rate("bf16") > gpu.rate("fp32")
@@ -133,6 +133,8 @@ def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
     assert found.bytes_per_second() == 1.6e12
     assert found.arithmetic == pytest.approx(150 / 209.5)
     assert found.seconds(1.6e12, 0, "bf16") == pytest.approx(1 + GPU.launch)
+    file.write_text(json.dumps({"rates": rates | {"launch_seconds": 2e-6}}))
+    assert measured(GPU, file).launch == 2e-6 != GPU.launch
     file.write_text(json.dumps({"rates": rates | {"device": "cpu"}}))
     with pytest.raises(CanvasError, match="measured on a CPU"):
         measured(GPU, file)
