@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from canvasrt.build.memory import Estimate, Reading, estimate, reading
-from canvasrt.build.needs import has_room, is_heavy
+from canvasrt.build.needs import has_short_segments
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.checkpoints.released import released_model
 from canvasrt.defaults import LAYERS_PER_SEGMENT, SHORT_SEGMENT
@@ -56,7 +55,7 @@ def released_memory(
     model, on_cpu = released_model(), target.capability is None
     formats = precision.formats(model)
 
-    def of(way: Reading, layers: int = LAYERS_PER_SEGMENT) -> Estimate:
+    def of(way: Reading, layers: int) -> Estimate:
         return estimate(
             model,
             precision.name,
@@ -68,9 +67,7 @@ def released_memory(
             **way._asdict(),
         )
 
-    way, shorter = reading(model, target.memory, of), partial(of, layers=SHORT_SEGMENT)
-    # As `build.plan` decides.
-    room = is_heavy(model, precision, formats) and has_room(shorter(way), target.memory)
-    if room and reading(model, target.memory, shorter) == way:
-        return way, shorter(way)
-    return way, of(way)
+    short = has_short_segments(model, precision, formats, target.memory, of)
+    layers = SHORT_SEGMENT if short else LAYERS_PER_SEGMENT
+    way = reading(model, target.memory, lambda way: of(way, layers))
+    return way, of(way, layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from canvasrt.build.precision import Precision
 from canvasrt.build.source import Source
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MUCH_TO_BUILD
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MUCH_TO_BUILD, SHORT_SEGMENT
 from canvasrt.errors import CanvasError
 from canvasrt.formats import FORMATS
 from canvasrt.machine import available_bytes
@@ -74,17 +74,29 @@ def host_needs(
     return Needs(needs, graphs, engines)
 
 
-def is_heavy(model: ModelConfig, precision: Precision, formats: Mapping[str, str] | None) -> bool:
-    """Return whether a GPU's engines of six layers would take much memory to build."""
+def has_short_segments(
+    model: ModelConfig,
+    precision: Precision,
+    formats: Mapping[str, str] | None,
+    limit: int | None,
+    of: Callable[[memory.Reading, int], memory.Estimate],
+) -> bool:
+    """Return whether segments have `SHORT_SEGMENT` layers: if longer ones would take much memory to build, and the
+    target has room for short ones, which take some more of its memory.
+
+    A target without a limit has room. Another has it if it is not nearly full then, and prompts are read alike.
+
+    of: the memory that serving takes, by how prompts are read and the layers per segment.
+    """
     built = memory.segment_bytes(model, precision.name, LAYERS_PER_SEGMENT, formats)
     kinds = {precision.name, *(formats or {}).values()}
-    return max(builder_memory(n, size, kinds) for n, size in built.items()) > MUCH_TO_BUILD
-
-
-def has_room(serving: memory.Estimate, limit: int | None) -> bool:
-    """Return whether a target has room for shorter segments, which take some more of its memory: if it is not nearly
-    full. Without a limit, the host decides."""
-    return limit is None or serving.total <= 0.95 * limit
+    if max(builder_memory(n, size, kinds) for n, size in built.items()) <= MUCH_TO_BUILD:
+        return False
+    long, short = (
+        memory.reading(model, limit, lambda way, layers=layers: of(way, layers))
+        for layers in (LAYERS_PER_SEGMENT, SHORT_SEGMENT)
+    )
+    return limit is None or (long == short and of(short, SHORT_SEGMENT).total <= 0.95 * limit)
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from canvasrt import extras
 from canvasrt.build import memory
-from canvasrt.build.needs import Needs, has_room, host_needs, is_heavy
+from canvasrt.build.needs import Needs, has_short_segments, host_needs
 from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
@@ -141,14 +141,15 @@ class Plan:
     @cached_property
     def reading(self) -> memory.Reading:
         """How prompts are read: in shorter passes, or without images, if nothing else fits the target."""
-        return memory.reading(self.source.model, self.target.memory, self._memory)
+        return memory.reading(self.source.model, self.target.memory, self.memory_when)
 
     @property
     def prefill_chunk(self) -> int:
         """The most tokens per row of an encoding pass."""
         return self.reading.prefill_chunk
 
-    def _memory(self, reading: memory.Reading) -> memory.Estimate:
+    def memory_when(self, reading: memory.Reading) -> memory.Estimate:
+        """Return the memory that serving takes if prompts are read so."""
         return memory.estimate(
             self.source.model,
             self.precision.name,
@@ -166,7 +167,7 @@ class Plan:
     @property
     def memory(self) -> memory.Estimate:
         """The memory that serving takes."""
-        return self._memory(self.reading)
+        return self.memory_when(self.reading)
 
     @property
     def fits(self) -> bool | None:
@@ -369,11 +370,12 @@ def _shortened(plan: Plan) -> Plan:
     # The experts' weights, which take the memory, are not in the engines of pieces.
     if source.graphs is not None or plan.sorts_rows:
         return plan
-    if not is_heavy(source.model, plan.precision, plan.formats):
-        return plan
-    shorter = replace(plan, layers_per_segment=SHORT_SEGMENT)
-    room = has_room(shorter.memory, plan.target.memory)
-    return shorter if room and shorter.reading == plan.reading else plan
+
+    def of(reading: memory.Reading, layers: int) -> memory.Estimate:
+        return replace(plan, layers_per_segment=layers).memory_when(reading)
+
+    short = has_short_segments(source.model, plan.precision, plan.formats, plan.target.memory, of)
+    return replace(plan, layers_per_segment=SHORT_SEGMENT) if short else plan
 
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
