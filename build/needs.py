@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,26 @@ def has_short_segments(
     precision: Precision,
     formats: Mapping[str, str] | None,
     limit: int | None,
-    of: Callable[[memory.Reading, int], memory.Estimate],
+    of: Callable[..., memory.Estimate],
 ) -> bool:
     """Return whether segments have `SHORT_SEGMENT` layers: if longer ones would take much memory to build, and the
     target has room for short ones, which take some more of its memory.
 
     A target without a limit has room. Another has it if it is not nearly full then, and prompts are read alike.
 
-    of: the memory that serving takes, by how prompts are read and the layers per segment.
+    of: the memory that serving takes, by how prompts are read, and `layers` per segment.
     """
     built = memory.segment_bytes(model, precision.name, LAYERS_PER_SEGMENT, formats)
     kinds = {precision.name, *(formats or {}).values()}
     if max(builder_memory(n, size, kinds) for n, size in built.items()) <= MUCH_TO_BUILD:
         return False
     long, short = (
-        memory.reading(model, limit, lambda way, layers=layers: of(way, layers))
+        memory.reading(model, limit, partial(of, layers=layers))
         for layers in (LAYERS_PER_SEGMENT, SHORT_SEGMENT)
     )
-    return limit is None or (long == short and of(short, SHORT_SEGMENT).total <= 0.95 * limit)
+    return limit is None or (
+        long == short and of(short, layers=SHORT_SEGMENT).total <= 0.95 * limit
+    )
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:
