@@ -132,19 +132,25 @@ class DeviceModel(Model):
 
         Call it before the first request.
         """
-        shapes = [(shape, shape.length) for shape in self.shapes]
         narrow = self.shapes.widths[0]
-        shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
-        for shape, canvas in shapes:
-            this = self._pass(shape, [], canvas)
-            self.workspace.given.view("positions", this.batch, this.length)[:] = -1
-            self.workspace.given.view("temperature", this.batch)[:] = 1
-            self.workspace.given.upload()
-            for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
-                self._run(this, [shape.capacity] * len(self.segments[:-1]))
+        shapes = [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
+        shapes += [(shape, shape.length) for shape in self.shapes]
+        # Engines keep the captures of the latest calls. Most requests start with those of the first shapes.
+        for shape, canvas in reversed(shapes):
+            alone = shape.phase == "denoise" and shape.batch == 1 and shape.width == narrow
+            # Each slot's caches are its own, and so are the calls that read them.
+            for slot in reversed(range(self._cache.slots if alone else 1)):
+                self._warm_up(replace(self._pass(shape, [], canvas), first=slot), shape.capacity)
         if self._sight is not None:
             self._sight.warm_up()
         self._backend.keep_compiled()
+
+    def _warm_up(self, this: Pass, capacity: int) -> None:
+        self.workspace.given.view("positions", this.batch, this.length)[:] = -1
+        self.workspace.given.view("temperature", this.batch)[:] = 1
+        self.workspace.given.upload()
+        for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
+            self._run(this, [capacity] * len(self.segments[:-1]))
 
     def new_row(self) -> DeviceRow:
         return DeviceRow()

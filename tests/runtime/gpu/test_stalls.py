@@ -156,6 +156,21 @@ def test_no_request_meets_a_new_shape(
     assert server.device.count("context") <= calls
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "shared"])
+@pytest.mark.parametrize("rtx", [True, False], ids=["tensorrt_rtx", "tensorrt"])
+def test_every_slot_is_warm(
+    rtx: bool, apart: bool, few_slots: None, folder: Path, tiny: Pair, prompt: Prompt
+) -> None:
+    """Requests that stay within the shortest width wait for nothing, in whichever slot, even if they overflow."""
+    server = Server(folder, rtx, apart)
+    server.model.warm_up()
+    server.device.stalls.clear()
+    wanted = requests(tiny, prompt, [3, 40, 60], max_new_tokens=2 * CANVAS)
+    wanted += [replace(r, params=replace(r.params, canvas_length=CANVAS // 2)) for r in wanted]
+    same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
+    assert not server.device.stalls
+
+
 def test_engines_that_feed_all_tokens_to_every_expert(
     tiny: Pair, prompt: Prompt, tmp_path: Path
 ) -> None:
