@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,7 @@ class Predictor:
         manifest = bundle.manifest
         self.repeat = dict(repeat or {})
         self.model = manifest.model
+        self.capabilities: str = (manifest.target or {}).get("compute_capability", "")
         self.experts: str = manifest.options.get("experts", SLOTTED)
         self.entries = {entry["name"]: entry for entry in manifest.segments}
         without = [name for name, entry in self.entries.items() if "kernels" not in entry]
@@ -162,6 +164,16 @@ class Predictor:
         encoded = self.encode(gpu, 1, self.model.canvas_length, context).seconds
         return PREDICTED_STEPS * denoised + batch * encoded
 
+    def check_capacity(self, batch: int, capacity: int) -> None:
+        """Raise UsageError if the slots per expert cannot hold a pass's tokens, or are more than its tokens."""
+        tokens = self._rows(batch) * self.model.canvas_length
+        least = -(-tokens * self.model.top_k_experts // self.model.num_experts)
+        if not least <= capacity <= tokens:
+            raise UsageError(
+                f"{capacity} slots per expert do not suit a pass of {tokens} tokens",
+                f"give at least {least}, which even routing fills, and at most {tokens}",
+            )
+
     def _rows(self, batch: int) -> int:
         """Return the rows of a pass of `batch` canvases; `batch` itself if the engines do not take so many."""
         each = (p["batch"] for name in self._bodies() for p in self.entries[name]["profiles"])
@@ -169,8 +181,12 @@ class Predictor:
 
     def _most(self) -> int:
         """Return the tokens that the engines take of a full layer's past."""
+        return OCTET * max(self._largest("octets_full"), default=0)
+
+    def _largest(self, name: str) -> list[int]:
+        """Return the largest size of a dimension in each profile that has it."""
         each = (p for entry in self.entries.values() for p in entry.get("profiles", ()))
-        return max((OCTET * p["octets_full"]["max"] for p in each if "octets_full" in p), default=0)
+        return [p[name]["max"] for p in each if name in p]
 
     def _bodies(self) -> list[str]:
         return [name for name, entry in self.entries.items() if "layers" in entry]
@@ -199,14 +215,15 @@ class Predictor:
             if picked is not None:
                 return self.lists[segment].programs[profiles[picked]["name"]], dims
         raise UsageError(
-            f"no profile of {segment} holds " + ", ".join(f"{n} {s}" for n, s in dims.items()),
-            "`canvasrt inspect` shows the sizes that the engines take",
+            f"the engines take no pass of batch {sizes.batch} with {sizes.length} tokens and {sizes.context} cached ones"
+            f" per request, and {sizes.capacity} slots per expert",
+            f"they take up to batch {max(self._largest('batch'))}, and {self._most()} cached tokens",
         )
 
     def _floor(self, made: PredictedPass, gpu: GpuRates) -> float:
         """Return the longer of reading weights and caches once, and computing the necessary products at the peak rate.
 
-        Of the experts' products only the rows with routed tokens are necessary, whatever the capacity.
+        Of the experts' products only the rows with routed tokens are necessary, whatever the capacity that holds them.
         """
         sizes, model = made.sizes, self.model
         needed = sizes.batch * sizes.length * model.top_k_experts
@@ -218,7 +235,7 @@ class Predictor:
             for row in made.rows
             if row.cost.is_product
         )
-        read = weight_bytes(made.rows) + _cached(made.rows, dims)
+        read = weight_bytes(made.rows) + cached_bytes(made.rows, dims)
         return max(read / gpu.bytes_per_second(), computing)
 
 
@@ -244,11 +261,16 @@ def weight_bytes(rows: Sequence[TimedKernel]) -> float:
     return total + sum(tables.values())
 
 
-def _cached(rows: Sequence[TimedKernel], dims: Mapping[str, int]) -> float:
-    """Return the bytes of the cached keys and values that a pass reads, each once per layer."""
-    return sum(
-        volume(each.dims, dims) * BITS[each.dtype] / 8
-        for row in rows
-        for each in {each.name: each for each in row.kernel.inputs}.values()
-        if each.name.startswith(("past_key_", "past_value_"))
-    )
+def cached_bytes(rows: Sequence[TimedKernel], dims: Mapping[str, int]) -> float:
+    """Return the bytes of the cached keys and values that a pass reads, each once per layer: in a full layer, several
+    kernels read the same values."""
+    reads: dict[tuple[str, str], Counter[str]] = {}
+    counts: dict[tuple[str, str], float] = {}
+    for row in rows:
+        for name, each in {each.name: each for each in row.kernel.inputs}.items():
+            if name.startswith(("past_key_", "past_value_")):
+                # A row that stands for several layers comes as often.
+                reads.setdefault((row.segment, name), Counter())[row.kernel.name] += 1
+                count = volume(each.dims, dims) * BITS[each.dtype] / 8
+                counts[row.segment, name] = max(count, counts.get((row.segment, name), 0.0))
+    return sum(counts[key] * max(layers.values()) for key, layers in reads.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from canvasrt.kernels.dims import UNKNOWN, fix, times
+from canvasrt.kernels.dims import UNKNOWN, Dim, fix, times
 from canvasrt.kernels.fused_attention import is_attention, operands
 from canvasrt.kernels.parse import UNRESOLVED, Kernel, KernelTensor, graph_names
 from canvasrt.kernels.tensor_shapes import Dims, Node, Shapes
@@ -43,7 +43,7 @@ class _Resolver:
             name: Node(
                 [(each, plain(dims)) for each, dims in node.inputs],
                 [(each, plain(dims)) for each, dims in node.outputs],
-                [(plain(source), plain(part)) for source, part in node.taken],
+                [(each, plain(dims), plain(part)) for each, dims, part in node.taken],
             )
             for name, node in shapes.nodes.items()
         }
@@ -55,7 +55,7 @@ class _Resolver:
         written = [dims for node in reversed(nodes) for _, dims in node.outputs]
         inputs = tuple(self._tensor(each, [*read, *written]) for each in kernel.inputs)
         outputs = tuple(self._tensor(each, [*written, *read]) for each in kernel.outputs)
-        taken = [pair for node in nodes for pair in node.taken]
+        taken = parts_read((*inputs, *kernel.constants), outputs, nodes)
         return replace(
             kernel,
             inputs=tuple(_with_read(each, taken) for each in inputs),
@@ -100,12 +100,53 @@ class _Resolver:
         yield from (self.tensors[name] for name in graph_names(tensor.name) if name in self.tensors)
 
 
-def _with_read(tensor: KernelTensor, taken: Iterable[tuple[Dims, Dims]]) -> KernelTensor:
-    """Record how much of a tensor is read, if the kernel's gathers and slices take a part of it."""
-    parts = [part for source, part in taken if times(source) == times(tensor.dims)]
-    if not parts or tensor.read is not None:
-        return tensor
-    return replace(tensor, read="+".join(str(times(part)) for part in parts))
+def _with_read(tensor: KernelTensor, taken: Mapping[str, str]) -> KernelTensor:
+    """Record how much of a tensor is read, if that is less than all of it."""
+    return tensor if tensor.read is not None else replace(tensor, read=taken.get(tensor.name))
+
+
+def parts_read(
+    tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
+) -> dict[str, str]:
+    """Return how many numbers a kernel reads of the tensors that only its gathers and slices read, by their names."""
+    written = {times(each.dims) for each in outputs}
+    parts: dict[str, list[str]] = {}
+    sizes: dict[str, Dim] = {}
+    for name, dims, part in (each for node in nodes for each in node.taken):
+        origin = _origin(name, times(dims), nodes, written)
+        if origin is not None:
+            parts.setdefault(origin, []).append(str(times(part)))
+            sizes[origin] = times(dims)
+    found: dict[str, str] = {}
+    for origin, counts in parts.items():
+        alike = [each.name for each in tensors if times(each.dims) == sizes[origin] != UNKNOWN]
+        named = [each for each in alike if origin in graph_names(each)]
+        # The builder may have renamed it. Then it is one of those as large, unless a result is, too.
+        likely = named or ([] if sizes[origin] in written else alike)
+        for name in [each for each in likely if each not in found][:1]:
+            found[name] = "+".join(counts)
+    return found
+
+
+def _origin(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
+    """Return the tensor of which `name`, of `size` numbers, is a view inside of a kernel: the same numbers in another
+    shape, or each computed from one of them. None if the kernel computes, writes or reads all of it."""
+    makers = {output: node for node in nodes for output, _ in node.outputs}
+    views, passed = [name], []
+    while (maker := makers.get(views[-1])) is not None:
+        own = {output for output, _ in maker.outputs}
+        alike = {each for each, dims in maker.inputs if times(dims) == size} - own
+        # The kernel may write what is as large as a result.
+        if len(alike) != 1 or size in written:
+            return None
+        passed.append(maker)
+        views.append(alike.pop())
+    for node in nodes:
+        takes = {each for each, _, _ in node.taken}
+        reads = {each for each, _ in node.inputs} - takes
+        if reads & set(views) and node not in passed:
+            return None
+    return views[-1]
 
 
 def closest(wanted: Dims, candidates: Sequence[Dims]) -> Dims | None:

@@ -28,8 +28,8 @@ class Node:
 
     inputs: list[tuple[str, Dims]] = field(default_factory=list)
     outputs: list[tuple[str, Dims]] = field(default_factory=list)
-    # Per gather or slice: the shape of what it reads from, and of what it takes.
-    taken: list[tuple[Dims, Dims]] = field(default_factory=list)
+    # Per gather or slice: what it reads from, by name, its shape, and the shape of what it takes.
+    taken: list[tuple[str, Dims, Dims]] = field(default_factory=list)
 
 
 @dataclass
@@ -75,7 +75,7 @@ def _shapes(
         node.outputs += [(value.name, found[value.name]) for value in _outputs(layer)]
         if layer.type in (trt.LayerType.GATHER, trt.LayerType.SLICE):
             whole, part = layer.get_input(0).name, layer.get_output(0).name
-            node.taken.append((found[whole], found[part]))
+            node.taken.append((whole, found[whole], found[part]))
     return Shapes(found, nodes)
 
 

@@ -13,8 +13,8 @@ from canvasrt.bundle import Bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels.group import EXPERTS, HEAD
 from canvasrt.kernels.kernels_page import write_page
-from canvasrt.kernels.predict import Predictor, weight_bytes
-from canvasrt.kernels.rates import GPUS, find_gpu, measured
+from canvasrt.kernels.predict import Predictor, cached_bytes, weight_bytes
+from canvasrt.kernels.rates import GPUS, find_gpu, measured, named
 from canvasrt.kernels.report import prediction_report
 from canvasrt.pass_shapes import usual_capacity
 from canvasrt.targets import TARGETS
@@ -52,6 +52,17 @@ def test_the_floor_reads_each_weight_once(predictor: Predictor, engines: Bundle)
     head = engines.manifest.model.vocab_size * d + plain * 3 * d * mlp  # the table in FP8
     rows = predictor.denoise(GPU, batch=1, context=0).rows
     assert weight_bytes(rows) == pytest.approx(2 * sliding + full + head, rel=1e-3)
+
+
+def test_the_floor_reads_each_past_once(predictor: Predictor) -> None:
+    """In a full layer, four kernels read the same values. Two layers have the sliding window, one has all."""
+    for context, full in ((64, 2048), (2048, 2048), (4096, 4096)):
+        made = predictor.denoise(GPU, 1, context)
+        dims = made.sizes.dims(predictor.model, 4096)
+        by_hand = 2 * 2 * (2 * 1024 * 8 * 256 + full * 2 * 512)
+        assert cached_bytes(made.rows, dims) == by_hand
+    more = [row for row in made.rows for _ in range(5)]
+    assert cached_bytes(more, dims) == 5 * by_hand
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -96,9 +107,9 @@ def test_a_pass_has_as_many_rows_as_the_engines_take(predictor: Predictor) -> No
 
 
 def test_sizes_that_no_profile_holds_are_refused(predictor: Predictor) -> None:
-    with pytest.raises(UsageError, match="no profile of body_0 holds batch 9"):
+    with pytest.raises(UsageError, match="the engines take no pass of batch 9 with"):
         predictor.denoise(GPU, batch=9, context=1024)
-    with pytest.raises(UsageError, match="octets_full 632"):
+    with pytest.raises(UsageError, match="5000 cached"):
         predictor.denoise(GPU, batch=1, context=5000)
 
 
@@ -141,6 +152,57 @@ def test_a_measured_gpu_replaces_the_table(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(CanvasError, match="has no measured rates"):
         measured(GPU, file)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GB10", "dgx-spark"),
+        ("NVIDIA RTX A5000", None),
+    ],
+)
+def test_drivers_names_are_known(device: str, name: str | None) -> None:
+    assert named(device) == name
+
+
+def test_what_another_gpu_measured_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps({"rates": {"device": "NVIDIA L4", "copy_bytes_per_second": 2.5e11}}))
+    with pytest.raises(UsageError, match="was measured on NVIDIA L4, not on GeForce RTX 5090"):
+        measured(GPU, file)
+    assert measured(find_gpu("l4"), file).bytes_per_second() == 2.5e11
+    # One that the table lacks may be like any.
+    file.write_text(file.read_text().replace("L4", "RTX A5000"))
+    assert measured(GPU, file).bytes_per_second() == 2.5e11
+
+
+def test_engines_that_do_not_run_there_are_named(predictor: Predictor) -> None:
+    for gpu in (GPU, find_gpu("rtx-pro-6000")):
+        assert not prediction_report(predictor, gpu, 1, 1024)["foreign"]
+    told = prediction_report(predictor, find_gpu("h100"), 1, 1024)["foreign"]
+    assert "for compute capability 12.0 and do not run on H100 SXM, which has 9.0" in told
+
+
+def test_slots_that_cannot_hold_a_pass_are_refused(predictor: Predictor) -> None:
+    """256 tokens have 8 of 10 experts each, and no expert has one of them twice."""
+    for capacity in (205, 256):
+        predictor.check_capacity(1, capacity)
+    for capacity in (204, 257):
+        with pytest.raises(UsageError, match=f"{capacity} slots per expert do not suit"):
+            predictor.check_capacity(1, capacity)
+
+
+def test_growth_by_context_keeps_the_capacity(predictor: Predictor) -> None:
+    data = prediction_report(predictor, GPU, 1, 1024, capacity=224)
+    assert {each["capacity"] for each in data["growth"]["context"]} == {224}
+    assert data["growth"]["context"][0]["ms"] == data["passes"]["denoise"]["ms"]
 
 
 def test_the_page_shows_parts_and_growth(predictor: Predictor, tmp_path: Path) -> None:

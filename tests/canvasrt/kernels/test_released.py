@@ -38,11 +38,13 @@ TARGETS = [
     ("nvfp4", "rtx-5090"),
     ("nvfp4-experts", "rtx-5090"),
     ("int4", "rtx"),
+    ("bf16", "rtx"),
     ("nvfp4", "dgx-spark"),
     ("nvfp4-mixed", "dgx-spark"),
     ("fp8", "dgx-spark"),
     ("int4", "dgx-spark"),
     ("bf16", "dgx-spark"),
+    ("nvfp4-experts", "dgx-spark"),
     ("int4", "rtx-4090", SORTED),
     ("fp8", "rtx-pro-6000", SORTED),
     ("nvfp4", "rtx-5090", SORTED),
@@ -83,8 +85,14 @@ SIZES = {
     # Of every expert, half of a block is empty.
     "sorted_rows": 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2,
 }
-# A short encoding pass has a slot for each token.
-SIZES_BY_PROGRAM = {"denoise": SIZES, "encode": SIZES | {"capacity": 256, "gate_rows": 256}}
+# Four canvases have four times as many slots and rows; a short encoding pass has a slot for each token.
+SIZES_BY_PROGRAM = {
+    "denoise": SIZES,
+    "denoise_batch": SIZES
+    | {"batch": 4, "capacity": 256, "gate_rows": 256}
+    | {"sorted_rows": 4 * 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2},
+    "encode": SIZES | {"capacity": 256, "gate_rows": 256},
+}
 # The tokens of a canvas, those of two heads of a group, and of a full batch of canvases.
 TOKENS = {256, 2 * 256, 4 * 256}
 LIMITS = Path(__file__).with_name("limits.json")
@@ -292,7 +300,8 @@ def measured(bundle: Bundle) -> dict[str, Any]:
     found["segment"] = {p: len(ks) for p, ks in programs(bundle).items()}
     head = programs(bundle, "head")
     found["head"] = {p: len(ks) for p, ks in head.items()}
-    found["head"] |= moved(head["denoise"], head["denoise"], "denoise")
+    for program in (each for each in head if each in SIZES_BY_PROGRAM):
+        found["head"] |= moved(head[program], head[program], program)
     return found
 
 

@@ -142,3 +142,37 @@ def test_a_number_may_be_part_of_the_graph_s_own_name() -> None:
     nodes = {"cat": Node([], [("past", (1, 2, PAST, 32))])}
     (found,) = resolve_sizes([key], Shapes({"new_key_0": (1, 2, "length", 32)}, nodes))
     assert found.outputs[0].dims == (1, 2, "length", 32)
+
+
+@pytest.mark.parametrize(
+    ("others", "written", "read"),
+    [
+        ({}, (64, 8), "512"),
+        # A cast before the gather: its rows are still the only ones that are read.
+        ({"cast": Node([("rows", (256, 8))], [("wide", (256, 8))])}, (64, 8), "512"),
+        # Another node reads all rows.
+        ({"sum": Node([("rows", (256, 8))], [("total", (1, 8))])}, (64, 8), None),
+        # What is gathered from is computed here, of two tensors as large, or written here.
+        ({"add": Node([("rows", (256, 8)), ("b", (256, 8))], [("wide", (256, 8))])}, (64, 8), None),
+        ({"cast": Node([("rows", (256, 8))], [("wide", (256, 8))])}, (256, 8), None),
+    ],
+)
+def test_only_what_nothing_else_reads_or_writes_is_read_in_part(
+    others: dict[str, Node], written: tuple[int, int], read: str | None
+) -> None:
+    source = next((name for each in others.values() for name, _ in each.outputs), "rows")
+    source = source if source == "wide" else "rows"
+    gather = Node([(source, (256, 8)), ("index", (64,))], [("taken", (64, 8))])
+    gather.taken.append((source, (256, 8), (64, 8)))
+    # The builder's own names.
+    made = Kernel(
+        "k",
+        "kgen",
+        (KernelTensor("a_1", "Half", (256, 8)), KernelTensor("a_2", "Int64", (64,))),
+        (),
+        (KernelTensor("a_3", "Half", written),),
+        "",
+        ("gather", *others),
+    )
+    (found,) = resolve_sizes([made], Shapes({}, {"gather": gather, **others}))
+    assert [each.read for each in found.inputs] == [read, None]
