@@ -65,10 +65,10 @@ def check_output(out: Path | str) -> None:
     if out.is_dir():
         if next(out.iterdir(), None) is not None:
             raise CanvasError(
-                f"{out} is not empty", "name another folder with -o, or remove this one first"
+                f"{out} is not empty", "name another folder, or remove this one first"
             )
     elif out.exists():
-        raise CanvasError(f"{out} is a file", "name a folder with -o")
+        raise CanvasError(f"{out} is a file", "name a folder")
     else:
         parent = next(folder for folder in out.parents if folder.exists())
         if not parent.is_dir():
@@ -76,7 +76,7 @@ def check_output(out: Path | str) -> None:
                 f"{parent} is a file, so {out} cannot be created", "name another folder"
             )
         if not os.access(parent, os.W_OK | os.X_OK):
-            raise CanvasError(f"{parent} is not writable", "name a folder elsewhere with -o")
+            raise CanvasError(f"{parent} is not writable", "name a folder elsewhere")
 
 
 def is_disk_full(error: BaseException | None, folder: Path | None) -> bool:
@@ -105,7 +105,7 @@ def disk_full_error(out: Path) -> CanvasError:
         free = f" ({shutil.disk_usage(folder).free / 1e9:.1f} GB free now)"
     return CanvasError(
         f"no space left while writing {out}; nothing was kept",
-        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere with -o",
+        f"free space on that disk{free}, raise the limit on file sizes, or write elsewhere",
     )
 
 
@@ -143,7 +143,7 @@ def _move_into_place(tmp: Path, out: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise CanvasError(
-                f"another process created {out} in the meantime", "name another folder with -o"
+                f"another process created {out} in the meantime", "name another folder"
             ) from error
         raise
 
@@ -162,7 +162,7 @@ def _make(folder: Path, exist_ok: bool) -> None:
         if error.errno in _FULL:
             raise disk_full_error(folder) from error
         raise CanvasError(
-            f"{folder} cannot be created: {error.strerror}", "name a folder elsewhere with -o"
+            f"{folder} cannot be created: {error.strerror}", "name a folder elsewhere"
         ) from error
 
 
@@ -240,9 +240,7 @@ def _signals_raise() -> Iterator[None]:
 def system_error(error: Exception) -> CanvasError | None:
     """Return what to do about an error of the system, such as a full disk; None if it is a bug."""
     if is_disk_full(error, None):
-        return CanvasError(
-            "no space left on the disk", "free some space, or write to another disk with -o"
-        )
+        return CanvasError("no space left on the disk", "free some space, or write to another disk")
     if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
         return CanvasError(
             f"{error.filename}: {error.strerror}", "check the path and its permissions"

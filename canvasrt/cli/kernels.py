@@ -36,6 +36,8 @@ def show(
             "--capacity has no effect: the bundle's experts have sorted rows, not slots",
             "leave --capacity out",
         )
+    if capacity is not None:
+        predictor.check_capacity(batch, capacity)
     target = bundle.manifest.target or {}
     found = rates.find_gpu(gpu or _usual_gpu(target))
     if measured is not None:
@@ -50,7 +52,7 @@ def show(
         for line in _heading(data):
             console.print(line, markup=False)
         for kind, made in data["passes"].items():
-            _show_pass(console, kind, made)
+            _show_pass(console, kind, made, data["sizes"]["experts"])
         block = data["block"]
         console.print(
             f"\na block of {block['steps']} steps and its encoding: {block['ms']:.1f} ms,"
@@ -77,23 +79,27 @@ def _usual_gpu(target: Json) -> str:
 
 def _heading(data: Json) -> list[str]:
     gpu, sizes = data["gpu"], data["sizes"]
-    slots = f"{sizes['capacity']} slots per expert"
     source = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
+    shared = " (serve with --share-passes)" if sizes["batch"] > 1 else ""
     return [
         data["note"],
+        *([data["foreign"]] if data["foreign"] else []),
         "",
         f"{gpu['name']}: {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached of"
         f" {gpu['bandwidth'] / 1e9:,.0f}, {gpu['arithmetic']:.0%} of "
         + ", ".join(f"{rate / 1e12:,.0f} T {name}" for name, rate in gpu["rates"].items())
         + f", {gpu['launch'] * 1e6:.1f} µs per launch ({source})",
-        f"batch {sizes['batch']} in passes of {sizes['rows']}, {sizes['length']} tokens each, context {sizes['context']},"
-        f" {slots if sizes['experts'] == SLOTTED else 'rows sorted by expert'}",
+        f"batch {sizes['batch']} in passes of {sizes['rows']}{shared}, context {sizes['context']}",
     ]
 
 
-def _show_pass(console: Any, kind: str, made: Json) -> None:
+def _show_pass(console: Any, kind: str, made: Json, experts: str) -> None:
+    sizes = made["sizes"]
+    slots = "rows sorted by expert"
+    if experts == SLOTTED:
+        slots = f"{sizes['capacity']} slots per expert"
     console.print(
-        f"\n{kind}: {made['ms']:.2f} ms and {made['kernels']} kernels; the floor is"
+        f"\n{kind}, {sizes['batch']} × {sizes['length']} tokens, {slots}: {made['ms']:.2f} ms and {made['kernels']} kernels; the floor is"
         f" {made['floor_ms']:.2f} ms, so the pass takes {made['ms'] / made['floor_ms']:.2f} times that",
         markup=False,
     )

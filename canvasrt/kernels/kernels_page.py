@@ -34,9 +34,10 @@ def kernels_page(data: Json, title: str) -> str:
     where = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
     subjects = [
         data["note"],
+        *([data["foreign"]] if data["foreign"] else []),
         f"{gpu['name']}, {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached, "
         f"{gpu['arithmetic']:.0%} of the rates of products ({where}); batch {sizes['batch']}, "
-        f"context {sizes['context']:,}, {_slots(sizes['experts'], sizes['capacity'])}",
+        f"context {sizes['context']:,}",
     ]
     return render_page(
         title, subjects, list(_blocks(data)), "Written by canvasrt inspect --kernels."
@@ -50,8 +51,10 @@ def _slots(experts: str, capacity: int) -> str:
 def _blocks(data: Json) -> Iterator[Json]:
     for kind, made in data["passes"].items():
         ratio = made["ms"] / made["floor_ms"]
+        sizes = made["sizes"]
         note = (
-            f"{made['ms']:.3g} ms and {made['kernels']} kernels; the floor is {made['floor_ms']:.3g} ms, so the pass"
+            f"{sizes['batch']} × {sizes['length']} tokens, {_slots(data['sizes']['experts'], sizes['capacity'])}:"
+            f" {made['ms']:.3g} ms and {made['kernels']} kernels; the floor is {made['floor_ms']:.3g} ms, so the pass"
             f" takes {ratio:.2f} times that."
         )
         plot = drawing(f"parts-{kind}", f"Milliseconds by part of a {kind} pass", _parts, made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,12 +179,30 @@ def find_gpu(name: str) -> GpuRates:
     return gpu
 
 
+def name_of(gpu: GpuRates) -> str:
+    """Return what the table and `--gpu` call a GPU."""
+    return next(key for key, each in GPUS.items() if each.name == gpu.name)
+
+
+def named(device: str) -> str | None:
+    """Return what the table calls the GPU that a driver calls `device`; None if it is not there."""
+    words = set(re.split(r"[\s-]+", device.lower()))
+    found = {key: _model(each.name) for key, each in GPUS.items() if _model(each.name) <= words}
+    return max(found, key=lambda key: len(found[key]), default=None)
+
+
+def _model(name: str) -> set[str]:
+    """Return the words of a GPU's name that every driver's name for it has."""
+    model = re.sub(r"GeForce|Blackwell.*|SXM.*|\(.*", "", name)
+    return set(model.lower().split())
+
+
 def measured(gpu: GpuRates, file: Path) -> GpuRates:
     """Return the GPU with the rates that `python -m bench.gpu` measured, from its gpu.json.
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The rate of a matrix
     product, in bf16 or FP8, becomes the share of the peak of every format. A file without a launch's cost leaves the
-    guess.
+    guess. Raises CanvasError for a file without rates, and UsageError for those of another GPU of the table.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -200,6 +219,12 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
         ) from error
     if device == "cpu":
         raise CanvasError(f"{file} was measured on a CPU", "run bench.gpu on the GPU")
+    there = named(device)
+    if there not in (None, name_of(gpu)):
+        raise UsageError(
+            f"{file} was measured on {device}, not on {gpu.name}",
+            f"give --gpu {there}, or leave --rates out",
+        )
     found = replace(
         gpu, bandwidth=bandwidth, reached=1.0, launch=launch, measured=f"{device}, {file}"
     )

@@ -10,7 +10,8 @@ from canvasrt.errors import UsageError
 from canvasrt.kernels.cost import BITS, is_own, product_format, step_names, weight
 from canvasrt.kernels.group import PARTS
 from canvasrt.kernels.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
-from canvasrt.kernels.rates import GpuRates
+from canvasrt.kernels.rates import GpuRates, name_of
+from canvasrt.targets import TARGETS
 from canvasrt.types import Json
 
 _NOTE = (
@@ -24,12 +25,16 @@ CONTEXTS = (1024, 4096, 16_384, 32_768, 65_536, 131_072, 262_144)
 def prediction_report(
     predictor: Predictor, gpu: GpuRates, batch: int, context: int, capacity: int | None = None
 ) -> Json:
-    """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds."""
+    """Return both passes at these sizes, and how denoising grows with batch and context. Times are in milliseconds.
+
+    Other batches have their usual capacities, other contexts the given one.
+    """
     denoise = predictor.denoise(gpu, batch, context, capacity)
     encode = predictor.encode(gpu, 1, predictor.model.canvas_length, context)
     block = predictor.block_seconds(gpu, batch, context, capacity)
     return {
         "note": _NOTE,
+        "foreign": _foreign(predictor, gpu),
         "gpu": {**asdict(gpu), "rates": dict(gpu.rates)},
         "sizes": {
             **asdict(denoise.sizes),
@@ -44,14 +49,27 @@ def prediction_report(
             "tokens_per_second": batch * predictor.model.canvas_length / block,
         },
         "growth": {
-            "batch": _growth(predictor, gpu, ((each, context) for each in BATCHES)),
-            "context": _growth(predictor, gpu, ((batch, each) for each in CONTEXTS)),
+            "batch": _growth(predictor, gpu, [(each, context, None) for each in BATCHES]),
+            "context": _growth(predictor, gpu, [(batch, each, capacity) for each in CONTEXTS]),
         },
     }
 
 
+def _foreign(predictor: Predictor, gpu: GpuRates) -> str:
+    """Return a sentence if the engines do not run on the GPU that is predicted; else nothing."""
+    own = predictor.capabilities
+    there = next(each for each in TARGETS if name_of(gpu) == each.name).capability_text
+    if not own or there in own.split(", "):
+        return ""
+    return (
+        f"These engines are for compute capability {own} and do not run on {gpu.name}, which has {there}. Its own may have"
+        " other kernels."
+    )
+
+
 def _pass(made: PredictedPass, model: ModelConfig) -> Json:
     return {
+        "sizes": asdict(made.sizes),
         "ms": 1e3 * made.seconds,
         "floor_ms": 1e3 * made.floor_seconds,
         "kernels": len(made.rows),
@@ -143,12 +161,14 @@ def _row(row: TimedKernel) -> Json:
     }
 
 
-def _growth(predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int]]) -> list[Json]:
+def _growth(
+    predictor: Predictor, gpu: GpuRates, sizes: Iterable[tuple[int, int, int | None]]
+) -> list[Json]:
     """Return denoising passes at these batches and contexts, without those that no profile holds, or that are padded."""
     found = []
-    for batch, context in sizes:
+    for batch, context, capacity in sizes:
         try:
-            made = predictor.denoise(gpu, batch, context)
+            made = predictor.denoise(gpu, batch, context, capacity)
         except UsageError:
             continue
         if made.sizes.batch != batch:
