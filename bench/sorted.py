@@ -74,10 +74,11 @@ class SortedPasses:
         return self._rest + sum(self._layer(layer) for layer in loads)
 
     def _layer(self, loads: Loads) -> float:
-        """Return the seconds of one layer's products: only blocks in use, and experts with tokens, whose weights are read
-        once."""
+        """Return the seconds of one layer's products: all rows of blocks in use are computed, those with tokens read and
+        written, and weights read once if their expert has any."""
         rows, used = int((-(-loads // BLOCK_ROWS)).sum()) * BLOCK_ROWS, int((loads > 0).sum())
-        found = costs([_with_experts(each, used) for each in self._ours], {"sorted_rows": rows})
+        sizes = {"sorted_rows": rows, "routed_rows": int(loads.sum())}
+        found = costs([_with_experts(each, used) for each in self._ours], sizes)
         return sum(map(self._seconds, found))
 
     def _seconds(self, cost: Cost) -> float:

@@ -125,8 +125,8 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     if kernel.kind == SORTED_PRODUCT:
         matrix = weight(kernel)
         assert matrix is not None
-        # Each row is multiplied by its own expert's matrix.
-        rows = evaluate(kernel.outputs[0].dims[0], sizes)
+        # Each row is multiplied by its own expert's matrix, and so are the empty ones of its block.
+        rows = evaluate(kernel.inputs[0].dims[0], sizes)
         operations = 2.0 * rows * volume(matrix.dims[1:], sizes)
         return Cost(moved, operations, product_format(kernel), True)
     if is_product(kernel):

@@ -13,7 +13,7 @@ from canvasrt.defaults import OCTET, SLOTTED, octets
 from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.kernels import store
-from canvasrt.kernels.cost import BITS, Cost, costs, launches, weight
+from canvasrt.kernels.cost import BITS, SORTED_PRODUCT, Cost, costs, launches, weight
 from canvasrt.kernels.dims import evaluate, volume
 from canvasrt.kernels.group import EXPERTS, Place, places
 from canvasrt.kernels.parse import Kernel
@@ -54,14 +54,19 @@ class CallSizes:
             "capacity": self.capacity,
             "gate_rows": self.batch * self.length if shared else self.capacity,
             "gate_queues": 1 if shared else model.num_experts,
+            "routed_rows": self._routed_rows(model),
             "sorted_rows": self._sorted_rows(model),
             "octets_full": octets(round_up(self.context, widths(most))),
             "octets_sliding": octets(in_units(min(most, model.sliding_window - 1))),
         }
 
+    def _routed_rows(self, model: ModelConfig) -> int:
+        """Return the rows that the experts compute, one per token and expert of it."""
+        return self.batch * self.length * model.top_k_experts
+
     def _sorted_rows(self, model: ModelConfig) -> int:
         """Return the rows that fill the experts' blocks with even routing: each expert's last block is half empty."""
-        rows = self.batch * self.length * model.top_k_experts
+        rows = self._routed_rows(model)
         return rows + min(rows, model.num_experts) * BLOCK_ROWS // 2
 
 
@@ -226,11 +231,11 @@ class Predictor:
         Of the experts' products only the rows with routed tokens are necessary, whatever the capacity that holds them.
         """
         sizes, model = made.sizes, self.model
-        needed = sizes.batch * sizes.length * model.top_k_experts
         dims = sizes.dims(model, self._most())
+        needed = dims["routed_rows"]
         computing = sum(
             row.cost.operations
-            * (min(1.0, needed / _written_rows(row, dims)) if row.place.part == EXPERTS else 1.0)
+            * (min(1.0, needed / _computed_rows(row, dims)) if row.place.part == EXPERTS else 1.0)
             / gpu.rate(row.cost.format)
             for row in made.rows
             if row.cost.is_product
@@ -239,8 +244,10 @@ class Predictor:
         return max(read / gpu.bytes_per_second(), computing)
 
 
-def _written_rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
-    """Return the rows that a product writes."""
+def _computed_rows(row: TimedKernel, dims: Mapping[str, int]) -> int:
+    """Return the rows that a product computes: all that it writes, or its whole blocks of sorted ones."""
+    if row.kernel.kind == SORTED_PRODUCT:
+        return evaluate(row.kernel.inputs[0].dims[0], dims)
     written = row.kernel.outputs[0].dims
     return volume(written, dims) // evaluate(written[-1], dims)
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from canvasrt.formats import FORMATS
 from canvasrt.kernels.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT
-from canvasrt.kernels.dims import Dim
+from canvasrt.kernels.dims import Dim, times
 from canvasrt.kernels.parse import Kernel, KernelTensor
 from canvasrt.kernels.store import KernelList
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
-# The dimension of sorted rows, and all tokens of a call.
-ROWS, TOKENS = "sorted_rows", "batch*length"
+# Rows in blocks, of which some are empty; those that are read and written; all tokens of a call.
+BLOCKED_ROWS, ROUTED_ROWS, TOKENS = "sorted_rows", "routed_rows", "batch*length"
 _BUILDER_TYPES = {"float32": "Float", "float16": "Half", "bfloat16": "BFloat16"}
 _INSTRUCTION = re.compile(r"mma\.sync\.[\w.:]+")
 # Cached keys and values are known by their names.
@@ -102,6 +102,9 @@ def _ours(form: KernelForm, layer: int, tactic: str) -> Kernel:
         kind = FORMATS[form.format].block_scales
         blocks = (sizes.experts, outputs, form.width // width)
         constants.append(tensor("blocks", kind.builder if kind else plain, *blocks))
-    taken = rows("rows", ROWS, form.width, form.format)
-    results = rows("result", ROWS, form.outputs, form.following)
+    taken = tuple(
+        replace(each, read=str(times((ROUTED_ROWS, *each.dims[1:]))))
+        for each in rows("rows", BLOCKED_ROWS, form.width, form.format)
+    )
+    results = rows("result", ROUTED_ROWS, form.outputs, form.following)
     return Kernel(node, SORTED_PRODUCT, taken, tuple(constants), results, tactic, (node,))

@@ -83,6 +83,7 @@ SIZES = {
     "gate_rows": 64,
     "gate_queues": E,
     # Of every expert, half of a block is empty.
+    "routed_rows": 256 * WIDTHS["top_k_experts"],
     "sorted_rows": 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2,
 }
 # Four canvases have four times as many slots and rows; a short encoding pass has a slot for each token.
@@ -90,6 +91,7 @@ SIZES_BY_PROGRAM = {
     "denoise": SIZES,
     "denoise_batch": SIZES
     | {"batch": 4, "capacity": 256, "gate_rows": 256}
+    | {"routed_rows": 4 * 256 * WIDTHS["top_k_experts"]}
     | {"sorted_rows": 4 * 256 * WIDTHS["top_k_experts"] + E * BLOCK_ROWS // 2},
     "encode": SIZES | {"capacity": 256, "gate_rows": 256},
 }
@@ -133,7 +135,7 @@ def test_every_profile_has_its_kernels_and_every_size_a_name(built: Bundle) -> N
 def test_what_is_read_is_what_was_written_or_an_even_part_of_it(built: Bundle) -> None:
     """Odd sizes show when one dimension's name was taken for another's."""
     odd = {"batch": 3, "length": 131, "octets_sliding": 39, "octets_full": 97, "capacity": 61}
-    odd |= {"gate_rows": 61, "gate_queues": E, "sorted_rows": 61}
+    odd |= {"gate_rows": 61, "gate_queues": E, "routed_rows": 61, "sorted_rows": 61}
     for segment, profile, kernels in all_programs(built):
         sizes = odd | ({} if profile == "encode" else {"length": 256})
         sizes |= {"batch": 1} if profile == "denoise" else {}

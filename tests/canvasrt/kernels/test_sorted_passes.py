@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from bench.sorted import SortedPasses
 from canvasrt.bundle import Bundle
 from canvasrt.defaults import SORTED
-from canvasrt.kernels.rates import find_gpu
+from canvasrt.kernels.rates import GpuRates, find_gpu
 from tests.canvasrt.kernels.conftest import Released
 
 GPU = find_gpu("rtx-5090")
@@ -22,9 +24,9 @@ def built(released: Released) -> Bundle:
     return released("nvfp4", "rtx-5090", SORTED)
 
 
-def products(bundle: Bundle, rows: int, share: float = 1.0, batch: int = 1) -> float:
+def products(bundle: Bundle, rows: int, share: float = 1.0, gpu: GpuRates = GPU) -> float:
     """Return what rows take in products, if every expert has as many: without them, there are launches."""
-    passes = SortedPasses(bundle, GPU, batch, 1024, share)
+    passes = SortedPasses(bundle, gpu, 1, 1024, share)
     loads = np.full((LAYERS, EXPERTS), rows)
     return passes.seconds(loads) - passes.seconds(0 * loads)
 
@@ -35,8 +37,17 @@ def test_weights_are_read_once_and_rows_written_once(built: Bundle) -> None:
     rows = EXPERTS * 16 * (D * BYTES + 2 * INNER * BYTES + 2 * D)
     seconds = LAYERS * (weights + rows) / (GPU.bandwidth * GPU.reached)
     assert products(built, 16) == pytest.approx(seconds, rel=1e-3)
-    assert products(built, 3) == pytest.approx(seconds, rel=1e-3)  # blocks are of 16 rows
-    assert products(built, 17) > products(built, 16)
+    # Blocks are of 16 rows, of which empty ones are neither read nor written.
+    seconds -= LAYERS * rows * 13 / 16 / (GPU.bandwidth * GPU.reached)
+    assert products(built, 3) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_empty_rows_of_blocks_are_computed(built: Bundle) -> None:
+    slow = replace(GPU, bandwidth=1e30, rates={**GPU.rates, "fp4": 1e12})
+    operations = 2 * LAYERS * EXPERTS * 16 * 3 * D * INNER
+    for rows, blocks in ((3, 1), (16, 1), (17, 2)):
+        seconds = blocks * operations / (1e12 * GPU.arithmetic)
+        assert products(built, rows, gpu=slow) == pytest.approx(seconds, rel=1e-3)
 
 
 def test_a_share_of_the_rates_is_that_of_our_kernels_alone(built: Bundle) -> None:
