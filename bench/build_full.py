@@ -4,6 +4,7 @@
     python -m bench.build_full --shape narrow -o DIR  # the same in a minute
     python -m bench.build_full --format int4 --target rtx-4090,cpu --layers-per-segment 3 -o DIR
     python -m bench.build_full --format int4 --target cpu --verify -o DIR
+    python -m bench.build_full --experts sorted -o DIR
 
 It writes a random checkpoint, exports it and builds its engines, each as `canvasrt` does, with
 nothing cached. With `--verify`, bundles that run on this machine are compared with the checkpoint
@@ -24,14 +25,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
 from canvasrt.build.plan import BuildOptions
 from canvasrt.bundle import load_bundle
-from canvasrt.defaults import LAYERS_PER_SEGMENT
+from canvasrt.defaults import LAYERS_PER_SEGMENT, SLOTTED, SORTED
 from canvasrt.machine import memory_bytes
 from canvasrt.pipeline import build_all, plan_all
 from canvasrt.targets import find_target
@@ -176,9 +177,9 @@ def run(command: Sequence[str], name: str, out: Path, check: bool = True) -> Sta
 
 
 def run_build(
-    graphs: Path, target: str, out: Path, max_context: int | None = None
+    graphs: Path, target: str, out: Path, wanted: BuildOptions
 ) -> tuple[StageUse, list[StageUse], dict[str, int]]:
-    """Build engines from graphs, for one request of `max_context` tokens if given.
+    """Build engines from graphs.
 
     Return the stage's row, one per segment, and bytes of device memory: the plan's estimate, and the most that the
     builder says an engine needs for activations.
@@ -193,10 +194,7 @@ def run_build(
             else:
                 begun[found[1]] = time.monotonic()
 
-    options = BuildOptions()
-    if max_context is not None:
-        options = BuildOptions(max_context=max_context, max_batch=1)
-    (planned,) = plan_all(graphs, [find_target(target)], out, options)
+    (planned,) = plan_all(graphs, [find_target(target)], out, wanted)
     start = time.monotonic()
     with Sampler() as sampler:
         ((_, bundle),) = build_all([planned], progress)
@@ -226,14 +224,22 @@ def measure(
     keep: bool,
     max_context: int | None = None,
     verify: bool = False,
+    experts: str = SLOTTED,
 ) -> BuildReport:
-    """Create the checkpoint in `work`, export it and build it there for one target after the other."""
+    """Create the checkpoint in `work`, export it and build it there for one target after the other.
+
+    With `max_context`, engines take one request of so many tokens.
+    """
     os.environ["CANVASRT_CACHE"] = str(work / "cache")
     checkpoint, graphs = work / "checkpoint", work / "graphs"
     shortened = ["--layers", str(layers)] if layers else []
     options: dict[str, Any] = {"shape": shape, "format": format, "target": targets}
+    wanted = BuildOptions(experts=experts)
     if max_context is not None:
         options["max_context"] = max_context
+        wanted = replace(wanted, max_context=max_context, max_batch=1)
+    if experts != SLOTTED:
+        options["experts"] = experts
     machine = {
         "processors": len(os.sched_getaffinity(0)),
         "memory_gb": round(memory_bytes() / 1e9, 1),
@@ -252,7 +258,7 @@ def measure(
         shutil.rmtree(checkpoint)
     for target in targets.split(","):
         engines = work / f"engines-{target}"
-        built, segments, memory = run_build(graphs, target, engines, max_context)
+        built, segments, memory = run_build(graphs, target, engines, wanted)
         report.memory[target] = memory
         report.stages.append(built)
         report.segments += segments
@@ -284,6 +290,7 @@ def main() -> None:
     parser.add_argument("--target", default="rtx-5090", help="one, or several with commas")
     parser.add_argument("--layers-per-segment", type=int, default=LAYERS_PER_SEGMENT)
     parser.add_argument("--max-context", type=int, help="tokens, for a batch of one")
+    parser.add_argument("--experts", default=SLOTTED, choices=(SLOTTED, SORTED))
     parser.add_argument("--verify", action="store_true", help="compare with the checkpoint")
     parser.add_argument("--keep", action="store_true", help="keep graphs and engines")
     args = parser.parse_args()
@@ -300,6 +307,7 @@ def main() -> None:
             args.keep,
             args.max_context,
             args.verify,
+            args.experts,
         )
     finally:
         if not args.keep:
