@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -91,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", default="1024,32768,262144")
     parser.add_argument("--layers", type=int, choices=sorted(REPEAT), default=3)
     options = parser.parse_args(arguments)
+    # Engines of tens of gigabytes, which nothing else uses.
+    os.environ.setdefault("CANVASRT_CACHE", str(options.work / "cache"))
     wanted = options.recipes.split(",")
     rows: list[Json] = []
     for recipe, gpus in PLAN:

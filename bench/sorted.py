@@ -10,6 +10,7 @@ routing as in `bench.slots`, without the head. `bench.predict` has the standard 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from dataclasses import replace
@@ -114,6 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("CANVASRT_CACHE", str(options.work / "cache"))
     model = released_model()
     tokens = replace(model, canvas_length=options.batch * model.canvas_length)
     assert len(model.layers) == LAYERS == SEGMENTS * LAYERS_PER_SEGMENT
