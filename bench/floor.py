@@ -82,7 +82,12 @@ def _launches(torch: Any) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         for _ in range(_LAUNCHES):
             number.add_(1)
-    return graph.replay
+
+    def replay() -> Any:
+        graph.replay()
+        return number  # which the graph writes, so it must stay
+
+    return replay
 
 
 def _product(torch: Any, width: int, precision: str) -> Callable[[], Any]:

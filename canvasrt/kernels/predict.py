@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -170,13 +171,19 @@ class Predictor:
         return PREDICTED_STEPS * denoised + batch * encoded
 
     def check_capacity(self, batch: int, capacity: int) -> None:
-        """Raise UsageError if the slots per expert cannot hold a pass's tokens, or are more than its tokens."""
-        tokens = self._rows(batch) * self.model.canvas_length
+        """Raise UsageError if so many slots per expert cannot hold a pass's tokens, or if the engines take fewer.
+
+        Whether they take such a batch is for the pass to say.
+        """
+        sizes = {"batch": self._rows(batch), "length": self.model.canvas_length}
+        taken = (Profiles(self.entries[name]["profiles"]) for name in self._bodies())
+        tokens = math.prod(sizes.values())
+        most = min(tokens, *(each.largest("capacity", sizes) for each in taken))
         least = -(-tokens * self.model.top_k_experts // self.model.num_experts)
-        if not least <= capacity <= tokens:
+        if most and not least <= capacity <= most:
             raise UsageError(
                 f"{capacity} slots per expert do not suit a pass of {tokens} tokens",
-                f"give at least {least}, which even routing fills, and at most {tokens}",
+                f"give at least {least}, which even routing fills, and at most {most}",
             )
 
     def _rows(self, batch: int) -> int:

@@ -202,7 +202,8 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
 
     The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The rate of a matrix
     product, in bf16 or FP8, becomes the share of the peak of every format. A file without a launch's cost leaves the
-    guess. Raises CanvasError for a file without rates, and UsageError for those of another GPU of the table.
+    guess. Raises CanvasError for a file without rates, and UsageError for those of another GPU of the table. One that the
+    table lacks may stand for any.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))

@@ -102,7 +102,7 @@ class _Resolver:
 
 def _with_read(tensor: KernelTensor, taken: Mapping[str, str]) -> KernelTensor:
     """Record how much of a tensor is read, if that is less than all of it."""
-    return tensor if tensor.read is not None else replace(tensor, read=taken.get(tensor.name))
+    return replace(tensor, read=taken.get(tensor.name))
 
 
 def parts_read(
@@ -110,6 +110,8 @@ def parts_read(
 ) -> dict[str, str]:
     """Return how many numbers a kernel reads of the tensors that only its gathers and slices read, by their names."""
     written = {times(each.dims) for each in outputs}
+    if any(_is_unknown(size) for size in written):
+        return {}
     parts: dict[str, list[str]] = {}
     sizes: dict[str, Dim] = {}
     for name, dims, part in (each for node in nodes for each in node.taken):
@@ -119,13 +121,18 @@ def parts_read(
             sizes[origin] = times(dims)
     found: dict[str, str] = {}
     for origin, counts in parts.items():
-        alike = [each.name for each in tensors if times(each.dims) == sizes[origin] != UNKNOWN]
+        size = sizes[origin]
+        alike = [] if _is_unknown(size) else [t.name for t in tensors if times(t.dims) == size]
         named = [each for each in alike if origin in graph_names(each)]
         # The builder may have renamed it. Then it is one of those as large, unless a result is, too.
-        likely = named or ([] if sizes[origin] in written else alike)
+        likely = named or ([] if size in written else alike)
         for name in [each for each in likely if each not in found][:1]:
             found[name] = "+".join(counts)
     return found
+
+
+def _is_unknown(size: Dim) -> bool:
+    return UNKNOWN in str(size) or str(UNRESOLVED) in str(size)
 
 
 def _origin(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:

@@ -133,9 +133,10 @@ class DeviceModel(Model):
         Call it before the first request.
         """
         narrow = self.shapes.widths[0]
-        shapes = [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
-        shapes += [(shape, shape.length) for shape in self.shapes]
-        # Engines keep the captures of the latest calls. Most requests start with those of the first shapes.
+        shapes = [(shape, shape.length) for shape in self.shapes]
+        shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
+        # Engines keep the captures of the latest calls. Most requests start with the first shapes: a whole canvas, a short
+        # past and the fewest slots.
         for shape, canvas in reversed(shapes):
             alone = shape.phase == "denoise" and shape.batch == 1 and shape.width == narrow
             # Each slot's caches are its own, and so are the calls that read them.

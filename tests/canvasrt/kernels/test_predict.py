@@ -197,6 +197,17 @@ def test_slots_that_cannot_hold_a_pass_are_refused(predictor: Predictor) -> None
     for capacity in (204, 257):
         with pytest.raises(UsageError, match=f"{capacity} slots per expert do not suit"):
             predictor.check_capacity(1, capacity)
+    # The profile of a full batch has few.
+    most = max(
+        each["capacity"]["max"]
+        for each in predictor.entries["body_0"]["profiles"]
+        if each["batch"]["max"] == 4
+    )
+    predictor.check_capacity(4, most)
+    with pytest.raises(UsageError, match="do not suit a pass of 1024 tokens") as refused:
+        predictor.check_capacity(4, most + 1)
+    assert f"at most {most}" in refused.value.hint
+    predictor.check_capacity(9, 48)  # the batch is what the engines refuse
 
 
 def test_growth_by_context_keeps_the_capacity(predictor: Predictor) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from canvasrt.kernels.parse import Kernel, KernelTensor, graph_names
 from canvasrt.kernels.resolve import closest, resolve_sizes
-from canvasrt.kernels.tensor_shapes import Node, Shapes
+from canvasrt.kernels.tensor_shapes import Dims, Node, Shapes
 
 BODY = ("batch", "length", 2816)
 
@@ -144,35 +144,47 @@ def test_a_number_may_be_part_of_the_graph_s_own_name() -> None:
     assert found.outputs[0].dims == (1, 2, "length", 32)
 
 
-@pytest.mark.parametrize(
-    ("others", "written", "read"),
-    [
-        ({}, (64, 8), "512"),
-        # A cast before the gather: its rows are still the only ones that are read.
-        ({"cast": Node([("rows", (256, 8))], [("wide", (256, 8))])}, (64, 8), "512"),
-        # Another node reads all rows.
-        ({"sum": Node([("rows", (256, 8))], [("total", (1, 8))])}, (64, 8), None),
-        # What is gathered from is computed here, of two tensors as large, or written here.
-        ({"add": Node([("rows", (256, 8)), ("b", (256, 8))], [("wide", (256, 8))])}, (64, 8), None),
-        ({"cast": Node([("rows", (256, 8))], [("wide", (256, 8))])}, (256, 8), None),
-    ],
-)
-def test_only_what_nothing_else_reads_or_writes_is_read_in_part(
-    others: dict[str, Node], written: tuple[int, int], read: str | None
-) -> None:
-    source = next((name for each in others.values() for name, _ in each.outputs), "rows")
-    source = source if source == "wide" else "rows"
-    gather = Node([(source, (256, 8)), ("index", (64,))], [("taken", (64, 8))])
-    gather.taken.append((source, (256, 8), (64, 8)))
-    # The builder's own names.
+ROWS, CHOSEN = ("rows", 8), ("chosen", 8)
+
+
+def gathered(others: dict[str, Node], written: Dims) -> tuple[Kernel, Shapes]:
+    """Return a kernel, under the builder's own names, that gathers some rows; of `wide`, if another node writes that."""
+    wide = any(name == "wide" for each in others.values() for name, _ in each.outputs)
+    source = "wide" if wide else "rows"
+    gather = Node(
+        [(source, ROWS), ("index", ("chosen",))], [("taken", CHOSEN)], [(source, ROWS, CHOSEN)]
+    )
     made = Kernel(
         "k",
         "kgen",
-        (KernelTensor("a_1", "Half", (256, 8)), KernelTensor("a_2", "Int64", (64,))),
+        (KernelTensor("a_1", "Half", ROWS), KernelTensor("a_2", "Int64", ("chosen",))),
         (),
         (KernelTensor("a_3", "Half", written),),
         "",
         ("gather", *others),
     )
-    (found,) = resolve_sizes([made], Shapes({}, {"gather": gather, **others}))
+    return made, Shapes({}, {"gather": gather, **others})
+
+
+CAST = {"cast": Node([("rows", ROWS)], [("wide", ROWS)])}
+
+
+@pytest.mark.parametrize(
+    ("others", "written", "read"),
+    [
+        ({}, CHOSEN, "8*chosen"),
+        # A cast before the gather: its rows are still the only ones that are read.
+        (CAST, CHOSEN, "8*chosen"),
+        # Another node reads all rows.
+        ({"sum": Node([("rows", ROWS)], [("total", (1, 8))])}, CHOSEN, None),
+        # What is gathered from is computed here, of two tensors as large, or written here.
+        ({"add": Node([("rows", ROWS), ("b", ROWS)], [("wide", ROWS)])}, CHOSEN, None),
+        (CAST, ROWS, None),
+    ],
+)
+def test_only_what_nothing_else_reads_or_writes_is_read_in_part(
+    others: dict[str, Node], written: Dims, read: str | None
+) -> None:
+    made, shapes = gathered(others, written)
+    (found,) = resolve_sizes([made], shapes)
     assert [each.read for each in found.inputs] == [read, None]
