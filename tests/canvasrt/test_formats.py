@@ -32,6 +32,7 @@ NAMED_IN = {
     "canvasrt/targets.py",
     "export/synthetic.py",
     "bench/floor.py",
+    "bench/logits.py",
     "bench/predict.py",
     "bench/build_full.py",
     "bench/rounded.py",
