@@ -46,7 +46,7 @@ REPEAT = {
 BUILT_FOR = "rtx-pro-6000"
 PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nvfp4", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
-    ("nvfp4-mixed", ("rtx-5090", "rtx-pro-6000", "dgx-spark", "b200")),
+    ("nvfp4-mixed", ("rtx-5090", "rtx-pro-6000", "dgx-spark", "b200", "dgx-station")),
     ("nvfp4-experts", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
     (
         "fp8",
@@ -61,7 +61,7 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
             "h200",
         ),
     ),
-    ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "h100", "h200")),
+    ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "a100", "h100", "h200", "b200")),
     (
         "int4",
         (
@@ -70,6 +70,8 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
             "rtx-4080",
             "rtx-4090",
             "l4",
+            "rtx-6000-ada",
+            "l40s",
             "rtx-5080",
             "rtx-5090",
             "rtx-pro-6000",
@@ -77,6 +79,8 @@ PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
             "a100",
             "h100",
             "h200",
+            "b200",
+            "dgx-station",
         ),
     ),
 )

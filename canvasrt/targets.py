@@ -78,7 +78,7 @@ class Target:
 _ANY = (99, 0)
 _RTX: BuilderName = "tensorrt-rtx"
 _TRT: BuilderName = "tensorrt"
-# Loses nothing that can be measured, for 1 to 12% more predicted time than `nvfp4` (docs/performance.md).
+# Loses nothing that can be measured, for 1 to 12% more predicted time than `nvfp4`, by GPU and batch (docs/performance.md).
 _MIXED = "nvfp4-mixed"
 TARGETS: tuple[Target, ...] = (
     Target("cpu", "none", None, None, "onnxruntime", "fp32", host="any"),

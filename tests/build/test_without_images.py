@@ -48,7 +48,9 @@ def with_memory(name: str, checkpoint: Path, bytes_left: int) -> Target:
     """A card that has room for engines without the tower, and this much more."""
     (plan,) = plan_all(checkpoint, [find_target(name)], "unused", OPTIONS)
     assert plan.reading == Reading(512, sees=True)
-    return replace(plan.target, memory=plan.memory_when(Reading(512, sees=False)).total + bytes_left)
+    return replace(
+        plan.target, memory=plan.memory_when(Reading(512, sees=False)).total + bytes_left
+    )
 
 
 @pytest.fixture(scope="module", params=["rtx-4080", "rtx-5080"])
