@@ -11,7 +11,7 @@ from canvasrt.kernels.cost import BITS, is_own, product_format, step_names, weig
 from canvasrt.kernels.group import PARTS
 from canvasrt.kernels.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
 from canvasrt.kernels.rates import GpuRates, name_of
-from canvasrt.targets import TARGETS
+from canvasrt.targets import find_target
 from canvasrt.types import Json
 
 _NOTE = (
@@ -58,7 +58,7 @@ def prediction_report(
 def _foreign(predictor: Predictor, gpu: GpuRates) -> str:
     """Return a sentence if the engines do not run on the GPU that is predicted; else nothing."""
     own = predictor.capabilities
-    there = next(each for each in TARGETS if name_of(gpu) == each.name).capability_text
+    there = find_target(name_of(gpu)).capability_text
     if not own or there in own.split(", "):
         return ""
     return (

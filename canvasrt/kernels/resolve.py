@@ -55,7 +55,7 @@ class _Resolver:
         written = [dims for node in reversed(nodes) for _, dims in node.outputs]
         inputs = tuple(self._tensor(each, [*read, *written]) for each in kernel.inputs)
         outputs = tuple(self._tensor(each, [*written, *read]) for each in kernel.outputs)
-        taken = parts_read((*inputs, *kernel.constants), outputs, nodes)
+        taken = _parts_read((*inputs, *kernel.constants), outputs, nodes)
         return replace(
             kernel,
             inputs=tuple(_with_read(each, taken) for each in inputs),
@@ -105,7 +105,7 @@ def _with_read(tensor: KernelTensor, taken: Mapping[str, str]) -> KernelTensor:
     return replace(tensor, read=taken.get(tensor.name))
 
 
-def parts_read(
+def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
     """Return how many numbers a kernel reads of the tensors that only its gathers and slices read, by their names."""
@@ -142,7 +142,7 @@ def _origin(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> s
     views, passed = [name], []
     while (maker := makers.get(views[-1])) is not None:
         own = {output for output, _ in maker.outputs}
-        alike = {each for each, dims in maker.inputs if times(dims) == size} - own
+        alike = {each for each, dims in maker.inputs if times(dims) == size} - own - set(views)
         # The kernel may write what is as large as a result.
         if len(alike) != 1 or size in written:
             return None
