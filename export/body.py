@@ -53,7 +53,7 @@ class BodyLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Map `x` `[1, B·L, D]` to the same shape, this call's key and value, and the experts' loads `[1, E]`.
 
-        All rows are one but in attention: TensorRT-RTX takes fewer kernels to quantize tokens that have one axis.
+        Outside attention, all rows form one axis of tokens, which TensorRT-RTX quantizes in fewer kernels.
         """
         attended, key, value = self.attention(self.input_norm(x), turn, mask, *past)
         x = x + self.post_attention_norm(attended)

@@ -54,7 +54,7 @@ def chain(layers: Sequence[ir.Model]) -> ir.Model:
 
 
 def _largest(graph: ir.Graph, loads: Sequence[ir.Value]) -> ir.Value:
-    """Return the largest load of each layer, `[layers]` int64. One kernel takes all layers' maxima, not one each."""
+    """Return the largest load of each layer, `[layers]` int64. One kernel computes the maxima of all layers."""
     for index, load in enumerate(loads):
         load.name = f"loads_{index}"
     axis = ir.node("Constant", [], {"value": ir.tensor([1])}, name="node_load_axis")
@@ -89,7 +89,8 @@ def _rename(graph: ir.Graph, number: int, kept: Sequence[ir.Value]) -> None:
 
 
 def _node_name(name: str, number: int) -> str:
-    """Return a node's name in the chain: by its module, or outside of modules, such as a mask, by the layer traced."""
+    """Return a node's name in the chain: from its module, or for a node outside modules, such as a mask, from the traced
+    layer."""
     inside = name.removeprefix("layers.0")
     return f"layers.{number}{inside}" if inside != name else f"layer_{number}/{name}"
 

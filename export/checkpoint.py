@@ -1,17 +1,26 @@
-"""A lazy reader of Hugging Face checkpoints: sharded safetensors, one tensor in memory at a time."""
+"""A lazy reader of Hugging Face checkpoints: sharded safetensors, one tensor in memory at a time.
+
+The safetensors library maps a file, and the mapped pages count as this process's memory as long as it is open. So tensors
+are read with plain reads.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from canvasrt.checkpoints.locate import INDEX, read_index
 from canvasrt.errors import CanvasError
-from canvasrt.export.shards import Shard, TensorEntry
 
 SINGLE = "model.safetensors"
 
@@ -22,7 +31,21 @@ _ALIASES = (
     ("model.decoder.embed_tokens.weight", "lm_head.weight"),
 )
 # How many bytes of a large tensor are in memory at once.
-_CHUNK = 1 << 28
+_CHUNK = 1 << 26
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class Checkpoint:
@@ -66,6 +89,11 @@ class Checkpoint:
         count = max(1, _CHUNK // max(row, 1))
         for first in range(0, entry.shape[0], count):
             yield shard.read(found, first, min(count, entry.shape[0] - first))
+
+    def rows(self, name: str, numbers: Sequence[int] | np.ndarray) -> Tensor:
+        """Return some rows of one tensor in the file's dtype."""
+        shard, found, _ = self._entry(name)
+        return torch.cat([shard.read(found, int(number), 1) for number in numbers])
 
     def _entry(self, name: str) -> tuple[Shard, str, TensorEntry]:
         found = self._find(name)
@@ -120,3 +148,83 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the tensor's values as little-endian bytes, without a copy if it is contiguous."""
     flat = tensor.contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file; `start` is where its bytes begin."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class Shard:
+    """One safetensors file. Only its header stays in memory."""
+
+    def __init__(self, file: Path) -> None:
+        """Read the header. Raises `CanvasError` for an incomplete file, FileNotFoundError for a
+        missing one."""
+        self.file = file
+        try:
+            # The library checks that the header is sound and that no byte is missing.
+            safe_open(file, framework="pt").keys()
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError) as cause:
+            raise CanvasError(
+                f"{file} is not a complete safetensors file: {cause}", "fetch the checkpoint again"
+            ) from cause
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            header = json.loads(handle.read(length))
+        self.tensors = {
+            name: self._entry(name, entry, 8 + length)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+
+    def read(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
+        """Return one tensor in the file's dtype, or `rows` of its first axis from `first` on."""
+        entry = self.tensors[name]
+        shape = entry.shape
+        start = entry.start
+        if rows is not None:
+            start += first * math.prod(shape[1:]) * entry.dtype.itemsize
+            shape = (rows, *shape[1:])
+        data = np.empty(math.prod(shape) * entry.dtype.itemsize, np.uint8)
+        try:
+            with self.file.open("rb", buffering=0) as handle:
+                handle.seek(start)
+                found = _fill(handle, data)
+        except OSError as cause:
+            raise self._damaged(name, str(cause)) from cause
+        if found != len(data):
+            raise self._damaged(name, "it ends too early")
+        return torch.from_numpy(data).view(entry.dtype).view(shape)
+
+    def _entry(self, name: str, entry: dict[str, Any], base: int) -> TensorEntry:
+        dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CanvasError(
+                f"{name} in {self.file} has the type {entry['dtype']}, which canvasrt does not support",
+                f"use one of {', '.join(SAFETENSORS_DTYPES)}",
+            )
+        return TensorEntry(dtype, tuple(entry["shape"]), base + entry["data_offsets"][0])
+
+    def _damaged(self, name: str, why: str) -> CanvasError:
+        return CanvasError(
+            f"cannot read {name} from {self.file}: {why}",
+            "the file is damaged; fetch or save the checkpoint again",
+        )
+
+
+def _fill(handle: FileIO, data: np.ndarray) -> int:
+    """Fill all of `data`; a single call reads at most 2 GB."""
+    found = 0
+    while found < len(data):
+        count = handle.readinto(data[found:].data)
+        if not count:
+            break
+        found += count
+    return found

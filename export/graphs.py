@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,110 +13,120 @@ import onnx_ir as ir
 import torch
 
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
-from canvasrt.checkpoints import locate
+from canvasrt.cache import kept_piece, unfinished
+from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.checkpoints.config import Layer, ModelConfig
-from canvasrt.checkpoints.quantized import Quantization, quantization_of
+from canvasrt.checkpoints.description import Description, describe
+from canvasrt.checkpoints.quantized import Quantization
+from canvasrt.checkpoints.weight_names import TABLE
 from canvasrt.defaults import LAYERS_PER_SEGMENT
 from canvasrt.errors import CanvasError
 from canvasrt.export import onnx
-from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.host_head import write_host_head
+from canvasrt.export.checkpoint import Checkpoint, bytes_of
 from canvasrt.export.lora import Adapted, load_adapter
 from canvasrt.export.prequantized import Prequantized
+from canvasrt.export.quantize.calibrate import Calibration, calibrate
+from canvasrt.export.quantize.quantize import Quantizer, counted, work_of
+from canvasrt.export.quantize.stored_weights import CheckpointWeights
 from canvasrt.export.segments import EMBEDDING_FILE, SegmentModule, segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs.table import embedding_entry
+from canvasrt.progress import counter
 from canvasrt.recipes.calibration import check_calibration
-from canvasrt.staging import staging
+from canvasrt.recipes.recipe import Recipe
+from canvasrt.staging import check_output, staging
 
-# Called with (bytes of weights written so far, total bytes).
-SegmentProgress = Callable[[int, int], None]
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+HOST_HEAD_FILE = "host_head.bin"
 PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def export_graphs(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Description,
     out: Path | str,
     layers_per_segment: int = LAYERS_PER_SEGMENT,
     precision: str | None = None,
-    progress: SegmentProgress | None = None,
     adapters: Sequence[tuple[str | Path, float]] = (),
     calibration: Path | None = None,
-    hashes: Mapping[str, str] | None = None,
+    recipe: Recipe | None = None,
 ) -> Bundle:
     """Write the graph bundle of `checkpoint` to `out`.
 
     Args:
-        checkpoint: a folder in the Hugging Face layout, a hub name, or a bundled one's name.
+        checkpoint: a folder in the Hugging Face layout, a hub name, a bundled one's name, or the description of any.
         layers_per_segment: layers per body graph.
         precision: a key of `DTYPES`, for weights and computation. The default is fp32. A quantized
             checkpoint defaults to its own: its codes go into the graphs unchanged, and the rest is
             bf16.
         adapters: folders of PEFT LoRA adapters and their weights, merged in.
-        calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales.
-        hashes: the fingerprint of `checkpoint`, which is then a folder that was checked before.
+        calibration: a JSONL file of prompts, for a quantized checkpoint without activation scales, or for the recipe.
+        recipe: quantizes plain weights on their way into bf16 graphs: the same bytes as from `quantize_graphs`.
 
     Raises `CanvasError` for a checkpoint or adapter that is missing, damaged or of another
-    architecture, and when `out` is not empty. Nothing is left behind then.
+    architecture, and when `out` is not empty. Nothing is left behind then, but what a calibration or quantization has
+    done stays in the cache, and another call goes on from there.
     """
-    folder = Path(checkpoint) if hashes else locate.find_checkpoint(checkpoint)
-    hashes = hashes or locate.fingerprint(folder)
-    config, sampler = ModelConfig.from_checkpoint(folder)
-    how = quantization_of(folder)
+    found = checkpoint if isinstance(checkpoint, Description) else describe(checkpoint)
+    folder, config, how = found.folder, found.model, found.quantization
+    if recipe is not None:
+        precision = "bf16"
     _check_options(folder, how, precision, adapters)
     merged = [load_adapter(path, weight) for path, weight in adapters]
     source = Adapted(folder, merged) if merged else Checkpoint(folder)
     packs = how is not None and precision not in TORCH_DTYPES
     base = "bf16" if packs else precision or "fp32"
-    out = Path(out)
-    with staging(out) as tmp:
-        parts = segments(config, layers_per_segment, TORCH_DTYPES[base])
-        quantized = (
-            Prequantized(how, parts, source, config, TORCH_DTYPES[base], packs) if how else None
-        )
-        _check_weights(parts, source, quantized)
-        is_calibrated = quantized is not None and packs and not quantized.static
-        check_calibration(calibration, is_calibrated, "this checkpoint")
-        if quantized and is_calibrated:
-            quantized.calibrate(
-                lambda wide: export_graphs(folder, wide, precision="bf16", hashes=hashes),
-                out,
-                calibration,
-            )
-        _write_graphs(parts, config, source, tmp, TORCH_DTYPES[base], progress, quantized)
+    dtype, out = TORCH_DTYPES[base], Path(out)
+    check_output(out)
+    parts = segments(config, layers_per_segment, dtype)
+    own = Prequantized(how, parts, source, config, dtype, packs) if how else None
+    _check_weights(parts, source, own)
+    unscaled = own.recipe if own is not None and packs and not own.static else None
+    check_calibration(calibration, (recipe or unscaled) is not None, "this checkpoint")
+    found = found if found.hashes else found.hashed()
+    made_from = {
+        "kind": "checkpoint",
+        "files": dict(found.hashes or {}),
+        **({"adapters": [each.to_json() for each in merged]} if merged else {}),
+    }
+    with contextlib.ExitStack() as stack:
+        room, observed = None, Calibration()
+        if chosen := recipe or unscaled:
+            prompts = None
+            if chosen.is_calibrated:
+                prompts = CalibrationPrompts.of(
+                    calibration, chosen, config, found.sampler, made_from, found.tokenizer
+                )
+            cut = {"checkpoint": made_from, "layers_per_segment": layers_per_segment}
+            room = stack.enter_context(unfinished(*work_of(cut, chosen, prompts)))
+            if prompts is not None:
+                held = own.held if own else {}
+                read = CheckpointWeights(source, config, found.sampler, dtype, held)
+                observed = calibrate(read, chosen, prompts, room)
+        if own is not None and unscaled:
+            own.calibrated(observed)
+        quantizer = Quantizer(config, recipe, observed) if recipe else None
+        tmp = stack.enter_context(staging(out))
+        rewriter = quantizer or own
+        _write_graphs(parts, config, source, tmp, base, rewriter, room)
         (head,) = (part for part in parts if part.name == "head")
-        host_head = write_host_head(head, source, tmp, TORCH_DTYPES[base], quantized)
+        host_head = _write_host_head(head, source, tmp, dtype, own)
+        if quantizer:
+            quantizer.write_calibration(tmp)
         write_manifest(
             tmp,
             kind="graphs",
-            made_from={
-                "kind": "checkpoint",
-                "files": dict(hashes),
-                **({"adapters": [each.to_json() for each in merged]} if merged else {}),
-                **(quantized.made_from if quantized else {}),
-            },
+            made_from={**made_from, **(rewriter.made_from if rewriter else {})},
             options={
                 "precision": base,
                 "layers_per_segment": layers_per_segment,
-                **(quantized.options if quantized else {}),
+                **(rewriter.options(base) if rewriter else {}),
             },
             model=config,
-            sampler=sampler,
-            segments=[_entry(part, quantized) for part in parts],
-            embedding={
-                **embedding_entry(tmp / next(p.file for p in parts if p.name == "head")),
-                "host_head": host_head,
-            },
-            tokenizer=_copy_tokenizer(folder, tmp),
-            packages=PACKAGES,
+            sampler=found.sampler,
+            segments=[_entry(part, rewriter) for part in parts],
+            embedding={**embedding_entry(tmp / head.file), "host_head": host_head},
+            tokenizer=_copy_tokenizer(found, tmp),
+            packages=(*PACKAGES, *(quantizer.packages if quantizer else ())),
         )
     return load_bundle(out, kind="graphs", check=False)
 
@@ -154,49 +166,75 @@ def _write_graphs(
     config: ModelConfig,
     source: Checkpoint,
     out: Path,
-    dtype: torch.dtype,
-    progress: SegmentProgress | None,
-    quantized: Prequantized | None,
+    precision: str,
+    rewriter: Quantizer | Prequantized | None,
+    room: Path | None,
 ) -> None:
-    """Trace and write every segment."""
-    total = sum(p.numel() * dtype.itemsize for part in parts for p in part.module.parameters())
-    total -= quantized.saved if quantized else 0
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress:
-            progress(done, total)
-
+    """Trace and write every segment; with a `room`, those that it does not have yet."""
+    dtype = TORCH_DTYPES[precision]
+    total = sum(p.numel() for part in parts for p in part.module.parameters())
+    quantizes = isinstance(rewriter, Quantizer)
+    advance = counter("quantizing" if quantizes else f"exporting graphs ({precision})", total)
     traced: dict[Layer, ir.Model] = {}
-    for part in parts:
+
+    def write(part: SegmentModule, folder: Path) -> None:
         model = part.trace(config, traced)
-        each = weights(part.module, part.sources, source)
+        items = counted(weights(part.module, part.sources, source), advance)
         onnx.write_graph(
             model,
-            quantized.rewrite(part, model, each) if quantized else each,
-            out / part.file,
+            rewriter.rewrite(part, model, items) if rewriter else items,
+            folder / part.file,
             dtype,
-            own_files={"table": EMBEDDING_FILE},
-            advance=advance,
+            own_files={TABLE: EMBEDDING_FILE},
         )
 
+    for part in parts:
+        if room is None:
+            write(part, out)
+        else:
+            kept_piece(room / part.name, partial(write, part), out)
 
-def _entry(part: SegmentModule, quantized: Prequantized | None) -> dict[str, Any]:
+
+def _write_host_head(
+    part: SegmentModule,
+    source: Checkpoint,
+    out: Path,
+    dtype: torch.dtype,
+    quantized: Prequantized | None,
+) -> dict[str, Any]:
+    """Write norms and self-conditioning weights of the head, one after another, to `out`.
+
+    Returns the manifest's entry: file, dtype, and the weights in file order. Weights that
+    the checkpoint stores quantized are left out; those only matter for more than one step.
+    """
+    held: list[dict[str, Any]] = []
+    with (out / HOST_HEAD_FILE).open("wb") as file:
+        for weight in weights(part.module, part.sources, source):
+            if weight.name == "table" or (quantized and quantized.holds(part, weight)):
+                continue
+            held.append({"name": weight.name, "shape": list(weight.shape)})
+            for piece in weight.read(dtype):
+                file.write(bytes_of(piece))
+    return {
+        "file": HOST_HEAD_FILE,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": held,
+    }
+
+
+def _entry(part: SegmentModule, rewriter: Quantizer | Prequantized | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": part.name, "file": part.file}
     if part.layers:
         entry["layers"] = list(part.layers)
-    formats = quantized.formats(part) if quantized else {}
+    formats = rewriter.formats(part) if rewriter else {}
     return entry | {"quantized": formats} if formats else entry
 
 
-def _copy_tokenizer(folder: Path, out: Path) -> list[str] | None:
+def _copy_tokenizer(found: Description, out: Path) -> list[str] | None:
     """Copy the tokenizer's files to `tokenizer/`. Return None if the checkpoint has no tokenizer."""
-    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if "tokenizer.json" not in names:
+    if not found.tokenizer:
         return None
     (out / "tokenizer").mkdir()
-    for name in names:
-        shutil.copyfile(folder / name, out / "tokenizer" / name)
-    return [f"tokenizer/{name}" for name in names]
+    for name, file in found.tokenizer.items():
+        shutil.copyfile(file, out / "tokenizer" / name)
+    return [f"tokenizer/{name}" for name in found.tokenizer]

@@ -41,7 +41,7 @@ class Head(nn.Module):
         uniforms: Tensor,
         noise: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Run one step of the sampler for each row of the batch.
+        """Run one sampler step for every row of the batch.
 
         Args:
             hidden: `[B, L, D]` from the last body segment.
@@ -54,7 +54,7 @@ class Head(nn.Module):
             in nats; accepted `[B, L]` bool; next_hidden `[B, L, D]`, the first body segment's next
             input.
         """
-        raw = self.norm(hidden) @ self.table.t()
+        raw = self.project(self.norm(hidden))
         # Neither softcap nor temperature changes the order.
         argmax = raw.argmax(dim=-1)
         logits = self.capped(raw) / temperature[:, None, None]
@@ -64,14 +64,26 @@ class Head(nn.Module):
         # H = log Z − Σ (m / Z) log m, which saves a pass over normalised log-probabilities.
         entropy = total.log() - (mass * shifted).sum(dim=-1) / total
         accepted = accept(entropy, entropy_bound)
-        # The only thing as wide as the vocabulary that is kept, besides what the projection wrote.
-        kept = mass.to(self.table.dtype)
+        # Besides the projection's result, the only value as wide as the vocabulary that is kept.
+        kept = mass.to(hidden.dtype)
         canvas = torch.where(accepted, draw(kept, uniforms, self.grid), noise)
-        soft = (kept @ self.table).to(torch.float32) / total[..., None]
-        soft = soft.to(self.table.dtype) * self.embed_scale
+        soft = self.mix(kept).to(torch.float32) / total[..., None]
+        soft = soft.to(hidden.dtype) * self.embed_scale
         signal = self.signal_mlp(self.signal_norm(soft))
-        embedded = F.embedding(canvas, self.table) * self.embed_scale
+        embedded = self.embed(canvas) * self.embed_scale
         return canvas, argmax, entropy, accepted, rms_norm(embedded + signal, self.eps)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Map `[..., D]` to logits `[..., V]`."""
+        return x @ self.table.t()
+
+    def mix(self, mass: Tensor) -> Tensor:
+        """Sum the table's rows by `mass` `[..., V]`, to `[..., D]`."""
+        return mass @ self.table
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Look up the table's rows."""
+        return F.embedding(tokens, self.table)
 
     def capped(self, raw: Tensor) -> Tensor:
         """Return logits `[B, L, V]` in float32, soft-capped: `cap · tanh(raw / cap)`."""

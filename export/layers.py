@@ -139,7 +139,7 @@ def attention_mask(
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer, for clean tokens and for a canvas alike; the scale is 1."""
+    """Grouped-query attention of one layer, for clean tokens and canvases. The scale is 1."""
 
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
@@ -198,24 +198,24 @@ def folded_attention(
     """Attend in primitives, with cached and new keys kept apart: joining them would copy the whole cache.
 
     Each side gets its own softmax in float32, and both are merged at the end. A group's queries become rows, so keys
-    are never repeated for every head. A few heads of each group are taken at a time: the scores of all of them over a
-    long context would take gigabytes.
+    are never repeated for every head. It takes a few heads of each group at a time: the scores of all heads over a long context
+    would take gigabytes.
     """
     batch, heads, length, size = query.shape
     kv_heads = keys[0].shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, length, size)
-    # Zero, since no mask is positive. A plain zero would be one that a builder may fold away.
+    # Always zero, since no mask is positive. A builder could fold a constant zero away.
     zero = (masks[-1][:, :, 0, 0, None, None, None] > 0).to(query.dtype)
     parts: list[Tensor] = []
     for first in range(0, heads // kv_heads, FOLDED_HEADS):
         part = grouped[:, :, first : first + FOLDED_HEADS]
         count = part.shape[2]
         if parts:
-            # This adds zero, but makes this part wait for the last one. Otherwise TensorRT computes
+            # Adding this zero makes this part wait for the last one. Otherwise TensorRT computes
             # all scores side by side.
             part = part + parts[-1][:, :, :1, :1, :1] * zero
-        # Every size is written out. TensorRT bounds a −1 next to dynamic sizes by their product, in
-        # memory too.
+        # Every size is written out: TensorRT takes the product of all dynamic sizes as the bound of
+        # a −1, and reserves that memory.
         rows = part.reshape(batch, kv_heads, count * length, size)
         sides = [side(rows, *each, count) for each in zip(keys, values, masks, strict=True)]
         out = under_one_softmax(sides).to(query.dtype)

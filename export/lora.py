@@ -16,8 +16,7 @@ from torch import Tensor
 from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError
-from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.shards import Shard
+from canvasrt.export.checkpoint import Checkpoint, Shard
 from canvasrt.export.weights import ENCODER
 from canvasrt.hashes import hash_files
 
@@ -44,14 +43,15 @@ _UNSUPPORTED = {
 # it.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _TABLE = ("embed_tokens", "lm_head")
-# Names of the single text stack; `model.` is for tools that do not split it in two.
+# Prefixes of the text stack's names; `model.` is for tools that do not split it into encoder and
+# decoder.
 _STACKS = (f"{ENCODER}.", f"{DECODER}.", "model.")
 _OURS = ("model.encoder.", f"{DECODER}.")
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to one tensor: `alpha / rank · B A`, for experts `B[e] A[e]`; divided by
+    """An adapter's delta of one tensor: `alpha / rank · B A`, for experts `B[e] A[e]`; divided by
     √rank if `root`."""
 
     file: Shard
@@ -83,7 +83,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter folder, and what it adds to each tensor of a checkpoint by name."""
+    """An adapter folder, and its deltas by the checkpoint's tensor names."""
 
     path: Path
     weight: float
@@ -232,7 +232,7 @@ def _delta(shard: Shard, module: str, config: dict[str, Any], weight: float) -> 
 
 
 def _expert_parameter(shard: Shard, module: str, config: dict[str, Any]) -> str:
-    """Return which of the experts' batched weights a LoRA is for.
+    """Return the batched expert weight that a LoRA changes.
 
     PEFT wraps them in the order of the module's parameters, gate_up_proj first; the last one is
     outermost.

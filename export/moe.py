@@ -95,7 +95,7 @@ def sum_of_halves(x: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which tokens the experts' products take.
+    """The tokens in the experts' products.
 
     gate_queues: int64, the queue that feeds each expert's gate and up projections: `[E]`, its own; or `[1]` holding E,
         the queue of all tokens, for every expert.

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
+from canvasrt.export import traces
 from canvasrt.export.checkpoint import bytes_of
 from canvasrt.export.weights import Weight
 from canvasrt.graphs import external
@@ -37,13 +38,27 @@ def trace(
     input_names: Sequence[str],
     output_names: Sequence[str],
 ) -> ir.Model:
-    """Return the graph of `module`, with placeholders for weights.
+    """Return the graph of `module`, with placeholders for weights, traced or from the cache.
 
     Args:
         inputs: example values by argument name of `forward`.
         dynamic: the dimension names, in the same structure.
         input_names, output_names: the graph's, in flattened order.
     """
+
+    def make() -> ir.Model:
+        return _trace(module, inputs, dynamic, input_names, output_names)
+
+    return traces.kept(module, inputs, [*input_names, *output_names], make)
+
+
+def _trace(
+    module: nn.Module,
+    inputs: dict[str, Any],
+    dynamic: dict[str, Any],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+) -> ir.Model:
     with _quiet():
         program = torch.onnx.export(
             module,
@@ -86,9 +101,8 @@ def write_graph(
     model: ir.Model,
     weights: Iterable[Weight | Stored],
     file: Path,
-    dtype: torch.dtype,
-    own_files: dict[str, str] | None = None,
-    advance: Callable[[int], None] | None = None,
+    dtype: torch.dtype = torch.float32,
+    own_files: Mapping[str, str] | None = None,
 ) -> None:
     """Write `model` to `file`, with its weights next to it as external data.
 
@@ -97,7 +111,6 @@ def write_graph(
         dtype: what a `Weight` is converted to; a `Stored` one is written as it is.
         own_files: weight name → its own file name, for a weight that others read too, and for what
             it is quantized to. All other weights share `file` with the suffix `.bin`.
-        advance: called with the bytes of each part written.
     """
     own_files = own_files or {}
     shared = file.with_suffix(".bin")
@@ -108,7 +121,7 @@ def write_graph(
             name = own_files.get(item.name.partition(".")[0], shared.name)
             if name not in files:
                 files[name] = stack.enter_context((file.parent / name).open("wb"))
-            external.append(model, item, files[name], advance)
+            external.append(model, item, files[name])
     ir.save(model, file)
 
 

@@ -1,26 +1,25 @@
-"""A checkpoint that is already quantized: which weights stay so in its graphs, and what the bundle
-records."""
+"""Quantized checkpoints: the weights that keep their codes in the graphs, and the bundle's record
+of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
-from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import Quantization
 from canvasrt.checkpoints.weight_names import TABLE, global_name
 from canvasrt.errors import CanvasError
 from canvasrt.export.checkpoint import Checkpoint, bytes_of
-from canvasrt.export.codes import StoredCodes, read_codes
-from canvasrt.export.int4 import Int4Codes, TableCodes, read_int4, table_codes
+from canvasrt.export.compressed_tensors import Int4Codes, TableCodes, read_int4, table_codes
+from canvasrt.export.modelopt import StoredCodes, read_codes
 from canvasrt.export.onnx import IR_DTYPES
-from canvasrt.export.quantize.forms import quantize_graph, stored_parts
-from canvasrt.export.quantize.packed import Form
+from canvasrt.export.quantize.calibrate import Calibration
+from canvasrt.export.quantize.forms import quantized_items
+from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.segments import SegmentModule
 from canvasrt.export.weights import Weight, weights
 from canvasrt.formats import FORMATS
@@ -34,7 +33,6 @@ from canvasrt.recipes.recipe import (
     load_recipe,
     quantizable,
 )
-from canvasrt.staging import scratch
 
 
 class Prequantized:
@@ -83,30 +81,26 @@ class Prequantized:
 
     @property
     def static(self) -> bool:
-        """Whether the checkpoint has every scale that the inputs of its weights need."""
+        """Whether the checkpoint has the input scales of all its weights."""
         return all(self._held[name].is_complete for name in self._packed)
 
     @property
-    def saved(self) -> int:
-        """Bytes by which the graphs are smaller than without quantized weights."""
-        forms = [self._held[name].form for name in self._packed]
-        sizes = [
-            (torch.Size(form.shape).numel(), FORMATS[form.format].weight_bytes(form.shape[-1]))
-            for form in forms
-        ]
-        return int(sum(count * (self._dtype.itemsize - each) for count, each in sizes))
+    def held(self) -> Mapping[str, StoredCodes | Int4Codes | TableCodes]:
+        """What the checkpoint stores quantized, by global name."""
+        return self._held
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The quantization's part of the manifest's options."""
+    def recipe(self) -> Recipe:
+        """The checkpoint's choices as a recipe."""
+        forms = {name: self._held[name].form for name in self._packed}
+        return _recipe(self._how, forms, self._config)
+
+    def options(self, base: str) -> dict[str, Any]:
+        """Return the quantization's part of the manifest's options; `base` is the graphs' plain precision."""
         said: dict[str, Any] = {"checkpoint_quantization": self._how.to_json()}
         if not self._packed:
             return said
-        forms = {name: self._held[name].form for name in self._packed}
-        recipe = _recipe(self._how, forms, self._config)
-        base = (
-            str(self._dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-        )
+        recipe = self.recipe
         return said | {
             "precision": recipe.precision,
             "base_precision": base,
@@ -119,7 +113,7 @@ class Prequantized:
         return {"calibration": self._prompts} if self._prompts else {}
 
     def holds(self, part: SegmentModule, weight: Weight) -> bool:
-        """Return whether the checkpoint stores a weight quantized, whatever form it takes in the graph."""
+        """Return whether the checkpoint stores a weight quantized, in any form."""
         return global_name(part.name, part.layers, weight.name) in self._held
 
     def formats(self, part: SegmentModule) -> dict[str, str]:
@@ -127,51 +121,33 @@ class Prequantized:
         names = [global_name(part.name, part.layers, name) for name in part.sources]
         return {name: self._held[name].form.format for name in names if name in self._packed}
 
-    def calibrate(
-        self, export_wide: Callable[[Path], Bundle], out: Path, prompts: Path | None
-    ) -> None:
-        """Find the input scales that the checkpoint leaves to run time, by generating from
-        `prompts`.
-
-        TensorRT needs constant scales. `export_wide` writes plain graphs next to `out`, and these
-        are run.
-        """
-        from canvasrt.export.quantize.calibrate import calibrate
-
-        forms = {name: self._held[name].form for name in self._packed}
-        recipe = _recipe(self._how, forms, self._config)
-        with scratch(out.resolve().parent / f"{out.name}.calibration") as folder:
-            found = calibrate(export_wide(folder / "graphs"), recipe, prompts)
+    def calibrated(self, found: Calibration) -> None:
+        """Take the input scales that the checkpoint leaves to run time; TensorRT needs constant ones."""
         self._inputs = {
-            name: FORMATS[form.format].scale(found.amax[name])
-            for name, form in forms.items()
-            if not self._held[name].is_complete
+            name: FORMATS[held.form.format].scale(found.amax[name])
+            for name in self._packed
+            if not (held := self._held[name]).is_complete
         }
         self._prompts = found.sha256
 
     def rewrite(
-        self, part: SegmentModule, model: ir.Model, each: Sequence[Weight]
+        self, part: SegmentModule, model: ir.Model, items: Iterable[Weight]
     ) -> Iterator[Weight | Stored]:
-        """Put the quantized forms into a graph. Return its weights to write, each read when it is
+        """Put the quantized forms into a graph. Yield its weights to write, each read when it is
         its turn."""
-        names = {weight.name: global_name(part.name, part.layers, weight.name) for weight in each}
+        names = {local: global_name(part.name, part.layers, local) for local in part.sources}
         packed = {local: name for local, name in names.items() if name in self._packed}
-        if packed:
-            quantize_graph(model, {local: self._held[name].form for local, name in packed.items()})
-        return self._items(model, each, names)
+        forms = {local: self._held[name].form for local, name in packed.items()}
 
-    def _items(
-        self, model: ir.Model, each: Sequence[Weight], names: Mapping[str, str]
-    ) -> Iterator[Weight | Stored]:
-        for weight in each:
-            name = names[weight.name]
-            held = self._held.get(name)
-            if held is None:
-                yield weight
-            elif name in self._packed:
-                yield from stored_parts(model, weight.name, held.pack(self._inputs.get(name)))
-            else:
-                yield self._widened(weight, held)
+        def pack(item: Weight | Stored) -> Packed:
+            name = packed[item.name]
+            return self._held[name].pack(self._inputs.get(name))
+
+        def plain(weight: Weight) -> Weight | Stored:
+            held = self._held.get(names[weight.name])
+            return weight if held is None or weight.name in packed else self._widened(weight, held)
+
+        return quantized_items(model, map(plain, items), forms, pack)
 
     def _widened(self, weight: Weight, held: StoredCodes | Int4Codes | TableCodes) -> Stored:
         def read() -> Iterator[memoryview]:

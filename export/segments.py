@@ -1,4 +1,4 @@
-"""The graphs that a model is cut into: body segments, head and vision tower, with inputs and outputs."""
+"""Cuts a model into graphs: body segments, head and vision tower, with their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def trace_layer(
 ) -> ir.Model:
     """Return the graph of a body segment of one layer.
 
-    `docs/design/export.md` lists names and shapes of all inputs and outputs.
+    `docs/design.md` lists names and shapes of all inputs and outputs.
     """
     batch, length, slots, past = 2, 3, 4, 5
     # Two tensors: the tracer merges inputs that are given the same one.
@@ -196,7 +196,7 @@ def trace_vision(module: Vision, config: ModelConfig, dtype: torch.dtype) -> ir.
         "pixel_positions": torch.zeros(images, patches, 2, dtype=torch.int64),
     }
     n = torch.export.Dim("images")
-    # Soft tokens are whole squares of patches.
+    # A soft token is pooled from a whole square of patches.
     p = square * torch.export.Dim("soft_tokens")
     dynamic = {name: {0: n, 1: p} for name in inputs}
     return onnx.trace(module, inputs, dynamic, list(inputs), ["features", "valid"])

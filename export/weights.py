@@ -1,4 +1,4 @@
-"""Which checkpoint tensors make up each weight of a graph, and how they are combined."""
+"""Maps checkpoint tensors to the weights of graphs, and combines them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VISION_TOWER = "model.encoder.vision_tower"
 # Dtypes of weights without scales.
 _NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-# What to do about missing or broken scales.
+# The hint for missing or broken scales.
 DAMAGED = "the checkpoint is damaged: fetch it again, or quantize the bf16 one with canvasrt"
 
 # What compressed-tensors calls a packed weight.
@@ -47,6 +47,15 @@ def check_scales(values: npt.NDArray[Any], name: str, source: Path) -> None:
     if wrong.size:
         raise CanvasError(
             f"{name} in {source} is {wrong[0]}: a scale is positive and finite", DAMAGED
+        )
+
+
+def check_finite(values: Tensor, name: str, source: str | Path) -> None:
+    """Raise CanvasError for a tensor with a number that is not finite."""
+    if not all(map(torch.isfinite, torch.aminmax(values))):
+        raise CanvasError(
+            f"{name} in {source} contains numbers that are not finite",
+            "the checkpoint is damaged: fetch or save it again",
         )
 
 
@@ -140,11 +149,14 @@ class Weight:
         split = len(self.shape) == 3 and len(self.parts) > 1
         return self.shape[0] * self.shape[1] if split else self.shape[0]
 
-    def read(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Yield the values in order, as `dtype`, in pieces along the first axis of the parts."""
+    def read(self, dtype: torch.dtype, check: bool = False) -> Iterator[Tensor]:
+        """Yield the values in order, as `dtype`, in pieces along the first axis of the parts. With `check`, raise
+        CanvasError for one that is not finite."""
         self.check()
         for part in self.parts:
             for chunk in self.checkpoint.chunks(part):
+                if check:
+                    check_finite(chunk, part, self.checkpoint.path)
                 yield chunk.to(dtype)
 
     def check(self) -> None:

@@ -13,16 +13,16 @@ then the MatMul, followed by a multiplication if there are factors.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import PROJECTION, TABLE
 from canvasrt.errors import CanvasError
+from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize.packed import Form, Packed
 from canvasrt.export.quantize.quantized_weight import (
     BFLOAT16,
@@ -49,15 +49,28 @@ _IR_VERSION = 11
 _TENSORRT = "trt"
 
 
+class Item(Protocol):
+    """A weight to write: `Weight` of a checkpoint, or `Stored`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+
+
 def quantize_graph(model: ir.Model, forms: Mapping[str, Form]) -> None:
-    """Rewrite `model` in place, giving the weights in `forms`, by initializer name, their quantized
-    form.
+    """Rewrite `model` in place with the quantized forms of its weights; `forms` has them by
+    initializer name.
 
     A weight `w` is replaced by initializers `w.values`, `w.scale`, `w.input_scale`, and, if the
-    form has them, `w.block_scales` and `w.factor`. They have no data yet: see `stored`. An input of
-    several weights of one format is quantized once, by the first one's `input_scale`. Raises
-    `CanvasError` for a name that is not the weight of a single matrix product, and for another
-    shape.
+    form has them, `w.block_scales` and `w.factor`. They have no data yet: see `stored`. If several
+    weights of one format share an input, it is quantized once, by the first one's `input_scale`.
+    Raises `CanvasError` for a name that is not the weight of a single matrix product, and for
+    another shape.
 
     A table that keeps its rows in 16 bits stays, and its products multiply by `projection` instead.
     """
@@ -117,6 +130,40 @@ def stored_parts(model: ir.Model, name: str, packed: Packed) -> Iterator[Stored]
         yield external.stored(f"{name}.{suffix}", dtype, shape or data.shape, data)
 
 
+def quantized_items(
+    model: ir.Model,
+    items: Iterable[ItemT],
+    forms: Mapping[str, Form],
+    pack: Callable[[ItemT], Packed],
+    cache_scales: Mapping[str, float] | None = None,
+) -> Iterator[ItemT | Stored]:
+    """Rewrite `model` when the first item is taken; yield its weights to write, with the parts of quantized ones in their
+    place.
+
+    Args:
+        forms: by initializer name.
+        pack: called for one weight at a time, in order.
+        cache_scales: the scales of an FP8 key-value cache by initializer name; None for a cache in
+            the graph's dtype.
+    """
+    if forms:
+        quantize_graph(model, forms)
+    scales = [] if cache_scales is None else quantize_cache(model)
+    for item in items:
+        if item.name not in forms:
+            yield item
+            continue
+        if item.name in model.graph.initializers:  # the table, whose rows stay
+            yield item
+        packed = pack(item)
+        if packed.form != forms[item.name]:
+            raise ValueError(f"{item.name} was quantized to {packed.form}, not as planned")
+        yield from stored_parts(model, item.name, packed)
+    for name in scales:
+        assert cache_scales is not None
+        yield external.stored(name, FLOAT32, (), np.array(cache_scales[name], np.float32))
+
+
 def quantize_file(
     source: Path,
     out: Path,
@@ -124,62 +171,35 @@ def quantize_file(
     pack: Callable[[str], Packed],
     cache_scales: Mapping[str, float] | None = None,
 ) -> None:
-    """Quantize the graph file `source` to `out`, with its weights next to it under the suffix
-    `.bin`.
+    """Quantize the graph file `source` to `out`, with its weights next to it under the suffix `.bin`; arguments as in
+    `quantized_items`.
 
     Weights in a file of their own, which other graphs share, stay there unless they are quantized: the
-    caller links that file. Quantized ones get a file of the same name beside `out`.
+    caller links that file. Quantized ones get a file of the same name next to `out`.
+    """
+    model, items, apart = graph_items(source)
+    written = quantized_items(model, items, forms, lambda item: pack(item.name), cache_scales)
+    write_graph(model, (each for each in written if each.name not in apart), out, own_files=apart)
 
-    Args:
-        forms: by initializer name.
-        pack: called for one weight at a time, in file order.
-        cache_scales: the scales of an FP8 key-value cache by initializer name; None for a cache in
-            the graph's dtype.
+
+def graph_items(source: Path) -> tuple[ir.Model, list[Stored], dict[str, str]]:
+    """Load a graph. Return it, its weights in file order, and the files of those that it shares with other graphs.
+
+    If it has weights in files, numbers inside the graph are constants, and stay there.
     """
     model = ir.load(source)
-    places = {name: _place(value, source) for name, value in model.graph.initializers.items()}
-    quantize_graph(model, forms)
-    scales = {} if cache_scales is None else {n: cache_scales[n] for n in quantize_cache(model)}
-    with out.with_suffix(".bin").open("wb") as file:
-        for name in [*places, *scales]:
-            place = places.get(name)
-            if place is not None and name not in forms:
-                continue
-            stays = name in forms and name in model.graph.initializers
-            if stays and place is None:
-                external.append(model, external.from_graph(model.graph.initializers[name]), file)
-            with contextlib.ExitStack() as stack:
-                apart = None if stays else place
-                own = stack.enter_context((out.parent / apart).open("wb")) if apart else file
-                for item in _items(model, name, forms, pack, scales):
-                    external.append(model, item, own)
-    ir.save(model, out)
+    own = source.with_suffix(".bin").name
+    stored = sorted(model.graph.initializers.values(), key=_place)
+    places = {str(value.name): _place(value)[0] for value in stored}
+    apart = {name: place for name, place in places.items() if place and place != own}
+    outside = [value for value in stored if places[str(value.name)]]
+    return model, [external.from_graph(value) for value in outside or stored], apart
 
 
-def _place(value: ir.Value, source: Path) -> str | None:
-    """Return a weight's file, if it is not the graph's own."""
-    location = getattr(value.const_value, "location", None)
-    if location is None or str(location) == source.with_suffix(".bin").name:
-        return None
-    return str(location)
-
-
-def _items(
-    model: ir.Model,
-    name: str,
-    forms: Mapping[str, Form],
-    pack: Callable[[str], Packed],
-    scales: Mapping[str, float],
-) -> Iterator[Stored]:
-    if name in scales:
-        yield external.stored(name, FLOAT32, (), np.array(scales[name], np.float32))
-    elif name in forms:
-        packed = pack(name)
-        if packed.form != forms[name]:
-            raise ValueError(f"{name} was quantized to {packed.form}, not to {forms[name]}")
-        yield from stored_parts(model, name, packed)
-    else:
-        yield external.from_graph(model.graph.initializers[name])
+def _place(value: ir.Value) -> tuple[str, int]:
+    """Return where an initializer is: its file, empty for the graph's, and its offset."""
+    tensor = value.const_value
+    return str(getattr(tensor, "location", "")), int(getattr(tensor, "offset", 0) or 0)
 
 
 class _Product(Quantized):
@@ -273,8 +293,8 @@ class _Product(Quantized):
     def _scale_outputs(self, product: ir.Value, old: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Multiply by the scales per output. Return the result, and the value that it replaces.
 
-        Inside the DequantizeLinear, they would have TensorRT write the product in float32. If a reshape to heads
-        follows, it comes first: between a multiplication and a norm, it would keep them from being one kernel.
+        Scales inside the DequantizeLinear would make TensorRT write the product in float32. A reshape to heads moves before the
+        multiplication: between multiplication and norm, it would keep them from becoming one kernel.
         """
         scales = self._initializer(SCALE, FLOAT32, self.form.scale_shape)
         where, users = self.node, old.consumers()

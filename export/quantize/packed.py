@@ -26,7 +26,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Packed:
-    """One quantized weight. It stands for `values × block_scales × scale × factor`, `[out, in]` or `[E, out, in]`.
+    """One quantized weight: `values × block_scales × scale × factor`, `[out, in]` or `[E, out, in]`.
 
     Attributes:
         format: a name in the table of number formats.

@@ -1,37 +1,162 @@
-"""Turns a graph bundle into a quantized one by a recipe: calibrated, then rewritten one weight at a time."""
+"""Quantizes weights by a recipe on their way into graphs: from a checkpoint, or from a bundle of plain graphs."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
+import canvasrt.export
+import canvasrt.runtime
+from canvasrt import calibration_prompts, extras
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.cache import code_hash, kept_piece, unfinished
+from canvasrt.calibration_prompts import CalibrationPrompts
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, local_names
 from canvasrt.errors import CanvasError
+from canvasrt.export.onnx import write_graph
 from canvasrt.export.quantize import quantizers
 from canvasrt.export.quantize.calibrate import Calibration, calibrate
-from canvasrt.export.quantize.forms import KEY_SCALE, VALUE_SCALE, quantize_file
-from canvasrt.export.quantize.packed import Form, Packed
+from canvasrt.export.quantize.forms import (
+    KEY_SCALE,
+    VALUE_SCALE,
+    ItemT,
+    graph_items,
+    quantized_items,
+)
+from canvasrt.export.quantize.packed import Packed
 from canvasrt.export.quantize.quantizers import form_of
+from canvasrt.export.quantize.stored_weights import StoredWeights
+from canvasrt.export.weights import Weight
 from canvasrt.formats import FORMATS, PLAIN
-from canvasrt.graphs import external, lowbits
+from canvasrt.graphs import lowbits
+from canvasrt.graphs.external import Stored
 from canvasrt.graphs.table import embedding_entry, host_head_of
-from canvasrt.progress import Progress, no_progress
+from canvasrt.progress import counter
 from canvasrt.recipes.recipe import Choice, Recipe, load_recipe
-from canvasrt.staging import check_output, scratch, staging
+from canvasrt.staging import check_output, link_or_copy, staging
+from canvasrt.types import Json
 
 CALIBRATION_FILE = "calibration.json"
+PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir")
 # Rows of a matrix in float32 at a time.
 _ROWS = 16_384
-_PACKAGES = ("nvidia-modelopt", "torch", "onnx-ir", "onnxruntime")
+
+
+class Part(Protocol):
+    """One graph: its name, and the layers of the model that it holds."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layers(self) -> Sequence[int]: ...
+
+
+class Quantizer:
+    """Quantizes the weights of graphs as they are written."""
+
+    packages = PACKAGES
+
+    def __init__(self, config: ModelConfig, recipe: Recipe, calibration: Calibration) -> None:
+        """Raises CanvasError for a recipe that does not fit the model."""
+        self._choices: dict[str, Choice] = recipe.formats(config)
+        self._recipe, self._calibration = recipe, calibration
+        _load_modelopt()
+
+    @property
+    def made_from(self) -> Json:
+        """The quantization's part of the manifest's `made_from`."""
+        sha256 = self._calibration.sha256
+        return {"calibration": sha256} if sha256 else {}
+
+    def options(self, base: str) -> Json:
+        """Return the quantization's part of the manifest's options; `base` is the plain precision."""
+        return {
+            "precision": self._recipe.precision,
+            "base_precision": base,
+            "recipe": self._recipe.to_json(),
+        }
+
+    def formats(self, part: Part) -> dict[str, str]:
+        """Return the format of each weight that is quantized in a graph, by global name."""
+        return {name: self._choices[name].format for name in self._local(part)}
+
+    def changes(self, part: Part) -> bool:
+        """Return whether a graph has anything to quantize."""
+        return bool(self._local(part) or self._cache_scales(part))
+
+    def holds_table(self) -> bool:
+        """Return whether the table's rows are quantized, and not only its products."""
+        return TABLE in self._choices and FORMATS[self._choices[TABLE].format].of_table
+
+    def rewrite(
+        self, part: Part, model: ir.Model, items: Iterable[Weight | Stored]
+    ) -> Iterator[Weight | Stored]:
+        """Put the quantized forms into a graph; yield its weights to write, each quantized when it is its turn."""
+        names = {local: name for name, local in self._local(part).items()}
+        stored = model.graph.initializers
+        dtype = torch.bfloat16 if _narrow(stored) else torch.float32
+        forms = {}
+        for local, name in names.items():
+            choice, dims = self._choices[name], stored[local].shape
+            shape = () if dims is None else dims.numpy()
+            forms[local] = form_of(shape, choice.format, choice.weights, experts=len(shape) == 3)
+        return quantized_items(
+            model,
+            items,
+            forms,
+            lambda item: self._pack(names[item.name], partial(_matrices, item, dtype), item.shape),
+            self._cache_scales(part),
+        )
+
+    def write_calibration(self, folder: Path) -> None:
+        """Write what the calibration observed."""
+        text = json.dumps(self._calibration.to_json(), indent=2) + "\n"
+        (folder / CALIBRATION_FILE).write_text(text, encoding="utf-8")
+
+    def _local(self, part: Part) -> dict[str, str]:
+        entry = {"name": part.name, **({"layers": part.layers} if part.layers else {})}
+        return local_names(entry, self._choices)
+
+    def _pack(
+        self, name: str, parts: Callable[[], Iterator[np.ndarray]], shape: tuple[int, ...]
+    ) -> Packed:
+        choice = self._choices[name]
+        amax = None
+        if FORMATS[choice.format].rounds_inputs:
+            # If calibration saw only zeros, any scale works; use 1.
+            amax = self._calibration.amax[name] or FORMATS[choice.format].largest
+        if name == TABLE and amax is not None:
+            return quantizers.quantize_in_parts(parts, choice.format, amax, name)
+        return quantizers.quantize_weight(
+            parts(),
+            choice.format,
+            amax,
+            choice.method,
+            choice.weights,
+            experts=len(shape) == 3,
+            name=name,
+        )
+
+    def _cache_scales(self, part: Part) -> dict[str, float] | None:
+        format, found = self._recipe.kv_cache, self._calibration.cache
+        if format is None or not part.layers:
+            return None
+        return {
+            f"layers.{place}.{suffix}": FORMATS[format].scale(found[f"layers.{layer}.{kind}"])
+            for place, layer in enumerate(part.layers)
+            for kind, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE))
+        }
 
 
 def quantize_graphs(
@@ -39,7 +164,6 @@ def quantize_graphs(
     out: Path | str,
     recipe: Recipe | str | Path,
     calibration_file: Path | str | None = None,
-    progress: Progress | None = None,
     calibration: Calibration | None = None,
 ) -> Bundle:
     """Write the quantized graph bundle of `graphs` to `out`.
@@ -51,35 +175,49 @@ def quantize_graphs(
         calibration: an earlier result, to skip the run. Recipes that only quantize weights need none.
 
     Raises `CanvasError` for graphs that are quantized already, for a recipe or prompts that do not fit the model, and
-    if `out` is not empty. Nothing is left behind then.
+    if `out` is not empty. What an interrupted call has done stays in the cache, and another one goes on from there.
     """
-    report = progress or no_progress
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     out = Path(out).expanduser().resolve()
     check_output(out)
     if not isinstance(graphs, Bundle):
-        graphs = load_bundle(
-            graphs, "graphs", progress=lambda done, total: report("checking graphs", done, total)
+        graphs = load_bundle(graphs, "graphs")
+    manifest = graphs.manifest
+    _check(graphs)
+    prompts = None
+    if chosen.is_calibrated and calibration is None:
+        file = None if calibration_file is None else Path(calibration_file)
+        files = {Path(name).name: graphs.file(name) for name in manifest.tokenizer or ()}
+        prompts = CalibrationPrompts.of(
+            file, chosen, manifest.model, manifest.sampler, manifest.made_from, files
         )
-    choices = _check(graphs, chosen)
-    if calibration is None and not chosen.is_calibrated:
-        calibration = Calibration()
-    if calibration is None:
-        prompts = None if calibration_file is None else Path(calibration_file).expanduser()
-        # On the result's disk, which has room for graphs.
-        with scratch(out.parent / f"{out.name}.calibration") as folder:
-            calibration = calibrate(graphs, chosen, prompts, report, folder)
-    _load_modelopt()
-    with staging(out) as tmp:
-        _write(graphs, tmp, choices, chosen.kv_cache, calibration, report)
-        text = json.dumps(calibration.to_json(), indent=2) + "\n"
-        (tmp / CALIBRATION_FILE).write_text(text, encoding="utf-8")
-        _describe(graphs, tmp, chosen, choices, calibration)
+    known = calibration and calibration.to_json()
+    with unfinished(*work_of({"graphs": manifest.digest, "known": known}, chosen, prompts)) as room:
+        if prompts is not None:
+            calibration = calibrate(StoredWeights(graphs), chosen, prompts, room)
+        quantizer = Quantizer(manifest.model, chosen, calibration or Calibration())
+        with staging(out) as tmp:
+            _write(graphs, tmp, room, quantizer)
+            quantizer.write_calibration(tmp)
+            _describe(graphs, tmp, quantizer)
     return load_bundle(out, kind="graphs", check=False)
 
 
+def work_of(source: Json, recipe: Recipe, prompts: CalibrationPrompts | None) -> tuple[str, Json]:
+    """Return the kind of a quantization and all that decides it, to find what an interrupted one has done."""
+    code = [*canvasrt.export.__path__, *canvasrt.runtime.__path__, calibration_prompts.__file__]
+    made_from = {
+        **source,
+        "recipe": recipe.to_json(),
+        "prompts": prompts and prompts.check() and prompts.sha256,
+        "code": code_hash([Path(each) for each in code]),
+        "packages": {name: extras.version(name) for name in PACKAGES},
+    }
+    return "calibrations" if prompts else "quantizations", made_from
+
+
 def read_calibration(bundle: Bundle) -> dict[str, Any]:
-    """Return what the calibration of a quantized bundle observed: `Calibration.to_json`."""
+    """Return the observations of a quantized bundle's calibration: `Calibration.to_json`."""
     return json.loads(bundle.file(CALIBRATION_FILE).read_text(encoding="utf-8"))
 
 
@@ -94,156 +232,97 @@ def _load_modelopt() -> None:
         import modelopt.torch.quantization  # noqa: F401
 
 
-def _check(graphs: Bundle, recipe: Recipe) -> dict[str, Choice]:
-    """Return each weight's choice. Raises CanvasError for graphs that cannot be quantized."""
+def _check(graphs: Bundle) -> None:
+    """Raise CanvasError for graphs that cannot be quantized."""
     precision = graphs.manifest.options.get("precision", "fp32")
     if precision not in PLAIN or any(each.get("quantized") for each in graphs.manifest.segments):
         raise CanvasError(
             f"{graphs.path} is already quantized ({precision})",
             "quantize graphs that `canvasrt export --precision bf16` wrote",
         )
-    return recipe.formats(graphs.manifest.model)
 
 
-def _write(
-    graphs: Bundle,
-    out: Path,
-    choices: Mapping[str, Choice],
-    cache: str | None,
-    calibration: Calibration,
-    report: Progress,
-) -> None:
+class _Entry(NamedTuple):
+    """A graph of a bundle: see `Part`."""
+
+    name: str
+    layers: Sequence[int]
+
+    @classmethod
+    def of(cls, entry: Json) -> _Entry:
+        return cls(entry["name"], tuple(entry.get("layers", ())))
+
+
+def _write(graphs: Bundle, out: Path, room: Path, quantizer: Quantizer) -> None:
     """Write every file of the bundle except its manifest: graphs with quantized weights anew, the
     rest as links."""
-    from canvasrt.staging import link_or_copy
-
-    changed = {}
-    for entry in graphs.manifest.segments:
-        local = local_names(entry, choices)
-        if local or (cache and "layers" in entry):
-            changed[entry["file"]] = (entry, {name: choices[name] for name in local})
-    data = {str(Path(name).with_suffix(".bin")) for name in changed}
-    if TABLE in choices and FORMATS[choices[TABLE].format].of_table:
+    files = graphs.manifest.files
+    changed = [entry for entry in graphs.manifest.segments if quantizer.changes(_Entry.of(entry))]
+    data = {str(Path(entry["file"]).with_suffix(".bin")) for entry in changed}
+    if quantizer.holds_table():
         data.add(graphs.manifest.embedding["file"])
-    for name in graphs.manifest.files:
-        if name not in changed and name not in data and name != CALIBRATION_FILE:
-            link_or_copy(graphs.file(name), out / name)
-    total = sum(graphs.manifest.files[name]["bytes"] for name in data)
-    done = 0
-    for name, (entry, own) in changed.items():
-        segment = _QuantizedGraph(graphs.file(name), entry, own, calibration)
-        segment.write(out / name, cache, partial(_report_part, report, done, total))
-        done += graphs.manifest.files[str(Path(name).with_suffix(".bin"))]["bytes"]
-        if TABLE in own and graphs.manifest.embedding["file"] in data:
-            done += graphs.manifest.files[graphs.manifest.embedding["file"]]["bytes"]
-    report("quantizing", total, total)
+    anew = {CALIBRATION_FILE, *data, *(entry["file"] for entry in changed)}
+    for name in files.keys() - anew:
+        link_or_copy(graphs.file(name), out / name)
+    read = data | {graphs.manifest.embedding["file"]}
+    width = 4 if graphs.manifest.options.get("precision", "fp32") == "fp32" else 2
+    advance = counter("quantizing", sum(files[name]["bytes"] for name in read) // width)
+
+    def quantize(entry: Json, folder: Path) -> None:
+        model, items, apart = graph_items(graphs.file(entry["file"]))
+        written = quantizer.rewrite(_Entry.of(entry), model, counted(items, advance))
+        kept = (each for each in written if each.name not in apart)
+        write_graph(model, kept, folder / entry["file"], own_files=apart)
+
+    for entry in changed:
+        kept_piece(room / entry["name"], partial(quantize, entry), out)
 
 
-def _report_part(report: Progress, before: int, total: int, read: int) -> None:
-    report("quantizing", before + read, total)
+def counted(items: Iterable[ItemT], advance: Callable[[int], None]) -> Iterator[ItemT]:
+    """Yield weights; `advance` gets the number of elements of each that has been written."""
+    for item in items:
+        yield item
+        advance(math.prod(item.shape))
 
 
-class _QuantizedGraph:
-    """One graph, whose weights are quantized on demand."""
-
-    def __init__(
-        self,
-        source: Path,
-        entry: Mapping[str, Any],
-        choices: Mapping[str, Choice],
-        calibration: Calibration,
-    ) -> None:
-        self._source, self._entry = source, entry
-        self._choices, self._calibration = choices, calibration
-        self._names = {local: name for name, local in local_names(entry, choices).items()}
-        self._graph = ir.load(source).graph
-        self._read = 0
-        self._report: Callable[[int], object] = lambda read: None
-
-    def write(self, out: Path, cache: str | None, report: Callable[[int], object]) -> None:
-        """Write the quantized graph. `report` is called with the bytes of weights read so far."""
-        self._report = report
-        quantize_file(
-            self._source,
-            out,
-            {local: self._form(local) for local in self._names},
-            self._pack,
-            self._cache_scales(cache) if cache and "layers" in self._entry else None,
-        )
-
-    def _form(self, local: str) -> Form:
-        choice = self._choices[self._names[local]]
-        shape = _shape(self._tensor(local))
-        return form_of(shape, choice.format, choice.weights, experts=len(shape) == 3)
-
-    def _pack(self, local: str) -> Packed:
-        name = self._names[local]
-        choice, tensor = self._choices[name], self._tensor(local)
-        amax = None
-        if FORMATS[choice.format].rounds_inputs:
-            # If calibration saw only zeros, any scale works; use 1.
-            amax = self._calibration.amax[name] or FORMATS[choice.format].largest
-        if name == TABLE and amax is not None:
-            packed = quantizers.quantize_in_parts(
-                partial(_matrices, tensor), choice.format, amax, name
-            )
-        else:
-            packed = quantizers.quantize_weight(
-                _matrices(tensor),
-                choice.format,
-                amax,
-                choice.method,
-                choice.weights,
-                experts=len(tensor.shape) == 3,
-                name=name,
-            )
-        self._read += tensor.nbytes
-        self._report(self._read)
-        return packed
-
-    def _cache_scales(self, format: str) -> dict[str, float]:
-        found = self._calibration.cache
-        return {
-            f"layers.{place}.{suffix}": FORMATS[format].scale(found[f"layers.{layer}.{part}"])
-            for place, layer in enumerate(self._entry["layers"])
-            for part, suffix in (("key", KEY_SCALE), ("value", VALUE_SCALE))
-        }
-
-    def _tensor(self, local: str) -> ir.ExternalTensor:
-        tensor = self._graph.initializers[local].const_value
-        assert isinstance(tensor, ir.ExternalTensor), local
-        return tensor
+def _narrow(stored: Mapping[str, ir.Value]) -> bool:
+    return any(value.dtype == ir.DataType.BFLOAT16 for value in stored.values())
 
 
-def _shape(tensor: ir.ExternalTensor) -> tuple[int, ...]:
-    return tuple(int(size) for size in tensor.shape.numpy())
-
-
-def _matrices(tensor: ir.ExternalTensor) -> Iterator[np.ndarray]:
+def _matrices(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
     """Yield one expert's matrix `[out, in]` at a time, or some rows of another weight, in float32."""
-    shape = _shape(tensor)
-    narrow = tensor.dtype == ir.DataType.BFLOAT16
-    stored = external.mapped(tensor).view(np.uint16 if narrow else np.float32)
-    rows = shape[-2] if len(shape) == 3 else min(shape[0], _ROWS)
-    for first in range(0, stored.size, rows * shape[-1]):
-        part = stored[first : first + rows * shape[-1]]
-        wide = lowbits.from_bf16(part.view(np.uint16)) if narrow else part.astype(np.float32)
-        yield wide.reshape(-1, shape[-1])
+    *_, width = shape = item.shape
+    size = width * (shape[-2] if len(shape) == 3 else min(shape[0], _ROWS))
+    rest = np.empty(0, np.float32)
+    for piece in _wide(item, dtype):
+        rest = np.concatenate([rest, piece]) if rest.size else piece
+        whole = rest.size - rest.size % size
+        yield from rest[:whole].reshape(-1, size // width, width)
+        rest = rest[whole:]
+    if rest.size:
+        yield rest.reshape(-1, width)
 
 
-def _describe(
-    graphs: Bundle,
-    out: Path,
-    recipe: Recipe,
-    choices: Mapping[str, Choice],
-    calibration: Calibration,
-) -> None:
+def _wide(item: Weight | Stored, dtype: torch.dtype) -> Iterator[np.ndarray]:
+    """Yield a weight's numbers, rounded to `dtype`, in float32."""
+    if isinstance(item, Weight):
+        for part in item.read(dtype, check=True):
+            yield part.to(torch.float32).numpy().reshape(-1)
+        return
+    for piece in item.read():
+        if dtype == torch.bfloat16:
+            yield lowbits.from_bf16(np.frombuffer(piece, np.uint16))
+        else:
+            yield np.frombuffer(piece, np.float32)
+
+
+def _describe(graphs: Bundle, out: Path, quantizer: Quantizer) -> None:
     """Write the manifest."""
     manifest = graphs.manifest
     (head,) = (entry["file"] for entry in manifest.segments if entry["name"] == "head")
     segments = []
     for entry in manifest.segments:
-        quantized = {name: choices[name].format for name in local_names(entry, choices)}
+        quantized = quantizer.formats(_Entry.of(entry))
         segments.append({**entry, "quantized": quantized} if quantized else entry)
     same = {
         name: entry
@@ -253,22 +332,16 @@ def _describe(
     write_manifest(
         out,
         kind="graphs",
-        made_from={
-            **manifest.made_from,
-            "graphs": manifest.digest,
-            **({"calibration": calibration.sha256} if calibration.sha256 else {}),
-        },
+        made_from={**manifest.made_from, **quantizer.made_from},
         options={
             **manifest.options,
-            "precision": recipe.precision,
-            "base_precision": manifest.options.get("precision", "fp32"),
-            "recipe": recipe.to_json(),
+            **quantizer.options(manifest.options.get("precision", "fp32")),
         },
         model=manifest.model,
         sampler=manifest.sampler,
         segments=segments,
         embedding={**embedding_entry(out / head), **host_head_of(manifest.embedding)},
         tokenizer=manifest.tokenizer,
-        packages=tuple(dict.fromkeys((*manifest.made_by, *_PACKAGES))),
+        packages=tuple(dict.fromkeys((*manifest.made_by, *PACKAGES))),
         known=same,
     )

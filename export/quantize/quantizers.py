@@ -184,7 +184,7 @@ def _nvfp4_max(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nvfp4_mse(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose, for each block, the best scale among all E4M3 numbers."""
+    """Choose a block's scale with the least error among all E4M3 numbers."""
     import torch
     from modelopt.torch.quantization.calib.mse import NVFP4MSECalibrator
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
@@ -247,7 +247,7 @@ def _int4(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
 
 
 def _int8(weight: Tensor, search: bool) -> tuple[Bytes, Floats]:
-    """Return codes `[out, in]` and bfloat16 scales as float32 `[out]`; `search` gains nothing with so many codes."""
+    """Return codes `[out, in]` and bfloat16 scales as float32 `[out]`; `search` is ignored: 8 bits gain nothing from it."""
     import torch
 
     amax = weight.abs().amax(dim=-1)

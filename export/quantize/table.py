@@ -23,8 +23,8 @@ class EmbeddingTable(Quantized):
     def rewrite(self) -> None:
         """Put a dequantized table before the products, and dequantize looked-up rows by themselves.
 
-        Those are dequantized at a scale of 1 before the lookup and scaled after it, so TensorRT looks up codes. With
-        the scales before the lookup, it would write out every row.
+        Rows are dequantized with a scale of 1 before the lookup and scaled after it, so TensorRT looks up codes. With the
+        scales before the lookup, it would write out every row.
         """
         first = self.graph[0]
         values = self._values()

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from canvasrt.bundle import Bundle
 from canvasrt.checkpoints import locate as checkpoints
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.defaults import MAX_CONTEXT
 from canvasrt.errors import CanvasError
-from canvasrt.recipes.recipe import CalibrationSettings
+from canvasrt.recipes.recipe import CalibrationSettings, Recipe
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
@@ -26,16 +27,51 @@ _HINT = (
 )
 
 
-def default_prompts(graphs: Bundle) -> Path:
-    """Return the prompts that come with canvasrt: the demo's own for the bundled
-    checkpoints, general ones otherwise."""
+# Keys and values of the requests that run together. Others wait.
+CACHE_BYTES = 4 * 10**9
+
+
+def default_prompts(files: Mapping[str, str] | None) -> Path:
+    """Return the prompts that come with canvasrt: the demo's own for the bundled checkpoints, general ones otherwise.
+
+    files: the checkpoint's, by SHA-256.
+    """
     import canvasrt.recipes
 
-    made_from = graphs.manifest.made_from.get("files")
     bundled = map(checkpoints.demo_checkpoint, checkpoints.BUNDLED)
-    if made_from and made_from in map(checkpoints.fingerprint, bundled):
+    if files and any(files == checkpoints.fingerprint(each) for each in bundled):
         return checkpoints.DEMO_FOLDER / "calibration.jsonl"
     return Path(canvasrt.recipes.__path__[0]) / "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a calibration does at most, if no request stops early.
+
+    Attributes:
+        prompts: how many there are; together: how many run at a time.
+        cached: bytes of keys and values of those that run together.
+        passes: denoising passes; sweeps: over the weights.
+        tokens: clean ones, of prompts and answers.
+    """
+
+    prompts: int
+    together: int
+    cached: int
+    passes: int
+    sweeps: int
+    tokens: int
+
+
+def most_passes(request: Request, config: ModelConfig) -> int:
+    """Return the denoising passes of a request that never stops early."""
+    return request.params.blocks(config) * request.params.max_denoising_steps
+
+
+def cache_bytes(config: ModelConfig, tokens: int) -> int:
+    """Return the bytes of a request's keys and values in float32 after `tokens` tokens."""
+    kept = {"sliding": min(tokens, config.sliding_window - 1), "full": tokens}
+    return sum(8 * each.num_kv_heads * each.head_dim * kept[each.kind] for each in config.layers)
 
 
 @dataclass(frozen=True)
@@ -49,22 +85,52 @@ class CalibrationPrompts:
     settings: CalibrationSettings
     max_context: int
 
-    def check(self) -> int:
-        """Return the number of requests. CanvasError names the file and the unusable line."""
-        count = 0
+    @classmethod
+    def of(
+        cls,
+        file: Path | None,
+        recipe: Recipe,
+        model: ModelConfig,
+        sampler: SamplerDefaults,
+        made_from: Mapping[str, Any],
+        tokenizer: Mapping[str, Path],
+    ) -> CalibrationPrompts:
+        """Return a recipe's prompts; without a file, those that come with canvasrt for what the model was `made_from`.
+
+        tokenizer: its files by name; none if the model has no tokenizer.
+        """
+        chosen = file.expanduser() if file else default_prompts(made_from.get("files"))
+        context = min(model.max_position_embeddings, MAX_CONTEXT)
+        found = _tokenizer(tuple(tokenizer.items())) if tokenizer else None
+        return cls(chosen, found, model, sampler, recipe.calibration, context)
+
+    def check(self) -> Workload:
+        """Check all requests and sum their work. CanvasError names the file and the invalid line."""
+        passes: list[int] = []
+        longest = tokens = 0
         for number, request in self._requests():
             self._validate(number, request)
-            count += 1
-        if not count:
+            answer = request.params.blocks(self.config) * request.params.canvas(self.config)
+            tokens += len(request.prompt_token_ids) + answer
+            longest = max(longest, len(request.prompt_token_ids) + answer)
+            passes.append(most_passes(request, self.config))
+        if not passes:
             raise CanvasError(f"{self.file} contains no prompts", _HINT)
         # Lines beyond the recipe's number do not run, but a broken file is still an error.
         for number, line in self._lines():
             self._parse(number, line)
-        return count
+        each = cache_bytes(self.config, longest)
+        together = max(1, min(len(passes), CACHE_BYTES // each))
+        sweeps = max(max(passes), -(-sum(passes) // together))
+        return Workload(len(passes), together, together * each, sum(passes), sweeps, tokens)
 
+    @property
     def sha256(self) -> str:
-        """Return the file's SHA-256."""
-        return hashlib.sha256(self.file.read_bytes()).hexdigest()
+        """The file's SHA-256."""
+        try:
+            return hashlib.sha256(self.file.read_bytes()).hexdigest()
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests in order, up to the recipe's number, with one line in memory at a time."""
@@ -108,8 +174,7 @@ class CalibrationPrompts:
                     if line.strip():
                         yield number, line
         except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise CanvasError(f"cannot read {self.file}: {why}", _HINT) from error
+            raise self._unreadable(error) from error
 
     def _ids(self, number: int, line: str) -> list[int]:
         kind, value = self._parse(number, line)
@@ -117,7 +182,7 @@ class CalibrationPrompts:
             return value
         ids_hint = 'give token ids: {"prompt_ids": [...]}'
         if self.tokenizer is None:
-            raise self._wrong(number, "the graphs have no tokenizer", ids_hint)
+            raise self._wrong(number, "the model has no tokenizer", ids_hint)
         chat = value if kind == "messages" else [{"role": "user", "content": value}]
         try:
             return self.tokenizer.encode_chat(chat)
@@ -143,8 +208,17 @@ class CalibrationPrompts:
             raise self._wrong(number, f"its {kind} is {_short(value)}")
         return kind, value
 
+    def _unreadable(self, error: Exception) -> CanvasError:
+        why = getattr(error, "strerror", None) or error
+        return CanvasError(f"cannot read {self.file}: {why}", _HINT)
+
     def _wrong(self, number: int, message: str, hint: str = _HINT) -> CanvasError:
         return CanvasError(f"{self.file}, line {number}: {message}", hint)
+
+
+@lru_cache(1)  # a large one takes a second
+def _tokenizer(files: tuple[tuple[str, Path], ...]) -> Tokenizer:
+    return Tokenizer.read(dict(files))
 
 
 def _is_chat(value: Any) -> bool:

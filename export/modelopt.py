@@ -23,7 +23,7 @@ from canvasrt.graphs.lowbits import Bytes, Floats, dequantize
 
 # Formats by the dtype of a quantized weight in the file.
 _BY_DTYPE = {torch.uint8: FORMATS["nvfp4"], torch.float8_e4m3fn: FORMATS["fp8"]}
-_NAN = 0x7F  # of E4M3, without its sign
+_NAN = 0x7F  # E4M3's code of NaN, without its sign
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class StoredCodes:
 
 
 def read_codes(weight: Weight) -> StoredCodes | None:
-    """Return what the checkpoint stores for a graph's weight, or None if it is not quantized.
+    """Return the codes that the checkpoint stores for a graph's weight, or None if it is not
+    quantized.
 
     Raises `CanvasError`, naming the tensor, for scales that are missing, not positive or not
     finite, for shapes that disagree with the configuration, and for a weight whose parts have

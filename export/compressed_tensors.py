@@ -41,8 +41,8 @@ class Int4Codes:
         return Packed(self.form.format, values, None, None, scales)
 
     def wide(self) -> Iterator[Tensor]:
-        """Yield the checkpoint's values in float32, part by part, in the order of `Weight.read`: with scales as they are
-        there, which graphs round to bfloat16."""
+        """Yield the checkpoint's values in float32, part by part, in the order of `Weight.read`. Scales are the checkpoint's
+        own, which graphs round to bfloat16."""
         for part in self.weight.parts:
             codes, scales = self._read(part, torch.float32)
             yield torch.from_numpy(lowbits.dequantize("int4", codes, blocks=scales))
@@ -53,7 +53,7 @@ class Int4Codes:
         return True
 
     def _read(self, part: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Bytes, Floats]:
-        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part, in the numbers of `dtype`: products
+        """Return the codes `[out, in / 2]` and scales `[out, in / block]` of one part, rounded to `dtype`, since products
         multiply in bfloat16."""
         checkpoint, width = self.weight.checkpoint, self.form.shape[-1]
         words = checkpoint.read(packed_name(part)).contiguous()
@@ -65,7 +65,7 @@ class Int4Codes:
 
 @dataclass(frozen=True)
 class TableCodes:
-    """The embedding table: plain in the checkpoint, and quantized for the graphs as in the other weights' recipe."""
+    """The embedding table: plain in the checkpoint, and quantized for the graphs as in the recipe of the other weights."""
 
     weight: Weight
     form: Form
@@ -81,7 +81,7 @@ class TableCodes:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the checkpoint has all of its scales: it needs none."""
+        """True: it needs no scales of the checkpoint."""
         return True
 
 

@@ -1,0 +1,75 @@
+"""A calibration's progress on disk: a second start continues after the last saved sweep, with the same result."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from canvasrt.errors import CanvasError
+from canvasrt.staging import is_disk_full
+
+# Seconds between saves. A small model's sweeps take less time than saving them.
+SAVE_EVERY = 10.0
+_STATE = "state.pt"
+
+
+class SavedSweeps:
+    """One calibration's state in a folder: tensors of every sweep, and one file per request with its keys and values."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the state of an earlier start; `state` is empty if there is none."""
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        self._saved = time.monotonic()
+        self.state: dict[str, Any] = {}
+        try:
+            self.state = torch.load(folder / _STATE, weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError):
+            (folder / _STATE).unlink(missing_ok=True)  # none, or a damaged one
+        self._files: dict[int, str] = dict(self.state.get("files", {}))
+        self._clean()
+
+    def caches(self, number: int) -> Any:
+        """Return a request's keys and values as last saved."""
+        return torch.load(self._folder / self._files[number], weights_only=True)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save."""
+        return time.monotonic() - self._saved >= SAVE_EVERY
+
+    def save(
+        self, sweeps: int, state: Mapping[str, Any], rows: Mapping[int, Any], live: set[int]
+    ) -> None:
+        """Save the state after `sweeps` sweeps. `rows` are the keys and values that changed, `live` the requests that still
+        run. Raises CanvasError if the disk is full; what was saved before stays."""
+        files = {number: name for number, name in self._files.items() if number in live}
+        files |= {number: f"row-{number}-{sweeps}.pt" for number in rows}
+        try:
+            for number, caches in rows.items():
+                torch.save(caches, self._folder / files[number])
+            torch.save({**state, "files": files}, self._folder / f"{_STATE}.new")
+            os.replace(self._folder / f"{_STATE}.new", self._folder / _STATE)
+        except (OSError, RuntimeError) as error:
+            self._clean()
+            if not is_disk_full(error, self._folder):
+                raise
+            raise CanvasError(
+                f"no space left in {self._folder}, which keeps what the calibration has done",
+                "free space there, or name another disk with CANVASRT_CACHE; a second start goes on after"
+                " the last sweep that was saved",
+            ) from error
+        self._files, self._saved = files, time.monotonic()
+        self._clean()
+
+    def _clean(self) -> None:
+        """Remove files that the state does not name."""
+        for file in self._folder.iterdir():
+            if file.name not in (_STATE, *self._files.values()):
+                file.unlink()

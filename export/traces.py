@@ -1,0 +1,100 @@
+"""Keeps traced graphs in the cache: a trace takes seconds and does not depend on the weights' values."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from canvasrt.cache import cache_folder, code_hash, key_of
+from canvasrt.extras import version
+
+PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
+
+
+def kept(
+    module: nn.Module, inputs: Mapping[str, Any], names: list[str], make: Callable[[], ir.Model]
+) -> ir.Model:
+    """Return the graph that `make` traces: the one in the cache if the module has the same structure.
+
+    Args:
+        inputs: example values, of which shapes and dtypes decide the graph.
+        names: those of the graph's inputs and outputs.
+
+    A damaged file is traced again. Without a writable cache, nothing is kept.
+    """
+    made_from = {
+        "module": _structure(module),
+        "inputs": repr(torch.utils._pytree.tree_map(_form, dict(inputs))),
+        "names": names,
+        "dtype": str(torch.get_default_dtype()),
+        "packages": {each: version(each) for each in PACKAGES},
+        "code": code_hash([Path(__file__).parent]),
+    }
+    file = cache_folder() / "traces" / key_of(made_from)
+    if (found := _read(file)) is not None:
+        return found
+    data = _without_weights(make(), module)
+    staged = file.with_name(f".{file.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            staged.write_bytes(hashlib.sha256(data).digest() + data)
+            staged.replace(file)
+        finally:
+            staged.unlink(missing_ok=True)
+    return _parsed(data)
+
+
+def _form(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def _structure(module: nn.Module) -> dict[str, Any]:
+    """Everything in a module that determines its graph: classes, settings, weights' shapes, and constants."""
+    own = vars(nn.Module()).keys()
+    return {
+        name: {
+            "class": type(each).__qualname__,
+            "settings": {key: repr(value) for key, value in vars(each).items() if key not in own},
+            "weights": {key: repr(_form(value)) for key, value in each._parameters.items()},
+            "constants": {
+                key: repr(value.tolist()) for key, value in each.named_buffers(recurse=False)
+            },
+        }
+        for name, each in module.named_modules()
+    }
+
+
+def _read(file: Path) -> ir.Model | None:
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    return _parsed(data[32:]) if hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+
+def _parsed(data: bytes) -> ir.Model:
+    import onnx
+
+    return ir.from_proto(onnx.ModelProto.FromString(data))
+
+
+def _without_weights(model: ir.Model, module: nn.Module) -> bytes:
+    """Return the graph as bytes. Weights keep shape and dtype, and name a file that does not exist."""
+    parameters = dict(module.named_parameters())
+    for name, value in model.graph.initializers.items():
+        if name in parameters:
+            tensor = value.const_value
+            assert tensor is not None
+            value.const_value = ir.ExternalTensor(
+                "none", None, None, tensor.dtype, name=name, shape=ir.Shape(tensor.shape.numpy())
+            )
+    return ir.to_proto(model).SerializeToString()
