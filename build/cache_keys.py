@@ -1,4 +1,4 @@
-"""Which graphs a plan needs, and everything that decides them, as the cache's key."""
+"""The cache keys of a plan's graphs: everything that decides them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from canvasrt.types import Json
 
 # Distributions whose versions affect the graphs.
 _EXPORTED_BY = ("torch", "onnx", "onnx-ir", "onnxscript")
-_QUANTIZED_BY = (*_EXPORTED_BY, "nvidia-modelopt", "onnxruntime", "numpy")
+_QUANTIZED_BY = (*_EXPORTED_BY, "nvidia-modelopt", "numpy")
 
 # Folders of canvasrt/ whose code affects graphs.
 _SHARED = ("checkpoints", "graphs", "recipes")
@@ -21,18 +21,13 @@ _SHARED = ("checkpoints", "graphs", "recipes")
 
 def is_cached(plan: Plan) -> bool:
     """Return whether a plan's graphs already exist."""
-    if is_quantized_here(plan):
+    if plan.quantizes:
         return GraphCache().has(quantized_from(plan))
     return plan.source.graphs is not None or GraphCache().has(exported_from(plan))
 
 
-def is_quantized_here(plan: Plan) -> bool:
-    """Return whether the build quantizes, rather than using already quantized weights."""
-    return plan.precision.is_quantized and not plan.source.is_quantized
-
-
 def exported_precision(plan: Plan) -> str:
-    """Return the precision to export in: a quantized checkpoint's own, if that is the one wanted."""
+    """Return the precision to export in: a quantized checkpoint's own if that is requested."""
     same = plan.source.is_quantized and plan.precision.name == plan.source.precision
     return plan.precision.name if same else plan.precision.exported
 

@@ -1,4 +1,4 @@
-"""What is refused before a build starts, and what would work instead."""
+"""Refuses builds before they start, and says what would work instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.build.cache_keys import is_cached
-from canvasrt.build.needs import check_disk, check_memory_here, gigabytes, same_disk
+from canvasrt.build.needs import (
+    check_calibration_memory,
+    check_disk,
+    check_memory_here,
+    gigabytes,
+    same_disk,
+)
 from canvasrt.build.plan import Plan
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.build.source import Source
@@ -33,6 +39,7 @@ def check_plan(plan: Plan) -> None:
     check_cache()
     for name, need in plan.needs.segments.items():
         check_memory_here(name, need)
+    _ = plan.calibrates  # raises for unusable prompts
 
 
 def check_buildable(target: Target) -> None:
@@ -97,17 +104,16 @@ def check_extras(plan: Plan) -> None:
     if plan.source.graphs is None:
         for module in ("torch", "onnx"):
             require(module, "export")
-    if plan.precision.is_quantized and not plan.source.is_quantized:
-        for module, extra in (("modelopt", "export"), ("onnx", "export"), ("onnxruntime", "cpu")):
+    if plan.quantizes:
+        for module, extra in (("modelopt", "export"), ("onnx", "export")):
             if not is_installed(module):
                 raise CanvasError(
                     f"{module} is not installed", f"run `pip install 'canvasrt[{extra}]'`"
                 )
     if plan.target.capability is None:
         require("onnx", "export")
-    if plan.sorts_rows:
-        for module, extra in (("onnx_ir", "export"), ("triton", "sorted")):
-            require(module, extra)
+    for module, extra in plan.experts.modules:
+        require(module, extra)
 
 
 def check_space(plans: Sequence[Plan]) -> None:
@@ -116,30 +122,37 @@ def check_space(plans: Sequence[Plan]) -> None:
     Engines are counted once per precision and capabilities. Graphs that are already cached are not
     counted.
     """
-    cache = cache_folder()
+    cache, kinds = cache_folder(), [each.precision.text for each in plans]
+    calibrations: list[int] = []
     graphs: dict[str, int] = {}
     engines: dict[Any, int] = {}
     outputs: dict[Path, int] = {}
     for plan in plans:
         if not is_cached(plan):
+            if plan.needs.calibration:
+                check_calibration_memory(plan.needs.calibration)
+                calibrations.append(plan.needs.calibration.disk)
             graphs[plan.precision.text] = plan.needs.graphs
-            engines[plan.precision.text, plan.target.capabilities] = plan.needs.engines
+            alone = kinds.count(plan.precision.text) == 1
+            added = plan.disk - plan.needs.graphs if alone else plan.needs.engines
+            engines[plan.precision.text, plan.target.capabilities] = added
         if not same_disk(cache, plan.out):
             outputs[plan.out.resolve()] = plan.needs.engines
-    check_disk({cache: sum(graphs.values()) + sum(engines.values()), **outputs})
+    written = sum(graphs.values()) + sum(engines.values())
+    check_disk({cache: written + max(calibrations, default=0), **outputs})
 
 
 def lighter_segments(plan: Plan) -> tuple[int, int] | None:
     """Return fewer layers per segment and the bytes that their build takes, if the plan's takes much."""
     layers = plan.layers_per_segment // 2
-    if plan.source.graphs is not None or not layers or plan.needs.memory <= MUCH_TO_BUILD:
+    if plan.source.graphs is not None or not layers or plan.needs.building <= MUCH_TO_BUILD:
         return None
-    needed = replace(plan, layers_per_segment=layers).needs.memory
-    return (layers, needed) if needed < plan.needs.memory else None
+    needed = replace(plan, layers_per_segment=layers).needs.building
+    return (layers, needed) if needed < plan.needs.building else None
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise CanvasError when serving would take more memory than the target has; name what would fit."""
+    """Raise CanvasError when serving would take more memory than the target has. The hint names what fits."""
     if plan.fits is not False or plan.target.memory is None:
         return
     raise CanvasError(
@@ -149,7 +162,7 @@ def check_memory(plan: Plan) -> None:
 
 
 def check_memory_to_serve(plan: Plan, memory: int) -> None:
-    """Raise CanvasError when serving would take more than these bytes, which a machine has."""
+    """Raise CanvasError when serving would take more memory than this machine has, in bytes."""
     if plan.memory.total <= memory:
         return
     raise CanvasError(
@@ -166,18 +179,19 @@ def _takes(plan: Plan) -> str:
 
 
 def requests_of(plan: Plan) -> str:
-    """Return how many requests of which length a plan serves, in words."""
+    """Return in words how many requests of which length a plan serves."""
     return f"{plan.max_batch} request{'s' * (plan.max_batch > 1)} of {plan.max_context} tokens"
 
 
 def what_fits(plan: Plan, memory: int) -> str:
-    """Return a hint: what would fit that many bytes in place of the plan."""
+    """Return a hint that names a plan which fits that many bytes."""
     found = _what_fits(replace(plan, target=replace(plan.target, memory=memory)))
     return f"this would fit: {', or '.join(found)}" if found else "nothing smaller fits either"
 
 
 def _what_fits(plan: Plan) -> list[str]:
-    """Return options that would each make a plan fit; or several together; or other targets."""
+    """Return options that each make a plan fit; else several that do together; else other
+    targets."""
     others = [
         f"--target {target.name}"
         for target in TARGETS

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 from canvasrt.build.profile_ranges import Profile
 from canvasrt.children import signal_at_death_of
 from canvasrt.errors import CanvasError
-from canvasrt.kernels import store
-from canvasrt.kernels.builder_log import Capture
 from canvasrt.pass_shapes import Range
+from canvasrt.roofline import store
+from canvasrt.roofline.builder_log import Capture
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a builder reports: the bytes of device memory for activations, or None if it did not say."""
+    """A builder's report: the bytes of device memory for activations, or None if it did not say."""
 
     activation_bytes: int | None
 
@@ -110,7 +110,8 @@ class Children:
                 raise CanvasError("the build was stopped", "start it again")
             process = subprocess.Popen(
                 command,
-                # The child must import what this process does, from any working directory.
+                # The child must import the same modules as this process, from any working
+                # directory.
                 env={**os.environ, "PYTHONPATH": _import_path()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -181,9 +182,7 @@ def compile_engine(job: Job) -> None:
     builder = trt.Builder(_logger(trt, capture))
     strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(strongly_typed)
-    network.name = (
-        job.graph.stem
-    )  # the default is a running number, which would end up in the engine
+    network.name = job.graph.stem  # the default is a running number, which the engine would contain
     parser = trt.OnnxParser(network, builder.logger)
     if not parser.parse_from_file(str(job.graph)):
         raise CanvasError("the graph cannot be parsed", "see the builder's messages above")
@@ -213,7 +212,8 @@ def _keep_timings(config: Any, file: Path | None) -> None:
 
 
 def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
-    """Write the kernel list. The engine works without it, so failures are only warnings."""
+    """Write the kernel list. The engine works without it, so no failure ends the build: another builder's list may
+    have any form."""
     fixed = {
         name: {each: size.max for each, size in sizes.items() if size.min == size.max}
         for name, sizes in job.profiles.items()
@@ -221,8 +221,8 @@ def _write_kernels(trt: Any, network: Any, job: Job, capture: Capture) -> None:
     try:
         if not capture.write(trt, network, fixed, job.kernels):
             print("WARNING: the builder did not list its kernels", flush=True)
-    except (CanvasError, ValueError, RuntimeError) as error:
-        print(f"WARNING: the kernels cannot be listed: {error}", flush=True)
+    except Exception as error:
+        print(f"WARNING: the kernels cannot be listed: {error!r}", flush=True)
 
 
 def _writer(trt: Any, file: BinaryIO) -> Any:
@@ -244,7 +244,7 @@ def _config(trt: Any, builder: Any, network: Any, job: Job) -> Any:
     # This makes the builder list its kernels, and changes neither the engine's size nor the build's time.
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     _use_timings(config, job.timing)
-    # Without it, memory could be taken during a call, which a CUDA graph cannot capture. TensorRT has no such flag.
+    # Without it, a call could allocate memory, which a CUDA graph cannot capture. TensorRT has no such flag.
     if own := getattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION", None):
         config.set_flag(own)
     if job.capabilities:
@@ -261,7 +261,7 @@ def _let_attention_be_decomposed(trt: Any, network: Any) -> None:
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         if layer.type == trt.LayerType.ATTENTION_INPUT:
-            layer.__class__ = trt.IAttentionInputLayer  # it arrives as a plain layer
+            layer.__class__ = trt.IAttentionInputLayer  # the bindings return a plain layer
             layer.attention.decomposable = True
 
 

@@ -1,24 +1,25 @@
-"""Whether a target has room for the released model: what `canvasrt targets` says of each."""
+"""Whether targets have room for the released model, for `canvasrt targets`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from canvasrt.build.memory import Estimate, Reading, estimate, reading
-from canvasrt.build.needs import has_short_segments
+from canvasrt.build.memory import Estimate
+from canvasrt.build.plan import Plan, Reading, shortened
 from canvasrt.build.precision import Precision, parse_precision
+from canvasrt.build.source import Source
 from canvasrt.checkpoints.released import released_model
-from canvasrt.defaults import LAYERS_PER_SEGMENT, SHORT_SEGMENT
 from canvasrt.targets import Target
 
-# The context that is asked about, and requests at a time.
+# The context and the number of concurrent requests that must fit.
 FIT_CONTEXT, FIT_BATCH = 8192, 1
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What the released model fits a target in, as `--precision` takes it, and the memory then."""
+    """The precision in which the released model fits a target, as for `--precision`, and its memory."""
 
     precision: str
     memory: Estimate
@@ -36,7 +37,7 @@ class Fit:
 def released_fit(target: Target) -> Fit | None:
     """Return the first of a target's precisions in which the released model fits; None if none does.
 
-    A CPU has as much memory as its machine: there it is the precision that takes the least.
+    A CPU's memory depends on its machine: there it is the precision that takes the least.
     """
     names = [target.default, *target.precisions[1:]]
     fits = [
@@ -51,23 +52,7 @@ def released_fit(target: Target) -> Fit | None:
 def released_memory(
     precision: Precision, target: Target, max_context: int, max_batch: int
 ) -> tuple[Reading, Estimate]:
-    """Return how the released model's prompts are read on a target, and the memory then, as a build of it plans."""
-    model, on_cpu = released_model(), target.capability is None
-    formats = precision.formats(model)
-
-    def of(way: Reading, layers: int) -> Estimate:
-        return estimate(
-            model,
-            precision.name,
-            max_context,
-            max_batch,
-            on_cpu,
-            formats,
-            layers_per_segment=layers,
-            **way._asdict(),
-        )
-
-    short = has_short_segments(model, precision, formats, target.memory, of)
-    layers = SHORT_SEGMENT if short else LAYERS_PER_SEGMENT
-    way = reading(model, target.memory, lambda way: of(way, layers))
-    return way, of(way, layers)
+    """Return how a build would read the released model's prompts on a target, and the memory."""
+    source = Source(Path("released"), released_model(), {})
+    made = shortened(Plan(source, target, precision, max_context, max_batch, Path()))
+    return made.reading, made.memory

@@ -1,184 +1,115 @@
-"""Estimates the memory that a model takes at a precision."""
+"""Estimates the memory that serving a model takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
+from canvasrt.build.experts import SLOTS, Experts
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.checkpoints.weight_names import TABLE, matrices
 from canvasrt.defaults import (
     FOLDED_HEADS,
     LAYERS_PER_SEGMENT,
     MAX_FUSED_HEAD_DIM,
-    PREFILL_CHUNK,
+    TABLE_PIECE_BYTES,
 )
-from canvasrt.formats import FORMATS, NumberFormat
-from canvasrt.graphs.table import PIECE_BYTES
-from canvasrt.pass_shapes import in_units, roomy_capacity, usual_capacity
+from canvasrt.formats import FORMATS
+from canvasrt.pass_shapes import PassPlan, canvas_sizes
 from canvasrt.recipes.recipe import load_recipe, quantizable
-from canvasrt.sorted_rows.description import ExpertSizes
 
 # Bytes per weight that is not quantized.
 _PLAIN_BYTES = {"fp32": 4.0, "bf16": 2.0}
-# Engines share one workspace, as large as the largest. Builders take somewhat more than the tensors
-# counted here.
+# Engines share one workspace, as large as the largest need. Builders take somewhat more than the
+# tensors counted here.
 MEMORY_MARGIN = 1.1
-# What an engine holds beside its weights: the kernels of all its profiles. 16 to 31 MB with TensorRT-RTX.
+# Bytes that an engine holds besides its weights: the kernels of all its profiles, 16 to 31 MB with TensorRT-RTX.
 ENGINE_CODE = 30 * 10**6
-# The same of a piece of a body segment.
-PIECE_CODE = 10 * 10**6
+# What an execution context takes on the device, and a layer in each of its captured graphs: allowances, not measured.
+CONTEXT, CAPTURED_LAYER = 2 * 10**6, 10**6
+# On the host it may take this many times as much.
+CONTEXT_ON_HOST = 4
 # Python and ONNX Runtime without a model.
 CPU_PROCESS = 200 * 10**6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches exchange. On a
-    CPU, `buffers` is the process itself, and bodies and head do not share a workspace."""
+    """Bytes of memory while serving. `code` is the engines' kernels; `buffers` are what engines and caches exchange; `contexts`
+    are execution contexts and captured graphs. On a CPU, `buffers` is the process itself, and bodies and head do not share a
+    workspace."""
 
     weights: int
     code: int
     kv_cache: int
     workspace: int
     buffers: int
+    contexts: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        return self.weights + self.code + self.kv_cache + self.workspace + self.buffers
+        return sum(asdict(self).values())
 
     def to_json(self) -> dict[str, int]:
         """Return the parts and their sum."""
         return {**asdict(self), "total": self.total}
 
 
-def estimate(
-    model: ModelConfig,
-    precision: str,
-    max_context: int,
-    max_batch: int,
-    on_cpu: bool = False,
-    formats: Mapping[str, str] | None = None,
-    kv_cache: str | None = None,
-    layers_per_segment: int = LAYERS_PER_SEGMENT,
-    prefill_chunk: int = PREFILL_CHUNK,
-    sees: bool = True,
-    sorts_rows: bool = False,
-) -> Estimate:
-    """Estimate for `max_batch` requests of `max_context` tokens each; a CPU computes in fp32.
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights as a bundle stores them.
 
-    A GPU holds the vision tower from the start. A CPU loads it for the first image, so there it is not counted.
-
-    formats: the format of each quantized weight by global name; None quantizes everything that can
-    be.
-    kv_cache: the format of cached keys and values, if it differs from the graphs'.
-    prefill_chunk: the most tokens per row of an encoding pass.
-    sees: whether the engines include the vision tower, if the model has one.
-    sorts_rows: whether kernels of our own run the experts, between engines of one layer each.
+    Attributes:
+        precision: fp32, bf16, or that of a recipe.
+        formats: of each quantized weight by global name; None for the recipe of the precision's name.
+        on_cpu: in the CPU's form: widened, or packed as ONNX Runtime takes them.
     """
-    if formats is None:
-        formats = _default_formats(model, precision)
-    model = model if sees else replace(model, vision=None)
-    element = 4 if on_cpu or precision == "fp32" else 2
-    cached = sum(
-        2 * layer.num_kv_heads * layer.head_dim * _cached_tokens(model, layer, max_context)
-        for layer in model.layers
-    )
-    number = 1 if kv_cache and not on_cpu else element
-    weights = segment_bytes(model, precision, layers_per_segment, formats, on_cpu)
-    row = max(model.canvas_length, min(prefill_chunk, max_context))
-    cache = cached * max_batch * number
-    head = _head_workspace(model, max_batch, element, on_cpu, formats.get(TABLE))
-    if on_cpu:
-        body = _cpu_body_workspace(model, max_context, row)
-        return Estimate(
-            weights=sum(size for name, size in weights.items() if name != "vision"),
-            code=0,
-            kv_cache=cache,
-            workspace=round(MEMORY_MARGIN * (body + head)),
-            buffers=CPU_PROCESS,
-        )
-    body = _body_workspace(model, max_context, max_batch, element, row, not sorts_rows)
-    buffers = _buffers(model, max_context, max_batch, element, number, layers_per_segment, row)
-    code = ENGINE_CODE * len(weights)
-    if sorts_rows:
-        bodies = sum(name.startswith("body_") for name in weights)
-        code += PIECE_CODE * (len(model.layers) + bodies) - ENGINE_CODE * bodies
-        tokens = max(row, max_batch * model.canvas_length)
-        buffers += sum(expert_sizes(model).buffers(tokens, element).values())
-    return Estimate(
-        weights=sum(weights.values()),
-        code=code,
-        kv_cache=cache,
-        workspace=round(MEMORY_MARGIN * max(body, head)),
-        buffers=buffers,
-    )
 
+    model: ModelConfig
+    precision: str
+    formats: Mapping[str, str] | None = None
+    layers_per_segment: int = LAYERS_PER_SEGMENT
+    on_cpu: bool = False
 
-def expert_sizes(model: ModelConfig) -> ExpertSizes:
-    """Return the sizes of a model's experts."""
-    inner = model.moe_intermediate_size
-    return ExpertSizes(model.num_experts, model.top_k_experts, model.hidden_size, inner)
+    @property
+    def base(self) -> str:
+        """The precision of unquantized weights."""
+        return "fp32" if self.on_cpu or self.precision == "fp32" else "bf16"
 
+    @cached_property
+    def chosen(self) -> Mapping[str, str]:
+        """The format of each quantized weight by global name."""
+        if self.formats is not None:
+            return self.formats
+        if self.precision not in FORMATS:
+            return {}
+        recipe = load_recipe(self.precision).formats(self.model)
+        return {name: choice.format for name, choice in recipe.items()}
 
-class Reading(NamedTuple):
-    """How prompts are read: the most tokens per row of an encoding pass, and whether images are seen."""
-
-    prefill_chunk: int
-    sees: bool
-
-
-def reading(model: ModelConfig, limit: int | None, of: Callable[[Reading], Estimate]) -> Reading:
-    """Return how prompts are read in `limit` bytes. Shorter passes are tried before dropping the vision
-    tower; if neither fits, both are kept.
-
-    of: the estimate for one way.
-    """
-    chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
-    sights = (True, False) if model.vision else (False,)
-    ways = [Reading(chunk, sees) for sees in sights for chunk in chunks]
-    if limit is None:
-        return ways[0]
-    return next((way for way in ways if of(way).total <= limit), ways[0])
-
-
-def segment_bytes(
-    model: ModelConfig,
-    precision: str,
-    layers_per_segment: int,
-    formats: Mapping[str, str] | None = None,
-    on_cpu: bool = False,
-    without: tuple[str, ...] = (),
-) -> dict[str, int]:
-    """Return each segment's bytes of weights; on a CPU, in the lowered form. Names that end as in `without` do not count."""
-    base = "fp32" if on_cpu or precision == "fp32" else "bf16"
-    if formats is None:
-        formats = _default_formats(model, precision)
-    widths = quantizable(model)
-    sizes: dict[str, float] = {}
-    for name, count in parameters(model).items():
-        if without and name.endswith(without):
-            continue
-        segment = "head"
-        if name.startswith("layers."):
-            segment = f"body_{int(name.split('.')[1]) // layers_per_segment}"
-        elif name == "vision":
-            segment = name
-        format = FORMATS.get(formats.get(name, base))
-        if format is None:
-            each = _PLAIN_BYTES[base]
-        else:
-            each = _quantized_bytes(format, widths[name], on_cpu)
-        if format is not None and name == TABLE and format.projects:
-            each += _PLAIN_BYTES[base]  # its rows, for lookups
-        sizes[segment] = sizes.get(segment, 0) + count * each
-    return {segment: round(size) for segment, size in sizes.items()}
-
-
-def _quantized_bytes(format: NumberFormat, width: int, on_cpu: bool) -> float:
-    return format.cpu_bytes(width) if on_cpu else format.weight_bytes(width) * format.engine_copies
+    def segments(self, without: tuple[str, ...] = ()) -> dict[str, int]:
+        """Return the bytes of each segment. Names that end as in `without` do not count."""
+        widths, sizes = quantizable(self.model), dict[str, float]()
+        for name, count in parameters(self.model).items():
+            if without and name.endswith(without):
+                continue
+            segment = "head"
+            if name.startswith("layers."):
+                segment = f"body_{int(name.split('.')[1]) // self.layers_per_segment}"
+            elif name == "vision":
+                segment = name
+            format = FORMATS.get(self.chosen.get(name, self.base))
+            if format is None:
+                each = _PLAIN_BYTES[self.base]
+            elif self.on_cpu:
+                each = format.cpu_bytes(widths[name])
+            else:
+                each = format.weight_bytes(widths[name]) * format.engine_copies
+            if format is not None and name == TABLE and format.projects:
+                each += _PLAIN_BYTES[self.base]  # its rows, for lookups
+            sizes[segment] = sizes.get(segment, 0) + count * each
+        return {segment: round(size) for segment, size in sizes.items()}
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
@@ -198,85 +129,97 @@ def vision_parameters(model: ModelConfig) -> int:
     return layers * (attention + 3 * hidden * config.get("intermediate_size", 0))
 
 
-def _default_formats(model: ModelConfig, precision: str) -> dict[str, str]:
-    """Return the default format of each quantized weight: that of the recipe named like the precision."""
-    if precision not in FORMATS:
-        return {}
-    chosen = load_recipe(precision).formats(model)
-    return {name: choice.format for name, choice in chosen.items()}
+def estimate(
+    weights: Weights, passes: PassPlan, kv_cache: str | None = None, experts: Experts = SLOTS
+) -> Estimate:
+    """Estimate the memory that serving takes on a GPU, or on a CPU if the weights are in its form.
+
+    kv_cache: the format of cached keys and values, if it differs from the graphs'.
+    """
+    if weights.on_cpu:
+        return _on_cpu(weights, passes)
+    return _on_gpu(weights, passes, kv_cache, experts)
 
 
-def _buffers(
-    model: ModelConfig,
-    max_context: int,
-    max_batch: int,
-    element: int,
-    number: int,
-    layers_per_segment: int,
-    row: int,
-) -> int:
+def _on_cpu(weights: Weights, passes: PassPlan) -> Estimate:
+    """A CPU computes in fp32. It loads the vision tower for the first image, so that is not counted."""
+    model = weights.model
+    return Estimate(
+        weights=sum(size for name, size in weights.segments().items() if name != "vision"),
+        code=0,
+        kv_cache=4 * passes.batch * _cached_numbers(model, passes),
+        workspace=round(MEMORY_MARGIN * (_cpu_body(model, passes) + _cpu_head(weights))),
+        buffers=CPU_PROCESS,
+    )
+
+
+def _on_gpu(weights: Weights, passes: PassPlan, kv_cache: str | None, experts: Experts) -> Estimate:
+    """A GPU holds the vision tower from the start."""
+    model, segments = weights.model, weights.segments()
+    element = 4 if weights.base == "fp32" else 2
+    number = 1 if kv_cache else element
+    body = max(_attention(model, passes, element), experts.workspace(model, passes, element))
+    bodies = sum(name.startswith("body_") for name in segments)
+    code = ENGINE_CODE * (len(segments) - bodies)
+    return Estimate(
+        weights=sum(segments.values()),
+        code=code + experts.code(len(model.layers), bodies, ENGINE_CODE),
+        kv_cache=number * passes.batch * _cached_numbers(model, passes),
+        workspace=round(MEMORY_MARGIN * max(body, _head(weights, passes, element))),
+        buffers=_buffers(weights, passes, element, number)
+        + experts.buffers(model, passes, element),
+        contexts=CONTEXT * context_count(model, passes, bodies, experts)
+        + CAPTURED_LAYER * len(model.layers) * passes.batch,
+    )
+
+
+def context_count(model: ModelConfig, passes: PassPlan, bodies: int, experts: Experts) -> int:
+    """Return how many execution contexts serving takes. The head has one per profile and one with a graph; the vision tower
+    has one."""
+    head = 2 + (passes.batch > 1) + (len(canvas_sizes(passes.canvas)) > 1)
+    body = experts.contexts(len(model.layers), bodies, passes.batch)
+    return body + head + (model.vision is not None)
+
+
+def _cached_numbers(model: ModelConfig, passes: PassPlan) -> int:
+    """Return how many numbers one request's cache holds."""
+    return sum(
+        2 * layer.num_kv_heads * layer.head_dim * passes.cached(layer) for layer in model.layers
+    )
+
+
+def _buffers(weights: Weights, passes: PassPlan, element: int, number: int) -> int:
     """Return the bytes of the buffers that runtime.gpu.workspace takes.
 
-    These are every engine's hidden states and two of each request, the new keys and values of an
-    encoding or denoising pass, and one slot's keys on their way to another width. `number` is the
-    bytes of one cached number, `row` the most tokens per row of an encoding pass.
+    These are the hidden states of every engine, two more per request, the new keys and values of an
+    encoding or denoising pass, and a copy of one slot's keys for a change of width. `number` is the
+    bytes of one cached number.
     """
-    encoded = row
-    canvases = max_batch * model.canvas_length
-    cut = [
-        model.layers[first : first + layers_per_segment]
-        for first in range(0, len(model.layers), layers_per_segment)
-    ]
+    model, encoded = weights.model, passes.lengths[-1]
+    canvases = passes.batch * passes.canvas
+    step = weights.layers_per_segment
+    cut = [model.layers[first : first + step] for first in range(0, len(model.layers), step)]
     states = (len(cut) + 1) * max(canvases, encoded) + 2 * canvases
     token = [sum(2 * each.num_kv_heads * each.head_dim for each in layers) for layers in cut]
-    slot = max(
-        each.num_kv_heads * each.head_dim * _cached_tokens(model, each, max_context)
-        for each in model.layers
-    )
+    slot = max(each.num_kv_heads * each.head_dim * passes.cached(each) for each in model.layers)
     new = max(encoded * sum(token), canvases * max(token))
     return states * model.hidden_size * element + (new + slot) * number
 
 
-def _body_workspace(
-    model: ModelConfig, max_context: int, max_batch: int, element: int, longest: int, slots: bool
-) -> int:
-    """Return a body segment's peak bytes: its layers' largest attention, or its experts' `slots`, if it has any.
+def _attention(model: ModelConfig, passes: PassPlan, element: int) -> int:
+    """Return the peak bytes of the largest attention: over the longest part of a prompt, or a full batch of canvases."""
 
-    The profiles are those of `build.profiles`: `longest` tokens of one prompt, one canvas, or a full batch of canvases.
-    """
-    canvas = model.canvas_length
-    roomy = max(canvas, roomy_capacity(model, longest))
+    def largest(length: int) -> int:
+        return max(_layer_attention(model, passes, each, length, element) for each in model.layers)
 
-    def attention(length: int) -> int:
-        return max(
-            _attention_workspace(model, each, max_context, length, element) for each in model.layers
-        )
-
-    capacity = max(usual_capacity(model, longest), roomy, usual_capacity(model, canvas * max_batch))
-    # Gathered rows, the experts' intermediate results, and their outputs.
-    slot = 2 * model.hidden_size + 3 * model.moe_intermediate_size
-    experts = model.num_experts * capacity * slot * element if slots else 0
-    return max(attention(longest), attention(canvas) * max_batch, experts)
+    return max(largest(passes.lengths[-1]), largest(passes.canvas) * passes.batch)
 
 
-def _cpu_body_workspace(model: ModelConfig, max_context: int, longest: int) -> int:
-    """Return the bytes of the largest operator's tensors in float32: attention's scores of all heads beside the joined
-    keys and values, or the experts' rows, which are sorted and have no empty slots."""
-    inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
-    experts = rows * (2 * model.hidden_size + 3 * inner)
-    attention = 0
-    for layer in model.layers:
-        keys = _cached_tokens(model, layer, max_context) + longest
-        scores = model.num_attention_heads * longest * keys
-        attention = max(attention, scores + 2 * layer.num_kv_heads * keys * layer.head_dim)
-    return 4 * max(experts, attention)
-
-
-def _attention_workspace(
-    model: ModelConfig, layer: Layer, max_context: int, length: int, element: int
+def _layer_attention(
+    model: ModelConfig, passes: PassPlan, layer: Layer, length: int, element: int
 ) -> int:
     """Return one row's bytes: joined keys and values, or if not fused, transposed keys and two sets of scores."""
-    keys = _cached_tokens(model, layer, max_context) + length
+    keys = passes.cached(layer) + length
     turned = layer.num_kv_heads * keys * layer.head_dim
     if layer.head_dim <= MAX_FUSED_HEAD_DIM:
         return (2 * turned + length * keys) * element
@@ -286,22 +229,33 @@ def _attention_workspace(
     return (turned + 2 * scores) * element + mask
 
 
-def _head_workspace(
-    model: ModelConfig, max_batch: int, element: int, on_cpu: bool, table: str | None
-) -> int:
-    """Return the bytes of the vocabulary-sized tensors that the sampler holds at once.
-
-    A GPU keeps what the projection wrote, unnormalised probabilities, and these in the table's format if products with
-    the table round their inputs. ONNX Runtime runs one request and one operator at a time, in float32, and widens a piece
-    of the table. (Only small passes run side by side.)
-    """
-    logits = model.canvas_length * model.vocab_size
-    if on_cpu:
-        return round(3.5 * logits * 4) + (PIECE_BYTES if table in FORMATS else 0)
-    rounded = FORMATS[table].bits / 8 if table in FORMATS and FORMATS[table].projects else 0
-    return round(max_batch * logits * (2 * element + rounded))
+def _head(weights: Weights, passes: PassPlan, element: int) -> int:
+    """Return the bytes of the vocabulary-sized tensors that the sampler holds at once on a GPU: the projection's result,
+    unnormalised probabilities, and these in the table's format if products with the table round their inputs."""
+    format = FORMATS.get(weights.chosen.get(TABLE, ""))
+    rounded = format.bits / 8 if format is not None and format.projects else 0
+    logits = passes.batch * passes.canvas * weights.model.vocab_size
+    return round(logits * (2 * element + rounded))
 
 
-def _cached_tokens(model: ModelConfig, layer: Layer, max_context: int) -> int:
-    kept = min(max_context, model.sliding_window - 1) if layer.kind == "sliding" else max_context
-    return in_units(kept)
+def _cpu_head(weights: Weights) -> int:
+    """Return the head's bytes on a CPU. ONNX Runtime runs one request and one operator at a time, in float32, and widens a
+    piece of the table. (Only small passes run side by side.)"""
+    logits = weights.model.canvas_length * weights.model.vocab_size
+    return round(3.5 * logits * 4) + (
+        TABLE_PIECE_BYTES if weights.chosen.get(TABLE) in FORMATS else 0
+    )
+
+
+def _cpu_body(model: ModelConfig, passes: PassPlan) -> int:
+    """Return the bytes of the largest operator's tensors in float32: attention's scores of all heads beside the joined
+    keys and values, or the experts' rows, which are sorted and have no empty slots."""
+    longest = passes.lengths[-1]
+    inner, rows = model.moe_intermediate_size, longest * model.top_k_experts
+    experts = rows * (2 * model.hidden_size + 3 * inner)
+    attention = 0
+    for layer in model.layers:
+        keys = passes.cached(layer) + longest
+        scores = model.num_attention_heads * longest * keys
+        attention = max(attention, scores + 2 * layer.num_kv_heads * keys * layer.head_dim)
+    return 4 * max(experts, attention)

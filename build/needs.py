@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from canvasrt.build import memory
-from canvasrt.build.precision import Precision
-from canvasrt.build.source import Source
-from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MUCH_TO_BUILD, SHORT_SEGMENT
+from canvasrt.build.calibration import CalibrationNeeds
+from canvasrt.build.experts import Experts
+from canvasrt.build.memory import ENGINE_CODE, Weights
 from canvasrt.errors import CanvasError
-from canvasrt.formats import FORMATS
+from canvasrt.formats import FORMATS, PLAIN
 from canvasrt.machine import available_bytes
 
 # A builder's memory without weights, and bytes per byte of a segment's weights if no format says
@@ -28,78 +24,64 @@ BUILDER_FACTOR, HEAD_FACTOR = 2.6, 3.2
 SHARE = 3
 
 
+# What to do about a build that does not fit.
+LIGHTER = (
+    "take less to build: a checkpoint that is quantized already (nvidia/diffusiongemma-26B-A4B-it-NVFP4), --precision int4,"
+    " which needs no calibration, or fewer or shorter prompts with --calibration"
+)
+
+
 @dataclass(frozen=True)
 class Needs:
-    """Bytes: `memory` of the largest builder, `segments` of each builder, `graphs` and `engines` on disk."""
+    """Bytes: `memory` at the peak, `segments` of each builder, `graphs` and `engines` on disk, `written` by engine."""
 
     segments: Mapping[str, int]
     graphs: int
     engines: int
+    written: Mapping[str, int]
+    calibration: CalibrationNeeds | None = None
+
+    @property
+    def building(self) -> int:
+        """The memory of the largest builder."""
+        return max(self.segments.values(), default=0)
 
     @property
     def memory(self) -> int:
-        return max(self.segments.values(), default=0)
+        return max(self.building, self.calibration.memory if self.calibration else 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `--dry-run` prints."""
-        return {"memory": self.memory, "graphs": self.graphs, "engines": self.engines}
+        said = {"memory": self.memory, "graphs": self.graphs, "engines": self.engines}
+        return said | ({"calibration": self.calibration.to_json()} if self.calibration else {})
 
 
 def host_needs(
-    source: Source,
-    precision: Precision,
-    formats: Mapping[str, str] | None,
-    layers_per_segment: int,
-    on_cpu: bool,
-    sorts_rows: bool = False,
+    built: Weights,
+    graphs: Iterable[Weights],
+    experts: Experts,
+    calibration: CalibrationNeeds | None = None,
 ) -> Needs:
-    """Return the needs of a build with an empty cache. With `sorts_rows`, the experts' weights are in no engine."""
-    built = memory.segment_bytes(source.model, precision.name, layers_per_segment, formats, on_cpu)
-    graphs = 0
-    if source.graphs is None:
-        exported = source.precision or precision.exported
-        graphs += _total(source, exported, layers_per_segment, source.formats)
-    if precision.is_quantized and not source.is_quantized:
-        graphs += _total(source, precision.name, layers_per_segment, formats)
-    kinds = {precision.name, *(formats or {}).values()}
-    held = built
-    if sorts_rows:
-        # The largest piece takes less: this is a whole segment without its experts.
-        held = memory.segment_bytes(
-            source.model, precision.name, layers_per_segment, formats, without=(GATE_UP, DOWN)
-        )
-    needs = {n: builder_memory(n, size, kinds) for n, size in held.items() if not on_cpu}
-    # A CPU's engines are links to its graphs, unless their weights are widened.
-    engines = 0 if on_cpu and not precision.is_quantized else sum(built.values())
-    engines += 0 if on_cpu else memory.ENGINE_CODE * len(built)
-    return Needs(needs, graphs, engines)
+    """Return the needs of a build with an empty cache, which calibrates and writes `graphs` first."""
+    engines, sizes = 0, built.segments()
+    if not built.on_cpu:
+        engines = sum(sizes.values()) + ENGINE_CODE * len(sizes)
+    elif built.precision not in PLAIN:
+        # A CPU's engines are links to its graphs, unless their weights are widened.
+        engines = sum(sizes.values())
+    written = sum(sum(each.segments().values()) for each in graphs)
+    builders = {} if built.on_cpu else builder_needs(built, experts)
+    return Needs(builders, written, engines, sizes, calibration)
 
 
-def has_short_segments(
-    model: ModelConfig,
-    precision: Precision,
-    formats: Mapping[str, str] | None,
-    limit: int | None,
-    of: Callable[..., memory.Estimate],
-) -> bool:
-    """Return whether segments have `SHORT_SEGMENT` layers: if longer ones would take much memory to build, and the
-    target has room for short ones, which take some more of its memory.
+def builder_needs(weights: Weights, experts: Experts) -> dict[str, int]:
+    """Return the builder's memory per segment.
 
-    A target without a limit has room. Another has it if it is not nearly full then, and prompts are read alike.
-
-    of: the memory that serving takes, by how prompts are read, and `layers` per segment.
+    This is the whole segment's; pieces without experts take less.
     """
-    built = memory.segment_bytes(model, precision.name, LAYERS_PER_SEGMENT, formats)
-    kinds = {precision.name, *(formats or {}).values()}
-    if max(builder_memory(n, size, kinds) for n, size in built.items()) <= MUCH_TO_BUILD:
-        return False
-    long, short = (
-        memory.reading(model, limit, partial(of, layers=layers))
-        for layers in (LAYERS_PER_SEGMENT, SHORT_SEGMENT)
-    )
-    return limit is None or (
-        long == short and of(short, layers=SHORT_SEGMENT).total <= 0.95 * limit
-    )
+    kinds = {weights.precision, *(weights.formats or {}).values()}
+    sizes = weights.segments(without=experts.outside)
+    return {name: builder_memory(name, size, kinds) for name, size in sizes.items()}
 
 
 def builder_memory(segment: str, weights: int, formats: Iterable[str] = ()) -> int:
@@ -125,6 +107,15 @@ def check_memory_here(segment: str, need: int) -> None:
     )
 
 
+def check_calibration_memory(needs: CalibrationNeeds) -> None:
+    """Raise CanvasError when a calibration would take more memory than is free."""
+    if needs.memory > (free := available_bytes()):
+        raise CanvasError(
+            f"calibrating takes about {gigabytes(needs.memory)} of memory, but only {gigabytes(free)} are free",
+            f"close other programs, or {LIGHTER}",
+        )
+
+
 def check_disk(needed: Mapping[Path, int]) -> None:
     """Raise CanvasError when the disks of some folders have less free space than needed, in bytes."""
     disks: dict[int, tuple[Path, int]] = {}
@@ -138,7 +129,7 @@ def check_disk(needed: Mapping[Path, int]) -> None:
             raise CanvasError(
                 f"the build writes about {gigabytes(count)} to the disk of {there},"
                 f" but only {gigabytes(free)} are free there",
-                "free space there, or name another disk with -o and CANVASRT_CACHE",
+                f"free space there, name another disk with -o and CANVASRT_CACHE, or {LIGHTER}",
             )
 
 
@@ -149,12 +140,6 @@ def same_disk(one: Path, other: Path) -> bool:
         for folder in (one.resolve(), other.resolve())
     ]
     return devices[0] == devices[1]
-
-
-def _total(
-    source: Source, precision: str, layers_per_segment: int, formats: Mapping[str, str] | None
-) -> int:
-    return sum(memory.segment_bytes(source.model, precision, layers_per_segment, formats).values())
 
 
 def gigabytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs tasks in parallel, as far as memory allows."""
+"""Runs tasks in parallel within a limit of memory."""
 
 from __future__ import annotations
 

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from canvasrt.build.memory import expert_sizes
-from canvasrt.build.profile_ranges import Profile
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.extras import require
-from canvasrt.kernels import store
-from canvasrt.pass_shapes import SLOT_SIZES
+from canvasrt.roofline import store
 from canvasrt.sorted_rows import ahead, predicted
 from canvasrt.sorted_rows.description import (
     SORTED_SUFFIX,
+    ExpertSizes,
     KernelForm,
     KernelImage,
     SortedSegment,
@@ -54,14 +52,6 @@ def write_pieces(graphs: Bundle, entry: Json, folder: Path) -> list[PieceGraph]:
     return made
 
 
-def piece_sizes(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
-    """Return a body segment's profiles without the sizes of slots."""
-    return {
-        name: {each: size for each, size in sizes.items() if each not in SLOT_SIZES}
-        for name, sizes in profiles.items()
-    }
-
-
 def join_pieces(
     graphs: Bundle,
     entry: Json,
@@ -69,7 +59,7 @@ def join_pieces(
     capabilities: Iterable[Capability],
     out: Path,
 ) -> Json:
-    """Write what makes one segment of a body's pieces to `out`, where their engines are.
+    """Write a segment's kernels and weights to `out`, next to the engines of its pieces.
 
     Returns the manifest's `file`, and `kernels`, which takes the place of the pieces' lists, if they have any.
 
@@ -80,7 +70,7 @@ def join_pieces(
 
     formats = entry.get("quantized") or {}
     local = {name: formats[long] for long, name in local_names(entry, formats).items()}
-    sizes = expert_sizes(graphs.manifest.model)
+    sizes = ExpertSizes.of(graphs.manifest.model)
     experts = GraphExperts(ir.load(graphs.file(entry["file"])), sizes, local)
     weights = f"{entry['name']}.experts.bin"
     with (out / weights).open("wb") as file:
@@ -109,7 +99,7 @@ def join_pieces(
 def _compile(
     form: KernelForm, capabilities: Iterable[Capability], out: Path
 ) -> tuple[dict[str, KernelImage], str]:
-    """Write a kernel for each capability. Return the images, and the instruction that the oldest GPU multiplies with."""
+    """Compile a kernel for every capability. Return the images, and the matrix instruction of the oldest one."""
     images: dict[str, KernelImage] = {}
     instruction = ""
     for major, minor in capabilities:

@@ -1,17 +1,27 @@
-"""What a build will do, decided and checked before anything is written."""
+"""Plans a build, and checks the plan before anything is written."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from canvasrt import extras
-from canvasrt.build import memory
-from canvasrt.build.needs import Needs, has_short_segments, host_needs
+from canvasrt.build.calibration import CalibrationNeeds, calibration_needs, prompts_of
+from canvasrt.build.experts import SLOTS, Experts, find_experts
+from canvasrt.build.memory import Estimate, Weights, estimate
+from canvasrt.build.needs import Needs, builder_needs, host_needs
+from canvasrt.build.options import (
+    DEFAULT_OPTIONS,
+    Adapters,
+    BuildOptions,
+    check_adapters,
+    check_context,
+    check_layers,
+)
 from canvasrt.build.precision import Precision, choose_precisions
 from canvasrt.build.source import Source
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle, made_by
@@ -21,43 +31,24 @@ from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.defaults import (
     ADAPTER_FILES,
     LAYERS_PER_SEGMENT,
-    MAX_BATCH,
-    MAX_CONTEXT,
+    MUCH_TO_BUILD,
     PREFILL_CHUNK,
     SHORT_SEGMENT,
     SLOTTED,
-    SORTED,
 )
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.formats import FORMATS
 from canvasrt.hashes import hash_files
+from canvasrt.pass_shapes import PassPlan, plan_passes
 from canvasrt.recipes.calibration import check_calibration
-from canvasrt.sorted_rows.description import (
-    DOWN_KERNEL,
-    GATE_UP_KERNEL,
-    KernelForm,
-    inputs_per_step,
-)
+from canvasrt.recipes.recipe import load_recipe
 from canvasrt.targets import Target, find_target
 
-# Folders of LoRA adapters, and the factor for each.
-Adapters = tuple[tuple[Path, float], ...]
 
+class Reading(NamedTuple):
+    """How prompts are read: the most tokens per row of an encoding pass, and whether images are seen."""
 
-@dataclass(frozen=True)
-class BuildOptions:
-    """What a user may choose. None lets the source and the target decide."""
-
-    precision: str | None = None
-    max_context: int | None = None
-    max_batch: int = MAX_BATCH
-    layers_per_segment: int | None = None
-    calibration: Path | None = None
-    adapters: Adapters = ()
-    experts: str = SLOTTED
-
-
-DEFAULT_OPTIONS = BuildOptions()
+    prefill_chunk: int
+    sees: bool
 
 
 @dataclass(frozen=True)
@@ -77,35 +68,35 @@ class Plan:
     layers_per_segment: int = LAYERS_PER_SEGMENT
     calibration: Path | None = None
     adapters: Adapters = ()
-    experts: str = SLOTTED
+    experts: Experts = SLOTS
+    keep_graphs: bool = False
+
+    @property
+    def spends_graphs(self) -> bool:
+        """Whether a segment's weights are removed from the cache once its engine is there."""
+        ours = self.source.graphs is None and self.target.capability is not None
+        large = self.needs.graphs > KEPT_GRAPHS
+        return ours and large and self.experts.in_engines and not self.keep_graphs
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The manifest's `options` that the user chose."""
+        """The manifest's `options` that the user chose, those of `_DEFAULTS` only where they differ."""
         chosen: dict[str, Any] = {
             "precision": self.precision.name,
             "max_context": self.max_context,
             "max_batch": self.max_batch,
             "layers_per_segment": self.layers_per_segment,
         }
-        if self.prefill_chunk != PREFILL_CHUNK:
-            chosen["prefill_chunk"] = self.prefill_chunk
-        if self.source.model.vision and not self.reading.sees:
-            chosen["vision"] = False
-        if self.sorts_rows:
-            chosen["experts"] = self.experts
-        if self.precision.recipe is not None:
-            chosen["recipe"] = self.precision.recipe.to_json()
-        if self.calibration_hash is not None:
-            chosen["calibration"] = self.calibration_hash
-        if self.adapters:
-            chosen["adapters"] = self.adapter_hashes
-        return chosen
-
-    @property
-    def sorts_rows(self) -> bool:
-        """Whether the experts run as kernels of our own, over sorted rows, between the engines."""
-        return self.experts == SORTED
+        sees = self.reading.sees or not self.source.model.vision
+        rest = {
+            "prefill_chunk": self.reading.prefill_chunk,
+            "vision": sees,
+            "experts": self.experts.name,
+            "recipe": self.precision.recipe and self.precision.recipe.to_json(),
+            "calibration": self.calibration_hash,
+            "adapters": self.adapter_hashes,
+        }
+        return chosen | {n: value for n, value in rest.items() if value != _DEFAULTS.get(n)}
 
     @cached_property
     def adapter_hashes(self) -> list[dict[str, Any]]:
@@ -122,7 +113,7 @@ class Plan:
             return None
         return hash_files(self.calibration.parent, [self.calibration.name])[self.calibration.name]
 
-    @property
+    @cached_property
     def formats(self) -> dict[str, str] | None:
         """The format of each quantized weight, by global name; None if unknown before the export."""
         if self.precision.recipe is None and self.source.is_quantized:
@@ -131,41 +122,57 @@ class Plan:
 
     @property
     def kv_cache(self) -> str | None:
-        """The format of cached keys and values, from the recipe asked for or the one that made the graphs."""
+        """The format of cached keys and values: that of the requested recipe, or of the recipe in the graphs."""
         if self.precision.recipe is not None:
             return self.precision.recipe.kv_cache
         graphs = self.source.graphs
         made_with = graphs.manifest.options.get("recipe") if graphs else None
         return (made_with or {}).get("kv_cache")
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether the build quantizes, rather than using already quantized weights."""
+        return self.precision.is_quantized and not self.source.is_quantized
+
     @cached_property
-    def reading(self) -> memory.Reading:
-        """How prompts are read: in shorter passes, or without images, if nothing else fits the target."""
-        return memory.reading(self.source.model, self.target.memory, self.memory_when)
+    def weights(self) -> Weights:
+        """The weights of the engines."""
+        on_cpu = self.target.capability is None
+        layers = self.layers_per_segment
+        return Weights(self.source.model, self.precision.name, self.formats, layers, on_cpu)
 
-    @property
-    def prefill_chunk(self) -> int:
-        """The most tokens per row of an encoding pass."""
-        return self.reading.prefill_chunk
+    @cached_property
+    def reading(self) -> Reading:
+        """How prompts are read: in shorter passes or without images only if nothing else fits the target. If nothing fits,
+        prompts are read in the usual way."""
+        model, limit = self.source.model, self.target.memory
+        chunks = (PREFILL_CHUNK, min(model.canvas_length, PREFILL_CHUNK))
+        sights = (True, False) if model.vision else (False,)
+        ways = [Reading(chunk, sees) for sees in sights for chunk in chunks]
+        fitting = (way for way in ways if limit is None or self.memory_when(way).total <= limit)
+        return next(fitting, ways[0])
 
-    def memory_when(self, reading: memory.Reading) -> memory.Estimate:
-        """Return the memory that serving takes if prompts are read so."""
-        return memory.estimate(
-            self.source.model,
-            self.precision.name,
-            self.max_context,
-            self.max_batch,
-            on_cpu=self.target.capability is None,
-            formats=self.formats,
-            kv_cache=self.kv_cache,
-            layers_per_segment=self.layers_per_segment,
-            prefill_chunk=reading.prefill_chunk,
-            sees=reading.sees,
-            sorts_rows=self.sorts_rows,
-        )
+    def passes_when(self, reading: Reading) -> PassPlan:
+        """Return the sizes of passes for a way to read prompts. Without images, passes need no rows for them."""
+        sizes = self.max_context, self.max_batch, reading.prefill_chunk, self.experts.in_engines
+        return plan_passes(self._seen(reading), *sizes)
 
-    @property
-    def memory(self) -> memory.Estimate:
+    @cached_property
+    def passes(self) -> PassPlan:
+        """The sizes of passes."""
+        return self.passes_when(self.reading)
+
+    def memory_when(self, reading: Reading) -> Estimate:
+        """Return the memory that serving takes for a way to read prompts."""
+        weights = replace(self.weights, model=self._seen(reading))
+        return estimate(weights, self.passes_when(reading), self.kv_cache, self.experts)
+
+    def _seen(self, reading: Reading) -> ModelConfig:
+        model = self.source.model
+        return model if reading.sees else replace(model, vision=None)
+
+    @cached_property
+    def memory(self) -> Estimate:
         """The memory that serving takes."""
         return self.memory_when(self.reading)
 
@@ -174,20 +181,51 @@ class Plan:
         """Whether it fits the target's memory; None if the target does not say how much it has."""
         return None if self.target.memory is None else self.memory.total <= self.target.memory
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         """What building takes on this machine."""
-        return host_needs(
-            self.source,
-            self.precision,
-            self.formats,
-            self.layers_per_segment,
-            on_cpu=self.target.capability is None,
-            sorts_rows=self.sorts_rows,
-        )
+        source = self.source
+        graphs: list[Weights] = []
+        if source.graphs is None and not self.quantizes:
+            exported = source.precision or self.precision.exported
+            graphs.append(
+                replace(self.weights, precision=exported, formats=source.formats, on_cpu=False)
+            )
+        if self.quantizes:
+            graphs.append(replace(self.weights, on_cpu=False))
+        calibration = None
+        with contextlib.suppress(CanvasError):  # of its prompts, which `check_plan` raises
+            calibration = self.calibrates
+        return host_needs(self.weights, graphs, self.experts, calibration)
+
+    @property
+    def disk(self) -> int:
+        """The most that a build with an empty cache has on disk at a time."""
+        needs = self.needs
+        if not self.spends_graphs:
+            return needs.graphs + needs.engines
+        # While an engine is built, its graph is there too. At most two of the largest are, as a rule.
+        running = sum(sorted(needs.written.values())[-2:])
+        return max(needs.graphs, needs.engines) + running
+
+    @cached_property
+    def calibrates(self) -> CalibrationNeeds | None:
+        """What calibrating takes on this machine; None if the build does not. Raises CanvasError for unusable prompts."""
+        recipe, checkpoint = self.precision.recipe, self.source.checkpoint
+        if recipe is None and checkpoint and checkpoint.quantization:
+            leaves = self.source.is_quantized and not checkpoint.quantization.static
+            recipe = load_recipe(self.precision.name) if leaves else None
+        if (
+            recipe is None
+            or not recipe.is_calibrated
+            or (self.source.is_quantized and self.source.graphs)
+        ):
+            return None
+        prompts = prompts_of(self.source, recipe, self.calibration)
+        return None if prompts is None else calibration_needs(prompts, self.source.path)
 
     def existing(self) -> Bundle | None:
-        """Return the bundle that an earlier build left at `out`, if this build would make the same.
+        """Return the bundle at `out` if this build would write the same one.
 
         Raises CanvasError when `out` holds something else.
         """
@@ -223,10 +261,10 @@ class Plan:
             before, now = manifest.made_by.get(builder), extras.version(builder)
             if now and before != now:
                 return f"by {builder} {before}, but {now} is installed now"
-        if self.sorts_rows:
-            before, now = manifest.made_by.get("triton"), extras.version("triton")
+        for package in self.experts.packages:
+            before, now = manifest.made_by.get(package), extras.version(package)
             if now and before != now:
-                return f"with kernels by triton {before}, but {now} is installed now"
+                return f"with kernels by {package} {before}, but {now} is installed now"
         return ""
 
     def to_json(self) -> dict[str, Any]:
@@ -263,26 +301,28 @@ def plan(
         (precision,) = choose_precisions([target], options.precision, source.precision)
     if options.max_batch < 1:
         raise UsageError(f"--max-batch {options.max_batch} is less than 1", "give 1 or more")
-    # Another target of the same build may be the one that is calibrated.
+    # The prompts may be for another target of the same build.
     check_calibration(options.calibration, True, precision.text)
-    _check_adapters(source, options.adapters)
+    check_adapters(source, options.adapters)
     formats = precision.formats(
         source.model
     )  # refuses a recipe with a pattern that matches nothing
-    _check_experts(options.experts, target, source.model, _expert_formats(source, formats))
+    experts = find_experts(options.experts)
+    experts.check(target, source.model, _expert_formats(source, formats))
     made = Plan(
         source,
         target,
         precision,
-        _context(source, options.max_context),
+        check_context(source, options.max_context),
         options.max_batch,
         Path(out).expanduser(),
-        _layers(source, options.layers_per_segment),
+        check_layers(source, options.layers_per_segment),
         options.calibration,
         options.adapters,
-        options.experts,
+        experts,
+        options.keep_graphs,
     )
-    return _shortened(made) if options.layers_per_segment is None else made
+    return shortened(made) if options.layers_per_segment is None else made
 
 
 def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[str]:
@@ -294,93 +334,28 @@ def _expert_formats(source: Source, formats: Mapping[str, str] | None) -> set[st
     return {each for name, each in found.items() if name.endswith((GATE_UP, DOWN))}
 
 
-def _check_experts(experts: str, target: Target, model: ModelConfig, formats: set[str]) -> None:
-    """Refuse a target that kernels over sorted rows do not run on, and widths that they do not multiply."""
-    if experts not in (SLOTTED, SORTED):
-        raise UsageError(f"unknown --experts {experts!r}", f"give {SLOTTED} or {SORTED}")
-    if experts == SLOTTED:
-        return
-    if target.capability is None:
-        raise UsageError(
-            f"--experts {SORTED} is for GPUs: on {target.name}, experts always have sorted rows",
-            "leave --experts out",
-        )
-    sizes = memory.expert_sizes(model)
-    for format, function in product(sorted(formats), (GATE_UP_KERNEL, DOWN_KERNEL)):
-        form = KernelForm(function, sizes, "bfloat16", format)
-        # Refuses formats without a kernel, and rows that its steps do not divide.
-        inputs_per_step(replace(form, block=FORMATS[format].block(form.width)))
+def shortened(plan: Plan) -> Plan:
+    """Return the plan with segments of `SHORT_SEGMENT` layers if longer ones need much memory to build and the target has
+    room for short ones, which take a little more of its memory.
 
-
-def _check_adapters(source: Source, adapters: Adapters) -> None:
-    """Refuse folders without an adapter, and a source that cannot take one."""
-    for path, _ in adapters:
-        for name in ADAPTER_FILES:
-            if not (path / name).is_file():
-                raise CanvasError(
-                    f"{path} is not an adapter: it has no {name}", "name a folder that PEFT saved"
-                )
-    if adapters and source.graphs is not None:
-        raise UsageError(
-            f"{source.path} holds graphs, but --adapter merges into a checkpoint",
-            "build from the checkpoint that the adapter was trained on",
-        )
-
-
-def _context(source: Source, requested: int | None) -> int:
-    """Check `--max-context`. Without it, return the model's limit or the default, whichever is less."""
-    model = source.model
-    limit = model.max_position_embeddings
-    context = min(limit, MAX_CONTEXT) if requested is None else requested
-    if context > limit:
-        raise UsageError(
-            f"--max-context {context} is more than the model's {limit} positions",
-            f"give at most {limit}",
-        )
-    if context <= model.canvas_length:
-        raise UsageError(
-            f"--max-context {context} leaves no room for a prompt beside one canvas of"
-            f" {model.canvas_length} tokens",
-            f"give at least {model.canvas_length + 1}",
-        )
-    return context
-
-
-def _layers(source: Source, requested: int | None) -> int:
-    """Check `--layers-per-segment`. Graphs are already cut."""
-    if requested is not None and requested < 1:
-        raise UsageError(f"--layers-per-segment {requested} is less than 1", "give 1 or more")
-    if source.graphs is None:
-        return requested or LAYERS_PER_SEGMENT
-    cut = source.graphs.manifest.options.get("layers_per_segment", LAYERS_PER_SEGMENT)
-    if requested not in (None, cut):
-        raise UsageError(
-            f"{source.path} holds graphs of {cut} layers each, but --layers-per-segment is {requested}",
-            "build from the checkpoint, or leave the option out",
-        )
-    return cut
-
-
-def _shortened(plan: Plan) -> Plan:
-    """Return the plan with shorter segments, if long ones would take much memory to build and the target has room.
-
-    A CPU's are cut alike, so that one export serves both.
+    A target has room if it has no limit, or if it stays under 95% full and reads prompts in the same chunks. A CPU's segments
+    are cut the same way, so that one export serves both.
     """
-    source = plan.source
-    # The experts' weights, which take the memory, are not in the engines of pieces.
-    if source.graphs is not None or plan.sorts_rows:
+    # The experts' weights take most of the memory.
+    if plan.source.graphs is not None or not plan.experts.in_engines:
         return plan
-
-    def of(reading: memory.Reading, layers: int) -> memory.Estimate:
-        return replace(plan, layers_per_segment=layers).memory_when(reading)
-
-    short = has_short_segments(source.model, plan.precision, plan.formats, plan.target.memory, of)
-    return replace(plan, layers_per_segment=SHORT_SEGMENT) if short else plan
+    built = builder_needs(replace(plan.weights, on_cpu=False), plan.experts)
+    if max(built.values()) <= MUCH_TO_BUILD:
+        return plan
+    short, room = replace(plan, layers_per_segment=SHORT_SEGMENT), plan.target.memory
+    if room is None or (short.reading == plan.reading and short.memory.total <= 0.95 * room):
+        return short
+    return plan
 
 
 def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans of one source whose segments are alike where their precision is, so that they share graphs: long ones
-    if a target has no room for short ones."""
+    """Cut all plans of one source and one precision into the same segments, so that they share graphs: long ones if a
+    target has no room for short ones."""
     longest: dict[str, int] = {}
     for each in plans:
         kind = each.precision.text
@@ -388,9 +363,16 @@ def cut_alike(plans: Sequence[Plan]) -> list[Plan]:
     return [replace(each, layers_per_segment=longest[each.precision.text]) for each in plans]
 
 
-# What a manifest that says nothing of an option was built with.
-_DEFAULTS: dict[str, Any] = {"adapters": [], "calibration": None, "experts": SLOTTED}
-_DEFAULTS |= {"prefill_chunk": PREFILL_CHUNK, "vision": True}
+# Graphs in the cache up to this many bytes stay there.
+KEPT_GRAPHS = 2 * 10**9
+# The values of options that a manifest does not list.
+_DEFAULTS: dict[str, Any] = {
+    "adapters": [],
+    "calibration": None,
+    "experts": SLOTTED,
+    "prefill_chunk": PREFILL_CHUNK,
+    "vision": True,
+}
 
 
 def _change(name: str, before: Any, now: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the weights of a build are: a plain number format, or the result of a quantization recipe."""
+"""The precision of a build's weights: a plain number format, or a quantization recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from canvasrt.targets import Target, check_precision
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` is as in a target's table. Without a recipe, quantized weights stay as the source has them."""
+    """`name` is as in the table of targets. Without a recipe, the source's quantized weights are kept."""
 
     name: str
     recipe: Recipe | None = None
@@ -25,7 +25,7 @@ class Precision:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether prompts decide some of its scales."""
+        """Whether it needs calibration prompts."""
         if self.recipe is not None:
             return self.recipe.is_calibrated
         return self.is_quantized and FORMATS[self.name].rounds_inputs
@@ -65,7 +65,7 @@ def parse_precision(requested: str) -> Precision:
 def choose_precisions(
     targets: Sequence[Target], requested: str | None, of_source: str | None
 ) -> list[Precision]:
-    """Choose the precision for each target.
+    """Choose every target's precision.
 
     of_source: the precision of graphs or a quantized checkpoint; None for a plain one. Without
     `requested`, each target gets the source's if it supports it, else its default. A CPU among other

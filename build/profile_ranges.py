@@ -1,23 +1,16 @@
-"""Optimization profiles: the range of sizes for each dynamic dimension of a segment's graph."""
+"""Optimization profiles: the ranges of a segment's dynamic dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from canvasrt import pass_shapes
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.weight_names import GATE_UP
-from canvasrt.defaults import OCTET, PREFILL_CHUNK, SOFT_TOKENS, octets
+from canvasrt.defaults import OCTET, SOFT_TOKENS, octets
 from canvasrt.formats import FORMATS
-from canvasrt.pass_shapes import (
-    DENOISE,
-    ENCODE,
-    Range,
-    canvas_sizes,
-    in_units,
-    roomy_capacity,
-    usual_capacity,
-)
+from canvasrt.pass_shapes import DENOISE, ENCODE, PassPlan, Range, canvas_sizes
 
 # The context that kernels are tuned for. Everything up to --max-context works.
 TYPICAL_CONTEXT = 2048
@@ -31,11 +24,7 @@ Profile = dict[str, Range]
 
 
 def profiles(
-    segment: Mapping[str, Any],
-    model: ModelConfig,
-    max_context: int,
-    max_batch: int,
-    prefill_chunk: int = PREFILL_CHUNK,
+    segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan
 ) -> dict[str, Profile]:
     """Return a segment's profiles by name. `segment` is its manifest entry.
 
@@ -43,14 +32,12 @@ def profiles(
     canvas, `denoise_batch` a full batch of them, some of which may be padding. Smaller canvases run in
     `encode`, and in the head's `denoise_small`. Kernels are tuned for `opt`; only `max` is binding.
     """
-    rows = _rows(max_batch)
     if "layers" in segment:
-        longest = max(model.canvas_length, min(prefill_chunk, max_context))
-        return _body(segment, model, max_context, max_batch, longest)
+        return _body(segment, model, passes)
     if segment["name"] == "head":
-        canvas = _always(model.canvas_length)
-        made = {name: {"batch": batch, "length": canvas} for name, batch in rows.items()}
-        *small, _ = canvas_sizes(model.canvas_length)
+        canvas = _always(passes.canvas)
+        made = {name: {"batch": batch, "length": canvas} for name, batch in _rows(passes).items()}
+        *small, _ = canvas_sizes(passes.canvas)
         if small:
             size = Range(small[0], small[len(small) // 2], small[-1])
             made[DENOISE_SMALL] = {"batch": _always(1), "length": size}
@@ -70,42 +57,34 @@ def to_json(made: Mapping[str, Profile]) -> list[dict[str, Any]]:
     ]
 
 
-def _body(
-    segment: Mapping[str, Any],
-    model: ModelConfig,
-    max_context: int,
-    max_batch: int,
-    longest: int,
-) -> dict[str, Profile]:
-    canvas = model.canvas_length
-    cached = {
-        "full": octets(in_units(max_context)),
-        "sliding": octets(in_units(min(model.sliding_window - 1, max_context))),
-    }
+def _body(segment: Mapping[str, Any], model: ModelConfig, passes: PassPlan) -> dict[str, Profile]:
+    cached = {"full": octets(passes.widths[-1]), "sliding": octets(passes.window)}
     past = {
         # The first call of a request has an empty past of one octet.
         f"octets_{kind}": Range(1, min(TYPICAL_CONTEXT // OCTET, cached[kind]), cached[kind])
         for kind in sorted({model.layers[layer].kind for layer in segment["layers"]})
     }
-    slots = usual_capacity(model, longest)
-    most = max(slots, roomy_capacity(model, longest))
+    longest = passes.lengths[-1]
+    usual = pass_shapes.usual_capacity(model, longest)
     made = {
         ENCODE: {
             "batch": _always(1),
             "length": Range(1, longest, longest),
-            **_slots(model, Range(1, slots, most)),
+            **_slots(model, Range(1, usual, max(usual, passes.roomy))),
             **past,
         }
     }
-    for name, batch in _rows(max_batch).items():
-        size = {"batch": batch, "length": _always(canvas)}
-        slots = usual_capacity(model, canvas * batch.max)
+    for name, batch in _rows(passes).items():
+        size = {"batch": batch, "length": _always(passes.canvas)}
         if batch.max > 1:
-            made[name] = {**size, **_slots(model, Range(1, slots, slots)), **past}
+            rows = Range(1, passes.batch_rows, passes.batch_rows)
+            made[name] = {**size, **_slots(model, rows), **past}
             continue
-        tokens = canvas if _feeds_all_tokens(segment) else None
-        # One request's canvas may route all of its tokens alike.
-        made[name] = {**size, **_slots(model, Range(1, slots, canvas), tokens), **past}
+        tokens = passes.canvas if _feeds_all_tokens(segment) else None
+        # One request's canvas may route all tokens to the same experts.
+        usual = pass_shapes.usual_capacity(model, passes.canvas)
+        rows = Range(1, usual, passes.canvas_rows[-1])
+        made[name] = {**size, **_slots(model, rows, tokens), **past}
     return made
 
 
@@ -128,11 +107,11 @@ def _feeds_all_tokens(segment: Mapping[str, Any]) -> bool:
     )
 
 
-def _rows(max_batch: int) -> dict[str, Range]:
+def _rows(passes: PassPlan) -> dict[str, Range]:
     """Return how many requests are denoised together: one, and a full batch if there may be more."""
     rows = {DENOISE: _always(1)}
-    if max_batch > 1:
-        rows[DENOISE_BATCH] = _always(max_batch)
+    if passes.batch > 1:
+        rows[DENOISE_BATCH] = _always(passes.batch)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What a build starts from: a checkpoint, or graphs exported (and perhaps quantized) from one."""
+"""A build's source: a checkpoint, or graphs exported (and perhaps quantized) from one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 from canvasrt.build.precision import PLAIN
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.cache import hash_memo, load_checked
-from canvasrt.checkpoints import locate
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.checkpoints.quantized import quantization_of
-from canvasrt.progress import Progress, no_progress
+from canvasrt.checkpoints.description import Description, describe
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint (`graphs` is None) or a graph bundle. `made_from` holds its hashes.
+    """A checkpoint, described by `checkpoint`, or a graph bundle (`graphs`). `made_from` holds its hashes.
 
     `precision` is that of the graphs or of an already quantized checkpoint; None for plain weights.
     """
@@ -27,6 +25,7 @@ class Source:
     made_from: dict[str, Any]
     graphs: Bundle | None = None
     precision: str | None = None
+    checkpoint: Description | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -43,7 +42,7 @@ class Source:
 
 
 def find_source(source: Path | str) -> Source:
-    """Locate a checkpoint or a graph bundle and read its metadata, but nothing large.
+    """Locate a checkpoint or a graph bundle and read its metadata only.
 
     `made_from` is empty until `hash_source` fills it in.
     """
@@ -51,38 +50,26 @@ def find_source(source: Path | str) -> Source:
     if (path / MANIFEST).exists():
         bundle = load_bundle(path, kind="graphs", check=False)
         return Source(path, bundle.manifest.model, {}, bundle, precision_of(bundle))
-    folder = locate.find_checkpoint(str(source))
-    precision = checkpoint_precision(folder)
-    model, _ = ModelConfig.from_checkpoint(folder)
-    return Source(folder, model, {}, None, precision)
+    found = describe(str(source))
+    precision = found.quantization.precision if found.quantization else None
+    return Source(found.folder, found.model, {}, None, precision, found)
 
 
-def hash_source(source: Source, progress: Progress | None = None) -> Source:
+def hash_source(source: Source) -> Source:
     """Return the source with its hashes in `made_from`. Raises CanvasError when a graph bundle is damaged."""
-    report = progress or no_progress
     if source.graphs is not None:
-        graphs = load_checked(
-            source.path, "graphs", lambda done, total: report("checking graphs", done, total)
-        )
+        graphs = load_checked(source.path, "graphs")
         made_from = {"kind": "graphs", "digest": graphs.manifest.digest}
         return replace(source, graphs=graphs, made_from=made_from)
-    hashes = locate.fingerprint(
-        source.path,
-        lambda done, total: report("hashing the checkpoint", done, total),
-        hash_memo().hash_files,
-    )
-    return replace(source, made_from={"kind": "checkpoint", "files": hashes})
+    assert source.checkpoint is not None
+    checkpoint = source.checkpoint.hashed(hash_memo().hash_files)
+    files = dict(checkpoint.hashes or {})
+    return replace(source, checkpoint=checkpoint, made_from={"kind": "checkpoint", "files": files})
 
 
 def precision_of(graphs: Bundle) -> str:
     """Return the precision of a graph bundle's weights."""
     return graphs.manifest.options.get("precision", "fp32")
-
-
-def checkpoint_precision(folder: Path) -> str | None:
-    """Return what a checkpoint's weights are quantized to; None if they are plain."""
-    found = quantization_of(folder)
-    return None if found is None else found.precision
 
 
 def _quantized(entry: dict[str, Any]) -> dict[str, str]:

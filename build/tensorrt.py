@@ -1,4 +1,4 @@
-"""Engines for NVIDIA GPUs: TensorRT-RTX for RTX, ahead of time and without a GPU; TensorRT for the rest, on the GPU."""
+"""Builds engines for NVIDIA GPUs: with TensorRT-RTX ahead of time and without a GPU, or with TensorRT on the GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from canvasrt.cache import EngineCache, cache_folder, code_hash, key_of
 from canvasrt.errors import CanvasError
 from canvasrt.extras import require
 from canvasrt.hashes import hash_files
-from canvasrt.kernels import (
+from canvasrt.machine import BUILDER_MODULES, available_bytes
+from canvasrt.progress import report
+from canvasrt.roofline import (
     builder_log,
     dims,
     fused_attention,
@@ -31,8 +33,6 @@ from canvasrt.kernels import (
     store,
     tensor_shapes,
 )
-from canvasrt.machine import BUILDER_MODULES, available_bytes
-from canvasrt.progress import Progress
 from canvasrt.staging import link_or_copy, staging
 from canvasrt.types import Json
 
@@ -59,24 +59,15 @@ class SegmentBuild:
         return f"{self.name}{store.KERNELS_SUFFIX}"
 
 
-def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
+def build_engines(plan: Plan, graphs: Bundle) -> Bundle:
     """Write the engine bundle of a plan from its graphs, with segments side by side if memory allows."""
-    module = require(*BUILDER_MODULES[plan.target.builder])
-    manifest = graphs.manifest
-    target = {
-        "name": plan.target.name,
-        "backend": plan.target.builder,
-        "builder_version": module.__version__,
-        "compute_capability": plan.target.capability_text,
-        # TensorRT does not document whether engines are the same on another host architecture.
-        "built_on": platform.machine(),
-    }
+    manifest, target = graphs.manifest, _target(plan)
     entries = [each for each in manifest.segments if each["name"] != "vision" or plan.reading.sees]
     with staging(plan.out) as tmp:
         # By segment. One in pieces has several engines.
         builds = [_segment(plan, graphs, entry, target, tmp / _PIECES) for entry in entries]
         each_engine = [each for found in builds for each in found]
-        made = _engines(plan, each_engine, tmp, progress)
+        made = _engines(plan, each_engine, tmp)
         shutil.rmtree(tmp / _PIECES, ignore_errors=True)
         _check_workspace(plan, made)
         known = {each.file: _without_facts(made[each.name]) for each in each_engine}
@@ -101,20 +92,50 @@ def build_engines(plan: Plan, graphs: Bundle, progress: Progress) -> Bundle:
             embedding=manifest.embedding,
             tokenizer=manifest.tokenizer,
             target=target,
-            packages=(plan.target.builder, *(("triton",) if plan.sorts_rows else ())),
+            passes=plan.passes.to_json(),
+            packages=(plan.target.builder, *plan.experts.packages),
             known=known,
         )
     return load_bundle(plan.out, kind="engines", check=False)
+
+
+def built_weights(plan: Plan, graphs: Bundle) -> set[str]:
+    """Return the files of weights that a build does not read again, since the engines made of them are in the cache."""
+    if plan.target.capability is None or not plan.experts.in_engines:
+        return set()
+    target, cache = _target(plan), EngineCache()
+    return {
+        str(Path(entry["file"]).with_suffix(".bin"))
+        for entry in graphs.manifest.segments
+        if (entry["name"] != "vision" or plan.reading.sees)
+        and all(
+            cache.find(each.made_from)
+            for each in _segment(plan, graphs, entry, target, Path(_PIECES))
+        )
+    }
+
+
+def _target(plan: Plan) -> Json:
+    """Return the manifest's entry for the target."""
+    module = require(*BUILDER_MODULES[plan.target.builder])
+    return {
+        "name": plan.target.name,
+        "backend": plan.target.builder,
+        "builder_version": module.__version__,
+        "compute_capability": plan.target.capability_text,
+        # TensorRT does not document whether engines are the same on another host architecture.
+        "built_on": platform.machine(),
+    }
 
 
 def _segment(
     plan: Plan, graphs: Bundle, entry: Json, target: Json, folder: Path
 ) -> list[SegmentBuild]:
     """Return a segment's engines: one, or those of its pieces, whose graphs are written to `folder`."""
-    model = graphs.manifest.model
-    if not plan.reading.sees:
-        model = replace(model, vision=None)  # bodies then need no slots for images
-    sizes = profiles(entry, model, plan.max_context, plan.max_batch, plan.prefill_chunk)
+    sizes = profiles(entry, graphs.manifest.model, plan.passes)
+    whole = "layers" not in entry or plan.experts.in_engines
+    if not whole:
+        sizes = plan.experts.profiles(sizes)
     made_from = {
         "code": _code(),
         "graph": {name: graphs.manifest.files[name]["sha256"] for name in _files(graphs, entry)},
@@ -124,11 +145,10 @@ def _segment(
         **{name: value for name, value in target.items() if name != "name"},
     }
     formats = tuple((entry.get("quantized") or {}).values())
-    if "layers" not in entry or not plan.sorts_rows:
-        file, weights = graphs.file(entry["file"]), _weights(graphs, entry)
+    if whole:
+        weights = sum(graphs.manifest.files[name]["bytes"] for name in _files(graphs, entry))
+        file = graphs.file(entry["file"])
         return [SegmentBuild(entry["name"], file, weights, formats, sizes, made_from)]
-    sizes = pieces.piece_sizes(sizes)
-    made_from |= {"profiles": to_json(sizes)}
     folder.mkdir(exist_ok=True)
     made = pieces.write_pieces(graphs, entry, folder)
     hashes = hash_files(folder, [each.file.name for each in made])
@@ -145,9 +165,7 @@ def _segment(
     ]
 
 
-def _engines(
-    plan: Plan, segments: list[SegmentBuild], out: Path, progress: Progress
-) -> dict[str, Json]:
+def _engines(plan: Plan, segments: list[SegmentBuild], out: Path) -> dict[str, Json]:
     """Put every engine into `out`, from the cache if possible. Return `sha256`, `bytes`,
     `facts` by name."""
     cache = EngineCache()
@@ -156,7 +174,7 @@ def _engines(
     children = Children()
     for each in segments:
         if found := cache.find(each.made_from):
-            progress(f"reusing {each.name} for {plan.target.name}", 1, 1)
+            report(f"reusing {each.name} for {plan.target.name}", 1, 1)
             link_or_copy(found[0], out / each.file)
             if kernels := cache.kernels(each.made_from):
                 link_or_copy(kernels, out / each.kernels)
@@ -166,13 +184,13 @@ def _engines(
         check_memory_here(each.name, need)
         tasks.append(ParallelTask(each.name, need, _builder(plan, each, out, cache, children)))
     made |= run_all(
-        # The largest first: it decides how long everything takes.
+        # The largest first, since it determines the total time.
         sorted(tasks, key=lambda task: -task.memory),
         available_bytes() // SHARE,
-        # A builder that times kernels on the GPU must have it alone. Alike segments then find their times in the cache.
+        # A builder that times kernels needs the GPU to itself. Identical segments then reuse the timing cache.
         len(os.sched_getaffinity(0)) if plan.target.builds_anywhere else 1,
-        started=lambda name: progress(f"building {name} for {plan.target.name}", 0, 0),
-        finished=lambda name: progress(f"building {name} for {plan.target.name}", 1, 1),
+        started=lambda name: report(f"building {name} for {plan.target.name}", 0, 0),
+        finished=lambda name: report(f"building {name} for {plan.target.name}", 1, 1),
         stop=children.kill,
     )
     return made
@@ -196,7 +214,10 @@ def _builder(
         said = compile.compile_graph(job, children)
         facts = {"activation_bytes": said.activation_bytes}
         listed = job.kernels if job.kernels.is_file() else None
-        return cache.keep(segment.made_from, engine, facts, listed)
+        kept = cache.keep(segment.made_from, engine, facts, listed)
+        if plan.spends_graphs:
+            segment.graph.with_suffix(".bin").unlink(missing_ok=True)
+        return kept
 
     return run
 
@@ -211,14 +232,14 @@ def _timings(made_from: Json) -> Path:
 
 # A folder for the graphs of pieces while they are built.
 _PIECES = "pieces"
-# What small tensors may take beyond the plan.
+# Bytes that small tensors may take beyond the plan.
 _UNCOUNTED = 1 << 28
 
 
 def _check_workspace(plan: Plan, made: Mapping[str, Json]) -> None:
-    """Refuse engines that need more for activations than was planned, and so more than the target has.
+    """Refuse engines whose activations need more memory than planned, and so more than the target has.
 
-    A builder that finds another order for a layer's pieces may keep all of them in memory.
+    A builder may choose an order that keeps all pieces of a layer in memory.
     """
     needs = {name: each["facts"]["activation_bytes"] or 0 for name, each in made.items()}
     name = max(needs, key=lambda each: needs[each])
@@ -241,7 +262,7 @@ def _described(
     made: Mapping[str, Json],
     out: Path,
 ) -> Json:
-    """Return a segment's entry in the manifest of its engines. Those of pieces are joined first."""
+    """Return a segment's entry in the manifest of its engines. Pieces are joined first."""
     first, *others = builds
     sizes = {"profiles": to_json(first.sizes)}
     if not others:
@@ -256,10 +277,6 @@ def _described(
 
 def _without_facts(made: Json) -> Json:
     return {name: made[name] for name in ("sha256", "bytes")}
-
-
-def _weights(graphs: Bundle, entry: Json) -> int:
-    return sum(graphs.manifest.files[name]["bytes"] for name in _files(graphs, entry))
 
 
 def _files(graphs: Bundle, entry: Json) -> list[str]:

@@ -1,0 +1,163 @@
+"""Predicts what a calibration takes: memory, disk, and time at the rates of this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from canvasrt.build.source import Source
+from canvasrt.calibration_prompts import CalibrationPrompts, Workload
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.locate import fingerprint
+from canvasrt.checkpoints.weight_names import DOWN, GATE_UP, TABLE, head_matrices, layer_matrices
+from canvasrt.extras import require
+from canvasrt.recipes.recipe import Recipe
+
+# Python, torch, the tokenizer and a piece of a weight.
+_BASE = 600 * 10**6
+# Tokens that run through a layer together (export/quantize/network.py), and float32 tensors of a canvas by the vocabulary
+# that the head has at a time.
+_TOGETHER, _HEAD_TENSORS = 4096, 5
+# Of a large product's rate, what a sweep's smaller ones reach; and bytes per second that are widened.
+_EFFICIENCY, _WIDENED = 0.75, 3e9
+_SMALL = 10**8
+
+
+@dataclass(frozen=True)
+class CalibrationNeeds:
+    """Bytes of memory and disk, floating-point operations, and bytes of weights read, all sweeps together."""
+
+    work: Workload
+    memory: int
+    disk: int
+    flops: int
+    read: int
+    widened: int
+    source: Path
+
+    def seconds(self) -> int:
+        """Return the time that it takes here if no request stops early."""
+        done = self.flops / (_EFFICIENCY * _flops_per_second())
+        weights = self.read / _bytes_per_second(self.source) + self.widened / _WIDENED
+        return round(done + weights)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `--dry-run` prints."""
+        return {
+            "prompts": self.work.prompts,
+            "passes": self.work.passes,
+            "sweeps": self.work.sweeps,
+            "memory": self.memory,
+            "disk": self.disk,
+        }
+
+
+def prompts_of(source: Source, recipe: Recipe, file: Path | None) -> CalibrationPrompts | None:
+    """Return the prompts of a build's calibration; None for a source that is only described."""
+    if source.graphs is not None:
+        manifest = source.graphs.manifest
+        tokenizer = {Path(name).name: source.graphs.file(name) for name in manifest.tokenizer or ()}
+        made_from: Mapping[str, Any] = manifest.made_from
+        return CalibrationPrompts.of(
+            file, recipe, source.model, manifest.sampler, made_from, tokenizer
+        )
+    if source.checkpoint is None:
+        return None
+    # The bundled checkpoints have prompts of their own, and are small.
+    size = sum(each.stat().st_size for each in source.checkpoint.folder.glob("*.safetensors"))
+    made_from = {"files": fingerprint(source.checkpoint.folder)} if size < _SMALL else {}
+    return CalibrationPrompts.of(
+        file,
+        recipe,
+        source.model,
+        source.checkpoint.sampler,
+        made_from,
+        source.checkpoint.tokenizer,
+    )
+
+
+def calibration_needs(prompts: CalibrationPrompts, path: Path, width: int = 2) -> CalibrationNeeds:
+    """Return what a calibration of weights of `width` bytes takes. Raises CanvasError for unusable prompts."""
+    work, model = prompts.check(), prompts.config
+    layers = [_layer(model, index, width) for index in range(len(model.layers))]
+    head = _Part.of({name: each.size for name, each in head_matrices(model).items()}, 1, width)
+    canvas, hidden = model.canvas_length, model.hidden_size
+    logits = canvas * model.vocab_size
+    wide = (
+        3 * model.intermediate_size
+        + 4 * hidden
+        + 2 * model.num_attention_heads * max(each.head_dim for each in model.layers)
+    )
+    room = max(each.memory for each in (*layers, head))
+    activations = 4 * max(_HEAD_TENSORS * logits, _TOGETHER * wide)
+    states = 8 * work.together * canvas * hidden
+    each_pass = (
+        2 * canvas * (sum(each.active for each in layers) + head.active) + 2 * logits * hidden
+    )
+    clean = 2 * work.tokens * sum(each.active for each in layers)
+    every = [*layers, head]
+    return CalibrationNeeds(
+        work,
+        _BASE + room + activations + work.cached + states,
+        2 * work.cached + states,
+        work.passes * each_pass + clean,
+        work.sweeps * sum(each.stored for each in every),
+        work.sweeps * sum(each.numbers for each in every) * 4,
+        path,
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer or the head: bytes in memory and in the file, numbers, and those that one token is multiplied by."""
+
+    memory: int
+    stored: int
+    numbers: int
+    active: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], share: float, width: int) -> _Part:
+        """share: of the experts, those that one token runs through."""
+        numbers = sum(sizes.values())
+        narrow = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN, TABLE))
+        experts = sum(size for name, size in sizes.items() if name in (GATE_UP, DOWN))
+        active = numbers - round(experts * (1 - share))
+        return cls(narrow * width + (numbers - narrow) * 4, numbers * width, numbers, active)
+
+
+def _layer(model: ModelConfig, index: int, width: int) -> _Part:
+    sizes = {name: each.size for name, each in layer_matrices(model, index).items()}
+    return _Part.of(sizes, model.top_k_experts / model.num_experts, width)
+
+
+def _flops_per_second() -> float:
+    """Measure a large product in float32, where a calibration would run it."""
+    torch = require("torch", "export")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, size = (8192, 8192) if device == "cuda" else (1024, 2048)
+    one, other = torch.ones(rows, size, device=device), torch.ones(size, size, device=device)
+
+    def run() -> float:
+        start = time.perf_counter()
+        (one @ other).sum().item()
+        return time.perf_counter() - start
+
+    return 2 * rows * size**2 / min(run() for _ in range(4))
+
+
+def _bytes_per_second(folder: Path) -> float:
+    """Measure reading from the largest file of a folder, in several places."""
+    file = max(
+        (each for each in folder.iterdir() if each.is_file()), key=lambda each: each.stat().st_size
+    )
+    size, piece, read = file.stat().st_size, 1 << 25, 0
+    start = time.perf_counter()
+    with file.open("rb", buffering=0) as handle:
+        for place in range(8):
+            handle.seek(size * place // 8)
+            read += len(handle.read(piece))
+    return max(read, 1) / (time.perf_counter() - start)
