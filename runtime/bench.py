@@ -10,8 +10,9 @@ import numpy as np
 
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.request import Request
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What one side achieved over all its rounds."""
+    """The results of one side over all its rounds."""
 
     forward_ms: Spread
     tokens_per_second: Spread

@@ -1,13 +1,19 @@
-"""Builds the inputs of body graphs: past tokens in octets, expert slots, and what positions decide."""
+"""Builds the inputs of body graphs: cached tokens in octets, expert slots, masks and rotations."""
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import CALL_LENGTH, OCTET, octets
 from canvasrt.runtime.engine import Arrays, Segment
+
+MULTIPLE = 4
+# An overflow repeats a whole segment, which costs more than a few empty slots.
+SLACK, SPARE = 1.15, 4
 
 
 def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray:
@@ -22,14 +28,14 @@ def past_in_octets(array: np.ndarray, axis: int, empty: float = 0) -> np.ndarray
 
 @cache
 def expert_slots(capacity: int, experts: int) -> Arrays:
-    """Return the inputs that give every expert `capacity` slots in both of its products."""
+    """Return the inputs for `capacity` slots per expert in both products."""
     slots = np.arange(capacity, dtype=np.int64)
     return {"slots": slots, "gate_slots": slots, "gate_queues": np.arange(experts, dtype=np.int64)}
 
 
 class Geometry:
-    """Completes inputs with what positions alone decide, for bundles that compute it in a graph of its own; for others,
-    they stay as they are. See `canvasrt.graphs.geometry`."""
+    """Adds masks and rotations for bundles that compute them in a separate graph (`canvasrt.graphs.geometry`). Inputs of
+    other bundles stay as they are."""
 
     def __init__(self, segment: Segment | None = None) -> None:
         self._segment = segment
@@ -47,3 +53,33 @@ class Geometry:
         length = {CALL_LENGTH: np.empty((0, feeds["positions"].shape[1] << 20), np.bool_)}
         given = {name: feeds[name] for name in self._segment.inputs}
         return feeds | flat | length | self._segment.run(given)
+
+
+class Capacity:
+    """The slots per expert of one body segment for one request: enough for nearly every pass, learned from the request's own passes.
+
+    With loads shared between requests, one request's history would change the shapes of another's
+    passes, and with them the last bits of its results.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        # Twice the mean load until a load has been seen.
+        self._share = min(1.0, 2 * config.top_k_experts / config.num_experts)
+        self._seen = False
+
+    def choose(self, tokens: int) -> int:
+        """Return the slots per expert for a pass over `tokens` tokens. With all `tokens`, nothing
+        can overflow."""
+        return rounded(self._share * tokens, tokens)
+
+    def record(self, load: int, tokens: int) -> None:
+        """Learn from a pass's largest load: the capacity rises at once and falls slowly."""
+        share = (load * SLACK + SPARE) / tokens
+        falling = share if not self._seen else max(share, 0.75 * self._share + 0.25 * share)
+        self._share, self._seen = min(1.0, falling), True
+
+
+def rounded(capacity: float, tokens: int) -> int:
+    """Round `capacity` up to a small multiple, so that shapes stay few; the result is from 1 to
+    `tokens`."""
+    return min(tokens, max(1, math.ceil(capacity / MULTIPLE) * MULTIPLE))

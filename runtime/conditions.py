@@ -1,4 +1,4 @@
-"""What a request says of single positions: the tokens they begin with, hold, or may have."""
+"""Conditions on single positions: their first token, their fixed token, or the allowed tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _EXAMPLE = 'give {"seed": [17, null], "pin": {"2": 9}, "allow": {"3": [9, 17]}}'
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions by position of the answer, whose first token is at 0, whatever canvas it falls on.
+    """Conditions by position of the answer, counted from 0 across canvases.
 
-    seed: what the first canvas of a block holds in place of noise. pin: tokens that stand there on every
-    step and in the answer. allow: the tokens that may stand there, ascending.
+    seed: tokens of a block's first canvas instead of noise. pin: tokens that hold on every step and in
+    the answer. allow: the permitted tokens, ascending.
 
     The answer does not end before the last pin: no position before it takes a token that ends the
     sequence, unless `allow` lists one there.
@@ -33,12 +33,12 @@ class Conditions:
 
     @property
     def restricts(self) -> bool:
-        """Whether they reach further than a block's first canvas."""
+        """Whether they apply beyond a block's first canvas."""
         return bool(self.pin or self.allow)
 
     def check(self, config: ModelConfig, budget: int, ends: Sequence[int]) -> None:
-        """Raise CanvasError, which names the path, for positions of no token, tokens that are foreign,
-        and conditions that contradict each other.
+        """Raise CanvasError, which names the path, for positions beyond the answer, unknown tokens, and contradicting
+        conditions.
 
         budget: the most tokens of the answer. ends: the tokens that end the sequence.
         """
@@ -103,7 +103,7 @@ class Conditions:
         return found
 
     def seeded(self, canvas: np.ndarray, begin: int) -> np.ndarray:
-        """Return a block's first canvas, int64 `[length]`, with the seed's tokens in their places."""
+        """Return a block's first canvas, int64 `[length]`, with the tokens of `seed` in their places."""
         canvas = canvas.copy()
         for position, token in self.seed.items():
             if begin <= position < begin + len(canvas):
@@ -112,7 +112,7 @@ class Conditions:
 
 
 def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int) -> np.ndarray:
-    """Return uniform tokens of the vocabulary `[length]` as uniform ones of those that are allowed."""
+    """Map uniform tokens of the vocabulary `[length]` to uniform tokens among the allowed ones."""
     if not allowed:
         return tokens
     tokens = tokens.copy()
@@ -122,7 +122,7 @@ def among(tokens: np.ndarray, allowed: Mapping[int, np.ndarray], vocab_size: int
 
 
 def read_conditions(data: Any) -> Conditions:
-    """Return the conditions in a JSON object. CanvasError names the path of what is wrong."""
+    """Return the conditions in a JSON object. CanvasError names the path of the mistake."""
     if not isinstance(data, Mapping):
         raise CanvasError("canvas is not an object", _EXAMPLE)
     for name in data:

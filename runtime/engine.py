@@ -1,4 +1,4 @@
-"""What the runtime needs from a backend: segments over host arrays, or engines over device memory."""
+"""The interface of backends: segments over host arrays, or engines over device memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Device(Protocol):
         ...
 
     def host(self, size: int) -> np.ndarray:
-        """Return `size` bytes of host memory that copies to and from the device are fast with."""
+        """Return `size` bytes of host memory that is fast to copy to and from the device."""
         ...
 
     def upload(self, address: int, array: np.ndarray) -> None:
@@ -88,6 +88,10 @@ class Device(Protocol):
         """Wait for all queued work. Raises CanvasError if some of it failed."""
         ...
 
+    def memory(self) -> tuple[int, int]:
+        """Return the free and all bytes of the device's memory."""
+        ...
+
 
 @dataclass(frozen=True)
 class Pitched:
@@ -102,13 +106,15 @@ class EngineCall:
     """One launch of an engine: its tensors' shapes and addresses, by name.
 
     `dims` are the sizes that determine the shapes, named as in profiles. `repeats` says that the
-    same call will likely come again, so capturing it pays.
+    same call will likely come again. `place` is the place in the batch whose captures it may use, of which
+    each has one; None if capturing it brings little.
     """
 
     dims: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     addresses: Mapping[str, int]
     repeats: bool
+    place: int | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -124,7 +130,7 @@ class KernelCall:
     grid: tuple[int, int, int]
     threads: int
     shared: int
-    arguments: tuple[Any, ...]  # of ctypes' types
+    arguments: tuple[Any, ...]  # values of ctypes' types
 
 
 class Engine(Protocol):
@@ -175,5 +181,5 @@ class DeviceBackend(Protocol):
         ...
 
     def keep_compiled(self) -> None:
-        """Keep what was compiled on this machine, if anything was, for the next time the bundle is opened."""
+        """Keep what was compiled on this machine since the last call, for the next time the bundle is opened."""
         ...

@@ -85,8 +85,8 @@ class HostHead:
     def scores(
         self, hidden: np.ndarray, tokens: Sequence[int], top: int, step: int
     ) -> list[TokenScore]:
-        """Return the score of each of `tokens` and its `top` alternatives under the whole
-        vocabulary. `hidden` is the last layer's output at their places, float32 `[n, hidden_size]`."""
+        """Return each token's score over the whole vocabulary, and the `top` likeliest tokens at its place. `hidden` is the
+        last layer's output at their places, float32 `[n, hidden_size]`."""
         logs = log_softmax(self.logits(hidden))
         found = []
         for row, token in zip(logs, tokens, strict=True):

@@ -1,30 +1,18 @@
-"""The sampler on the host: whole steps, and draws from fewer candidates than the head's."""
+"""The sampler on the host: whole steps, and draws from restricted candidates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from canvasrt.runtime.candidates import biased, draw
 from canvasrt.runtime.host_head import HostHead
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.sampling_params import SamplingParams
 
-# Entropies of low precision are off by less.
+# Rounding errors of entropies in low precision are smaller.
 _MARGIN = 1e-3
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step made of a canvas. Arrays are `[canvas]`, hidden states `[canvas, hidden_size]`."""
-
-    canvas: np.ndarray  # int64, renoised
-    argmax: np.ndarray  # int64
-    entropy: np.ndarray  # float32, nats
-    accepted: np.ndarray  # bool
-    next_hidden: np.ndarray  # float32
 
 
 def host_step(
@@ -35,7 +23,7 @@ def host_step(
     step: int,
     uniforms: np.ndarray,
     noise: np.ndarray,
-) -> Step:
+) -> DenoiseOutput:
     """Run denoising step `step` of the sampler, as the exported head does, over the tokens that are
     allowed.
 
@@ -69,7 +57,8 @@ def host_step(
         soft[here] = head.mean_embedding(mass, tokens)
     accepted = accept(entropy, params.entropy_bound)
     canvas = np.where(accepted, drawn, noise)
-    return Step(canvas, argmax, entropy, accepted, head.next_hidden(canvas, soft))
+    following = head.next_hidden(canvas, soft)
+    return DenoiseOutput(canvas, argmax, entropy, accepted, following, hidden)
 
 
 def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[int]]]:
@@ -82,8 +71,8 @@ def _groups(allowed: Mapping[int, np.ndarray]) -> list[tuple[np.ndarray, list[in
 
 
 def accept(entropy: np.ndarray, bound: float) -> np.ndarray:
-    """Return the positions to keep, bool `[canvas]`: those whose more certain ones have entropies
-    that sum to at most `bound` (`EntropyBoundSampler.accept_canvas`)."""
+    """Return the positions to keep, bool `[canvas]`. A position is kept if the entropies of all
+    more certain positions sum to at most `bound` (`EntropyBoundSampler.accept_canvas`)."""
     order = np.argsort(entropy, kind="stable")
     ordered = entropy[order]
     kept = np.zeros(len(entropy), bool)
@@ -113,8 +102,8 @@ def redrawn(
     whose tokens this changes, and their next hidden states `[n, hidden_size]`.
 
     Acceptance and self-conditioning are those of the whole distribution. The host only scores
-    places where the candidates may matter: a token of entropy H has a share of at least e⁻ᴴ, so a
-    uniform between 1 − e⁻ᴴ and e⁻ᴴ draws it from any candidates.
+    places where the candidates may matter: at entropy H the likeliest token has a share of at least
+    e⁻ᴴ, so a uniform between 1 − e⁻ᴴ and e⁻ᴴ draws it from any candidates.
     """
     assert output.hidden is not None
     rest = 1 - np.exp(-np.maximum(output.entropy, 0)) + _MARGIN
@@ -133,3 +122,50 @@ def redrawn(
     canvas = output.canvas.copy()
     canvas[places] = tokens
     return replace(output, canvas=canvas), places, head.next_hidden(tokens, soft)
+
+
+def biased(
+    logits: np.ndarray, params: SamplingParams, tokens: np.ndarray | None = None
+) -> np.ndarray:
+    """Add the bias to raw logits `[n, k]` of `tokens` int64 `[k]`, ascending, or of all; in place."""
+    if params.logit_bias:
+        ids, values = (np.array(each) for each in zip(*params.logit_bias, strict=True))
+        if tokens is not None:
+            held = np.isin(ids, tokens)
+            ids, values = np.searchsorted(tokens, ids[held]), values[held]
+        logits[:, ids] += values.astype(np.float32)
+    return logits
+
+
+def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Return which tokens may be drawn, bool `[n, k]`, from logits `[n, k]` after the temperature.
+
+    `top_k`, `top_p` and `min_p` apply in this order, each to the candidates that the one before
+    left, as in `TopKLogitsWarper`, `TopPLogitsWarper` and `MinPLogitsWarper` of transformers.
+    """
+    kept = np.ones(logits.shape, bool)
+    if 0 < params.top_k < logits.shape[1]:
+        kept = (
+            logits >= -np.partition(-logits, params.top_k - 1)[:, params.top_k - 1 : params.top_k]
+        )
+    mass = np.where(kept, np.exp(logits - logits.max(axis=-1, keepdims=True)), 0)
+    if params.top_p < 1:
+        order = np.argsort(-mass, axis=-1, kind="stable")
+        ordered = np.take_along_axis(mass, order, -1).astype(np.float64)
+        before = np.cumsum(ordered, axis=-1) - ordered
+        reached = before >= params.top_p * ordered.sum(axis=-1, keepdims=True)
+        reached[:, 0] = False
+        np.put_along_axis(mass, order, np.where(reached, 0, ordered), -1)
+    # The likeliest token's mass is 1.
+    return (mass > 0) & (mass >= params.min_p)
+
+
+def draw(logits: np.ndarray, uniforms: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Draw a token `[n]` per row by inverse CDF, from the candidates of logits `[n, k]`."""
+    mass = np.exp(logits - logits.max(axis=-1, keepdims=True), dtype=np.float64)
+    if params.restricts:
+        mass[~candidates(logits, params)] = 0
+    sums = np.cumsum(mass, axis=-1)
+    target = np.minimum(uniforms[:, None] * sums[:, -1:], sums[:, -1:] * (1 - 2**-23))
+    tokens: np.ndarray = (sums <= target).sum(axis=-1)
+    return tokens

@@ -47,11 +47,11 @@ class RequestCache:
         self.values[layer] = _joined(self.values[layer], kept, values, keep)
 
     def mark(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return what `rewind` needs to take back the tokens that are appended from now on."""
+        """Return a state to which `rewind` restores the cache."""
         return list(self.keys), list(self.values)
 
     def rewind(self, mark: tuple[list[np.ndarray], list[np.ndarray]]) -> None:
-        """Take back what was appended since `mark` was called, and not yet counted by `advance`."""
+        """Undo all `append`s since `mark` that `advance` has not counted."""
         self.keys, self.values = list(mark[0]), list(mark[1])
 
     def saved_bytes(self, count: int) -> int:
@@ -75,7 +75,7 @@ class RequestCache:
     def restore(self, saved: Sequence[list[tuple[np.ndarray, np.ndarray]]], count: int) -> None:
         """Append copies that `save` returned, which hold `count` tokens together."""
         for layer in range(len(self.keys)):
-            # A sliding layer's copies have gaps, but not within its last tokens.
+            # A sliding layer's copies lack some tokens, but none of its last ones.
             keys, values = zip(*(each[layer] for each in saved), strict=True)
             self.append(layer, np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
         self.advance(count)
@@ -90,7 +90,7 @@ class RequestCache:
 
 
 class CanvasFeeds:
-    """What the denoising passes of some requests read beside hidden states, padded to the longest past.
+    """Inputs of shared denoising passes besides hidden states, padded to the longest past.
 
     It stays the same for all steps of a block, so it is put together once and kept until the requests or their lengths
     change.
@@ -109,7 +109,7 @@ class CanvasFeeds:
         if key != self._key:
             # Holding the caches keeps their ids from being reused.
             self._key, self._caches = key, list(caches)
-            self._feeds = {}  # not beside its successor: those of several requests are copies
+            self._feeds = {}  # freed before its successor is made: those of several requests are copies
             begin = np.array([cache.length for cache in caches], np.int64)
             positions = begin[:, None] + np.arange(length, dtype=np.int64)
             self._feeds = self._geometry.complete(

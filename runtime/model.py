@@ -29,17 +29,6 @@ from canvasrt.runtime.passes import (
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table
 
-__all__ = [
-    "Counters",
-    "DenoiseInput",
-    "DenoiseOutput",
-    "EncodeInput",
-    "Hidden",
-    "Model",
-    "Row",
-    "Saved",
-]
-
 InputT = TypeVar("InputT", EncodeInput, DenoiseInput)
 BatchT = TypeVar("BatchT")
 OutputT = TypeVar("OutputT")
@@ -51,7 +40,7 @@ class Model(ABC):
     # The most requests per pass; None if there is no limit.
     max_batch: int | None = None
     device_name = "cpu"
-    # After how many passes a request may have to make room for others.
+    # The passes after which a request may have to make room for others.
     quantum = 8
 
     def __init__(
@@ -92,6 +81,16 @@ class Model(ABC):
                 "build the bundle again with this version, or leave out canvas_length",
             )
 
+    def check_scores(self) -> None:
+        """Raise CanvasError if the model cannot score blocks."""
+        _ = self.host_head
+        if self.prefill_chunk < self.canvas_length:
+            raise CanvasError(
+                f"the engines encode at most {self.prefill_chunk} tokens together, so they cannot "
+                f"score blocks of {self.canvas_length}",
+                "leave out score_blocks and redo_below",
+            )
+
     @cached_property
     def host_head(self) -> HostHead:
         """The head as the host computes it. CanvasError if the bundle lacks its weights."""
@@ -110,23 +109,22 @@ class Model(ABC):
         """Release a request's state, which is not used again."""
 
     @property
-    def sees(self) -> bool:
+    def has_vision(self) -> bool:
         """Whether the bundle has a vision tower."""
         segments = self.bundle.manifest.segments if self.bundle else ()
         return any(each["name"] == "vision" for each in segments)
 
-    def check_sees(self) -> None:
-        """Raise CanvasError unless the model can see."""
-        if not self.sees:
+    def check_vision(self) -> None:
+        """Raise CanvasError for a model without a vision tower."""
+        if not self.has_vision:
             raise CanvasError(
                 "messages have images, and the engines have no vision tower",
                 "send text, or serve engines of a checkpoint that has one, for a GPU with room for it",
             )
 
-    def check_sight(self, pictures: Sequence[Picture]) -> None:
+    def check_pictures(self, pictures: Sequence[Picture]) -> None:
         """Raise CanvasError for images that the model cannot take."""
-        if pictures:
-            self.check_sees()
+        self.check_vision()
         for picture in pictures:
             if picture.tokens > self.prefill_chunk:
                 raise CanvasError(
@@ -146,7 +144,7 @@ class Model(ABC):
     def _see(self, picture: Picture) -> np.ndarray: ...
 
     def park(self, row: Row, hidden: Hidden) -> tuple[Hidden, bool]:
-        """Give up a row's place among those that run. Return the hidden states to go on with, and
+        """Give up a row's place in the batch. Return the hidden states to continue with, and
         whether its tokens must be encoded again."""
         return hidden, False
 
@@ -166,7 +164,7 @@ class Model(ABC):
         """Wait for the device. Raises EngineError if it cannot be used any more."""
 
     def reserve(self, limit: int) -> int:
-        """Take memory for saved chunks: `limit` bytes, or what there is. Return how much."""
+        """Take up to `limit` bytes of memory for saved chunks. Return how many were taken."""
         return limit
 
     @abstractmethod

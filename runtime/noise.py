@@ -8,7 +8,7 @@ import numpy as np
 
 
 class _Generator(threading.local):
-    """A generator per thread, whose state is set for each draw: making one takes longer than the draw."""
+    """One generator per thread, reseeded before every draw, because creating one costs more than a draw."""
 
     def __init__(self) -> None:
         self.bits = np.random.Philox(key=0)

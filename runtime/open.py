@@ -8,8 +8,8 @@ from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.cache import cache_folder, key_of
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import memory_bytes
-from canvasrt.runtime.cpu import HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
+from canvasrt.runtime.host_model import HostModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tables import max_context as supported_context
 from canvasrt.runtime.tables import pass_work
@@ -25,6 +25,7 @@ def open_model(
     device: str | None = None,
     share_passes: bool = False,
     max_context: int | None = None,
+    gpu: int = 0,
 ) -> Model:
     """Load a graph or engine bundle.
 
@@ -34,13 +35,14 @@ def open_model(
     device: `cpu` or `cuda`; None takes the device that the bundle was built for.
     share_passes: let requests share passes on a GPU: each pass then has room for a full batch.
     max_context: the most tokens of a request, prompt and answer; None is what the bundle supports.
+    gpu: the number of the GPU that runs engines, of those that CUDA_VISIBLE_DEVICES names.
 
     Raises CanvasError for a bundle that is damaged or that this machine cannot run.
     """
     bundle = load_bundle(path, kind=("graphs", "engines"), check=check)
     limit = _limit(supported_context(bundle.manifest), max_context)
     if backend is None:
-        backend = choose_backend(bundle.manifest, device, threads, share_passes)
+        backend = choose_backend(bundle.manifest, device, threads, share_passes, gpu)
         if not isinstance(backend, DeviceBackend):
             _check_memory(bundle)
     if isinstance(backend, DeviceBackend):
@@ -82,6 +84,7 @@ def choose_backend(
     device: str | None = None,
     threads: int | None = None,
     share_passes: bool = False,
+    gpu: int = 0,
 ) -> Backend | DeviceBackend:
     """Return the backend for a bundle. Raises CanvasError if this machine lacks something it needs.
 
@@ -99,7 +102,8 @@ def choose_backend(
             )
         from canvasrt.runtime.backends.tensorrt import TensorRTBackend
 
-        return TensorRTBackend(target, not share_passes, compiled=_compiled_kernels(manifest))
+        compiled = _compiled_kernels(manifest)
+        return TensorRTBackend(target, not share_passes, compiled=compiled, gpu=gpu)
     if builder != "onnxruntime":
         raise CanvasError(
             f"the bundle was built for {builder}, which this version cannot run",

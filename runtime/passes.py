@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from canvasrt.errors import EngineError
+
 # A row is what `Model.new_row` returned. Hidden states are an array, or a model's `next_hidden`.
 Row = Any
 Hidden = Any
 # `hidden` runs the layers without the head; `both` runs the head and returns its input too.
-Wants = Literal["tokens", "hidden", "both"]
+Outputs = Literal["tokens", "hidden", "both"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,10 @@ class EncodeInput:
 
     row: Row
     tokens: np.ndarray  # int64 [n], n >= 1
-    # The image that each token is part of, int64 [n], -1 for text; None without images.
+    # The tokens' image numbers, int64 [n], -1 for text; None without images.
     groups: np.ndarray | None = None
     features: np.ndarray | None = None  # float32 [image tokens, hidden_size], instead of embeddings
-    # Called with the last layer's output, float32 [n, hidden_size]: whether to keep the tokens.
+    # Gets the last layer's output, float32 [n, hidden_size], and returns whether to keep the tokens.
     keep: Callable[[np.ndarray], bool] | None = None
     whole: bool = False  # `keep` needs the output of all tokens, not only of the last ones
 
@@ -39,7 +41,7 @@ class DenoiseInput:
     entropy_bound: float
     uniforms: np.ndarray  # float32 [canvas]
     noise: np.ndarray  # int64 [canvas]
-    wants: Wants = "tokens"
+    outputs: Outputs = "tokens"
 
 
 def _none() -> np.ndarray:
@@ -63,7 +65,18 @@ def hidden_input(row: Row, hidden: Hidden) -> DenoiseInput:
     """Return the input of a pass whose tokens the host chooses."""
     length = len(hidden)
     blank = np.zeros(length, np.float32), np.zeros(length, np.int64)
-    return DenoiseInput(row, hidden, np.float32(1), 0.0, *blank, wants="hidden")
+    return DenoiseInput(row, hidden, np.float32(1), 0.0, *blank, outputs="hidden")
+
+
+def check_finite(values: np.ndarray, what: str) -> None:
+    """Raise EngineError for values that are not finite: the tokens would be arbitrary."""
+    if not np.isfinite(values).all():
+        bad = np.count_nonzero(~np.isfinite(values))
+        raise EngineError(
+            f"the engines returned {bad} non-finite {what} of {values.size}",
+            "check the bundle with `canvasrt verify`, and the GPU's memory with `nvidia-smi -q`",
+            fatal=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,12 +85,12 @@ class Saved:
 
     tokens: int
     data: Any  # the model's
-    capacities: dict[tuple[str, str], Any]  # of the encoding passes, as they were after it
+    capacities: dict[tuple[str, str], Any]  # the capacities of encoding passes after this one
 
 
 @dataclass
 class Counters:
-    """What a model's passes have cost so far; seconds are wall time inside the passes."""
+    """The cost of a model's passes so far; seconds are wall time inside the passes."""
 
     encode_passes: int = 0
     encode_tokens: int = 0

@@ -22,7 +22,7 @@ from canvasrt.extras import require
 
 # The most soft tokens of an image. The checkpoint knows larger ones, which no engine has room for.
 BUDGETS = (70, 140, SOFT_TOKENS)
-MAX_PIXELS = 64_000_000  # of an image as it comes; decoding takes three bytes per pixel
+MAX_PIXELS = 64_000_000  # the most pixels of an image file; decoding takes three bytes per pixel
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 
@@ -33,13 +33,13 @@ class Picture:
     pixels: np.ndarray  # float32 [patches, 3 · patch²] in [0, 1]
     positions: np.ndarray  # int64 [patches, 2], (x, y) of each patch
     tokens: int
-    digest: bytes  # of the resized image: pictures with the same one are the same
+    digest: bytes  # the resized image's hash: equal ones mean equal pictures
 
 
 def read_picture(data: bytes, vision: Mapping[str, Any], budget: int = SOFT_TOKENS) -> Picture:
     """Return an image file as patches; `vision` is the configuration of the tower.
 
-    Of an animation, the first frame counts. CanvasError for a file that is not an image, too large,
+    An animation's first frame is read. CanvasError for a file that is not an image, too large,
     or too long and narrow.
     """
     if budget not in BUDGETS:
@@ -110,13 +110,12 @@ def target_size(height: int, width: int, patch: int, pool: int, budget: int) -> 
 
 
 def check_places(ids: Sequence[int], images: int, config: ModelConfig) -> None:
-    """Raise CanvasError unless a prompt has one image token for each image."""
+    """Raise CanvasError unless a prompt has one image token per image."""
     places = sum(id == config.image_token_id for id in ids)
     if places != images:
         raise CanvasError(
             f"messages have {images} images, but the chat template wrote {places}",
-            "leave the image token's spelling out of texts, and send images to a checkpoint whose "
-            "template has them",
+            "send images to a checkpoint whose template has them, and none beside a raw prompt",
         )
 
 
@@ -124,8 +123,7 @@ def insert(ids: Sequence[int], pictures: Sequence[Picture], config: ModelConfig)
     """Return a prompt in which every image token stands for one picture, with as many image tokens
     as the picture has, between those that begin and end an image.
 
-    CanvasError when their numbers differ: a message may contain the token's spelling, and some
-    templates write no images.
+    CanvasError when their numbers differ: some templates write no images.
     """
     check_places(ids, len(pictures), config)
     expanded: list[int] = []
@@ -165,9 +163,9 @@ def groups_of(
 
 
 def uncut(groups: np.ndarray, size: int, most: int) -> int:
-    """Return how many of the tokens with these `groups` to encode together: `size`, but an image
-    that this would cut is taken whole if they are at most `most` then, or else left for the next
-    time. One that is longer comes alone."""
+    """Return how many of the tokens with these `groups` to encode together: `size`, unless that
+    would cut an image. Then the image is included if at most `most` tokens result, or else left for
+    the next chunk. A longer image is a chunk of its own."""
     if len(groups) <= size or groups[size] < 0 or groups[size] != groups[size - 1]:
         return min(len(groups), size)
     (inside,) = np.nonzero(groups == groups[size])
@@ -185,7 +183,7 @@ def see_groups(
 
 
 def _size(data: bytes) -> int:
-    """Return the number of an image file's pixels, which is in its header."""
+    """Return the number of an image file's pixels, from its header."""
     with _opened(data) as image:
         return int(image.size[0] * image.size[1])
 
@@ -205,7 +203,7 @@ def _decode(data: bytes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _opened(data: bytes) -> Iterator[Any]:
-    """Open an image file. CanvasError for one that cannot be read, also by what is done with it."""
+    """Open an image file. CanvasError if it cannot be read, also inside the block."""
     image = require("PIL.Image", "serve")
     hint = f"send a {', '.join(PICTURE_FORMATS[:-1])} or {PICTURE_FORMATS[-1]} file"
     try:

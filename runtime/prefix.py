@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from canvasrt.runtime.model import Model, Row, Saved
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.passes import Row, Saved
 from canvasrt.runtime.pictures import uncut
 
 FIRST = 128  # tokens of a prompt's first chunk
-# How the names of callers begin that share what is kept: those without a key, each of which is named by its request.
+# The prefix of names of callers without a key. Each is named by its request, and all of them share the cache.
 ANYBODY = "~"
 
 
 class Chunk(NamedTuple):
-    """Part of a prompt that is encoded in one pass. Its key also stands for all tokens before it."""
+    """Tokens that are encoded in one pass."""
 
-    size: int
-    key: bytes
+    tokens: np.ndarray  # int64 [n]
+    key: bytes = b""  # identifies a prompt's beginning: these tokens and all before them
+    groups: np.ndarray | None = None  # int64 [n], as in EncodeInput
+    keep: Callable[[np.ndarray], bool] | None = None  # as in EncodeInput
+    whole: bool = False  # as in EncodeInput
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
 
 
 def share_of(owner: str) -> str:
-    """Return the name under which a caller's prompts are kept: nobody else may learn from the cache
-    what was asked under a key."""
+    """Return the name under which a caller's prompts are cached, so that no other key can probe them."""
     return "" if owner.startswith(ANYBODY) else owner
 
 
@@ -40,20 +47,21 @@ def chunks_of(
     Prompts with the same beginning share chunks, and a saved chunk is what its own pass would give.
 
     An image's tokens see each other, so none is cut (`pictures.uncut`): `groups` `[tokens]` has the
-    image's number for each of its tokens, and -1 for text. Its place in `digests` tells it from
-    others.
+    image's number for each of its tokens, and -1 for text. The image's digest in `digests` tells
+    images apart.
     """
-    groups = np.full(len(tokens), -1) if groups is None else groups
+    of_text = np.full(len(tokens), -1) if groups is None else groups
     found: list[Chunk] = []
     key, begin = b"", 0
     while begin < len(tokens):
-        size = uncut(groups[begin:], _next_end(begin, most) - begin, most)
+        size = uncut(of_text[begin:], _next_end(begin, most) - begin, most)
         end = begin + size
-        images = np.unique(groups[begin:end]) if digests else ()
+        images = np.unique(of_text[begin:end]) if digests else ()
         seen = b"".join(digests[number] for number in images if number >= 0)
         text = np.ascontiguousarray(tokens[begin:end], "<i8").tobytes()
         key = hashlib.sha256(key + text + seen).digest()
-        found.append(Chunk(size, key))
+        part = None if groups is None else groups[begin:end]
+        found.append(Chunk(tokens[begin:end], key, part))
         begin = end
     return found
 
@@ -71,7 +79,7 @@ class PrefixCache:
     """Saved chunks of prompts, the least recently used dropped first. Not thread-safe.
 
     model: computes the chunks and keeps them where it keeps its caches.
-    limit: bytes that they may take. A device takes them at once, or less if it has less.
+    limit: bytes that they may take. A device takes them at load, or fewer if it has fewer.
     """
 
     def __init__(self, model: Model, limit: int) -> None:
@@ -83,19 +91,18 @@ class PrefixCache:
         return len(self._saved)
 
     def fill(self, row: Row, chunks: Sequence[Chunk], owner: str = "") -> int:
-        """Add to a row the leading `chunks` that are saved for its owner; return how many they are."""
+        """Append to a row the leading `chunks` that its owner has in the cache; return their number."""
         keys = [(share_of(owner), chunk.key) for chunk in chunks]
         count = next((i for i, key in enumerate(keys) if key not in self._saved), len(keys))
         if count:
             self._model.restore(row, [self._saved[key] for key in keys[:count]])
-        # A chunk is of no use without those before it, so those are used last.
+        # A chunk is useless without those before it, so the earlier ones are marked as used later.
         for key in reversed(keys[:count]):
             self._saved.move_to_end(key)
         return count
 
     def add(self, row: Row, chunk: Chunk, owner: str = "") -> None:
-        """Save the last chunk of a row, which is encoded, for its owner, unless it takes more than
-        the limit."""
+        """Save a row's last encoded chunk for its owner, unless it alone exceeds the limit."""
         need = self._model.saved_bytes(chunk.size)
         key = (share_of(owner), chunk.key)
         if key in self._saved:

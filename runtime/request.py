@@ -1,4 +1,4 @@
-"""What a caller gives the generator, and what it gets back."""
+"""Requests to the generator, and its events and results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.conditions import Conditions
 from canvasrt.runtime.host_head import TokenScore
+from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, groups_of
 from canvasrt.runtime.sampling_params import SamplingParams
 
@@ -24,30 +25,59 @@ class Request:
 
     prompt_token_ids: Sequence[int] | np.ndarray
     params: SamplingParams
-    # One for each run of image tokens in the prompt.
+    # One per run of image tokens in the prompt.
     pictures: Sequence[Picture] = ()
-    owner: str = ""  # the caller, between whom the passes are shared
+    owner: str = ""  # the caller: passes are shared fairly between callers
     conditions: Conditions | None = None  # on the answer's positions
 
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that it adds to the prompt's."""
+        return self.params.max_new_tokens
+
+    def check(self, model: Model) -> None:
+        """Raise CanvasError for a request that a model can never run."""
+        self.validate(model.config, model.max_context)
+        if self.pictures:
+            model.check_pictures(self.pictures)
+        model.check_canvas(self.params.canvas(model.config))
+        if self.params.scores:
+            model.check_scores()
+        if self.conditions and self.conditions.restricts:
+            model.host_head.check_signal("leave out canvas.pin and canvas.allow")
+        if self.params.on_host:
+            model.host_head.check_signal(f"leave out {' and '.join(self.params.on_host)}")
+
     def validate(self, config: ModelConfig, max_context: int) -> None:
-        """Raise CanvasError for an empty or foreign prompt, or one that does not fit the context."""
+        """Raise CanvasError for a prompt that is empty, has unknown tokens, or does not fit the context."""
         self.params.check_fits(config)
         if self.conditions is not None:
             ends = self.params.eos_token_ids
             self.conditions.check(config, self.params.max_new_tokens, ends)
+        canvas = self.params.canvas(config)
+        room = self.params.blocks(config) * canvas
+        taken = f"{room} new ones (whole blocks of {canvas})"
+        fitting = (max_context - len(self.prompt_token_ids)) // canvas * canvas
+        self.check_prompt(config, max_context, room, taken, fitting)
+
+    def check_prompt(
+        self, config: ModelConfig, max_context: int, room: int, taken: str, fitting: int = 0
+    ) -> None:
+        """Raise CanvasError unless the prompt is valid and leaves room for `room` more tokens, which
+        messages call `taken`; `fitting` new ones would fit."""
         count = len(self.prompt_token_ids)
         if not count:
             raise CanvasError("the prompt is empty", "give at least one token")
         groups_of(self.prompt_token_ids, self.pictures, config)
-        canvas = self.params.canvas(config)
-        room = self.params.blocks(config) * canvas
         if count + room > max_context:
             raise CanvasError(
-                f"the prompt of {count} tokens and {room} new ones (whole blocks of "
-                f"{canvas}) exceed the context of {max_context} tokens",
-                f"shorten the prompt to {max_context - room} tokens, or ask for fewer new tokens"
-                if max_context > room
-                else f"ask for fewer new tokens than {max_context - count}",
+                f"the prompt of {count} tokens and {taken} exceed the context of "
+                f"{max_context} tokens",
+                " or ".join(
+                    [f"shorten the prompt to {max_context - room} tokens"] * (max_context > room)
+                    + [f"ask for at most {fitting} new tokens"] * (fitting > 0)
+                )
+                or "shorten the prompt",
             )
         tokens = np.asarray(self.prompt_token_ids, np.int64)
         foreign = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
@@ -57,10 +87,18 @@ class Request:
                 f"give token ids from 0 to {config.vocab_size - 1}",
             )
 
+    def refuse(self, names: Sequence[str], what: str) -> None:
+        """Raise CanvasError for a parameter that is set and cannot be combined with `what`."""
+        for name in names:
+            if getattr(self.params, name):
+                raise CanvasError(
+                    f"{name} is not supported together with {what}", f"leave out {name}"
+                )
+
 
 @dataclass(frozen=True)
 class BlockScore:
-    """How good a block is, by the model's own account.
+    """The model's own score of a block.
 
     score: mean log-probability of its tokens, in nats. redone: how often the block was redone.
     """
@@ -73,9 +111,7 @@ class BlockScore:
 class Timings:
     """Seconds since the request was added."""
 
-    first_block: (
-        float | None
-    )  # until the first finished block, whose tokens are the first final ones
+    first_block: float | None  # until the first finished block, even if tokens settled before
     total: float
 
 
@@ -98,7 +134,7 @@ class Result:
 class Draft:
     """The argmax canvas after one denoising step; `step` counts from 1.
 
-    Its first `settled` tokens are final. `canvas` is what the next step reads: candidates where
+    Its first `settled` tokens are final. `canvas` is the next step's input: candidates where
     accepted, noise elsewhere.
     """
 
@@ -136,7 +172,8 @@ class Block:
     tokens: list[int]
     finish: FinishReason | None  # None if another block follows
     settled: int = 0
-    logprobs: list[TokenScore] = field(default_factory=list)  # of the others
+    # Log-probabilities of the tokens that did not settle earlier.
+    logprobs: list[TokenScore] = field(default_factory=list)
     score: BlockScore | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,8 @@ class Parameter:
     least: int = 0
     most: int | None = None
     above_least: bool = False  # `least` itself is out of range
-    flag: str = ""  # on the command line, unless it is the name
-    beside_text: bool = False  # it asks for something that the result holds beside its text
+    flag: str = ""  # the command line's flag, if it is not the name
+    beside_text: bool = False  # adds a part to the result besides its text
 
     @property
     def kind(self) -> type:
@@ -191,7 +191,7 @@ class SamplingParams:
         3, "INT32", "how often a block may be redone; 3 when absent", most=16
     )
     eos_token_ids: tuple[int, ...] = ()
-    # Tokens, and what is added to their logits.
+    # Tokens, and the numbers added to their logits.
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -233,7 +233,7 @@ class SamplingParams:
         return cls(**values)
 
     def canvas(self, config: ModelConfig, tokens: int | None = None) -> int:
-        """Return the positions of each canvas, of which the smallest must hold `tokens`, or
+        """Return the length of a canvas. The smallest one must hold `tokens`, by default
         `max_new_tokens`. CanvasError for a number that no canvas of the model has."""
         sizes = canvas_sizes(config.canvas_length)
         if self.canvas_length == 0:
@@ -253,11 +253,20 @@ class SamplingParams:
         """Return the most blocks that this request may take."""
         return -(-self.max_new_tokens // self.canvas(config))
 
+    def fitted(self, config: ModelConfig, room: int) -> SamplingParams:
+        """Return the parameters, with the canvases that fit into `room` positions if they lack less
+        than one canvas of it."""
+        canvas = self.canvas(config)
+        lacking, fitting = self.blocks(config) * canvas - room, room // canvas * canvas
+        if not (0 < lacking < canvas and fitting > 0):
+            return self
+        return replace(self, max_new_tokens=min(self.max_new_tokens, fitting))
+
     def check_limits(
         self, config: ModelConfig, answers: int, max_steps: int | None, max_passes: int | None
     ) -> None:
         """Raise CanvasError for more than an operator allows: denoising steps per block, and passes
-        of all answers together. None stands for no limit."""
+        of all answers together. None is no limit."""
         steps = self.max_denoising_steps
         if max_steps is not None and steps > max_steps:
             raise CanvasError(f"max_denoising_steps is {steps}", f"ask for at most {max_steps}")
@@ -374,7 +383,7 @@ def _check_temperatures(values: Mapping[str, Any], called: Mapping[str, str]) ->
     if last < COLDEST:
         raise CanvasError(
             f"{t_max} {high!r} leads to a temperature of {last:.3g} in the last step",
-            f"raise {t_max} or {t_min}: logits are only divided by {COLDEST:g} or more",
+            f"raise {t_max} or {t_min}: the minimum temperature is {COLDEST:g}",
         )
 
 

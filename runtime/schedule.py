@@ -1,67 +1,85 @@
-"""Who runs next: places in the batch are shared fairly between callers, and between the requests of
-one."""
+"""Decides which request runs next: callers take turns, and so do one caller's requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Protocol, TypeVar
 
 
 class Scheduled(Protocol):
-    """What is counted of a request: its passes in all, and since it last got a place."""
+    """A request. passes: its passes so far. turn: those since its turn began. place: its place in the queue."""
 
-    id: int
     owner: str
     passes: int
     turn: int
+    place: int
 
     @property
     def parks(self) -> bool:
-        """Whether it can make room for another."""
+        """Whether it may be parked for another request."""
 
 
 Each = TypeVar("Each", bound=Scheduled)
 
 
 class Schedule:
-    """Counts the passes of each caller and request, and chooses by them; the fewest come first.
+    """Start-time fair queueing (Goyal, Vin and Cheng 1996) over turns of at most `quantum` passes.
 
-    A caller that was idle starts at the count of the least served one, so it is neither owed for the
-    past nor pushed back.
+    The caller with the fewest turns comes first. A caller's requests run in order of arrival; one that used up its turn queues
+    behind the others. So a request waits for at most one turn of each request before it, whatever
+    arrives later. A caller that was idle starts with the others' current count.
     """
 
     def __init__(self, quantum: int) -> None:
-        """quantum: passes after which a request may have to make room."""
         self._quantum = quantum
-        self._used: dict[str, float] = {}
+        self._turns: dict[str, int] = {}  # by caller
+        self._now = 0  # the count at which the last turn began
+        self._places = count()
 
-    def join(self, owner: str, present: Sequence[Scheduled]) -> None:
-        """Count a caller from now on, if it has no other request."""
+    def join(self, request: Scheduled, present: Sequence[Scheduled]) -> None:
+        """Queue a request that is new among the `present` ones."""
         owners = {each.owner for each in present}
-        self._used = {name: used for name, used in self._used.items() if name in owners}
-        self._used.setdefault(owner, min(self._used.values(), default=0.0))
+        self._turns = {
+            owner: turns
+            for owner, turns in self._turns.items()
+            if owner in owners or turns > self._now
+        }
+        self._turns.setdefault(request.owner, self._now)
+        request.place = next(self._places)
+
+    def begin(self, request: Scheduled) -> None:
+        """Count the beginning of a turn."""
+        self._now = max(self._now, self._turns[request.owner])
+        self._turns[request.owner] += 1
 
     def count(self, ran: Sequence[Scheduled]) -> None:
-        """Count one pass of each request."""
+        """Count one pass per request. A request that continues after its turn because nobody waits begins another turn."""
         for each in ran:
+            if each.turn and each.turn % self._quantum == 0:
+                self.begin(each)
             each.passes += 1
             each.turn += 1
-            self._used[each.owner] = self._used.get(each.owner, 0.0) + 1
+
+    def tire(self, request: Scheduled) -> None:
+        """End a turn early: the request needs no passes for now."""
+        request.turn = max(request.turn, self._quantum)
 
     def next(self, waiting: Sequence[Each]) -> Each:
-        """Return the request that should run first; of equals, the one that came first."""
+        """Return the request whose turn it is."""
         return min(waiting, key=self._rank)
 
     def swap(self, waiting: Sequence[Each], running: Sequence[Each]) -> tuple[Each, Each] | None:
-        """Return a waiting request and the one that should make room for it; None when nobody
-        should."""
-        if not waiting:
-            return None
+        """Return a waiting request and the running one to park for it; None if nobody should be
+        parked."""
         tired = [each for each in running if each.parks and each.turn >= self._quantum]
-        if not tired:
+        if not waiting or not tired:
             return None
         best, worst = self.next(waiting), max(tired, key=self._rank)
-        return (best, worst) if self._rank(best)[:2] < self._rank(worst)[:2] else None
+        if self._turns[best.owner] > self._turns[worst.owner]:
+            return None
+        worst.place = next(self._places)
+        return best, worst
 
-    def _rank(self, each: Scheduled) -> tuple[float, int, int]:
-        return self._used.get(each.owner, 0.0), each.passes, each.id
+    def _rank(self, each: Scheduled) -> tuple[int, int]:
+        return self._turns[each.owner], each.place

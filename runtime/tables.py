@@ -36,7 +36,7 @@ def max_context(manifest: Manifest) -> int:
 
 
 class Table(Protocol):
-    """Embeddings by token, as an array has them: `table[tokens]`."""
+    """Embeddings by token, indexed like an array: `table[tokens]`."""
 
     @property
     def dtype(self) -> np.dtype:

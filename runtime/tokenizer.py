@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from canvasrt.bundle import Bundle
-from canvasrt.chat_tokens import CONTROL_TOKENS, THOUGHT, THOUGHT_END, TURN_END
+from canvasrt.chat_tokens import CALL, CONTROL_TOKENS, THOUGHT, THOUGHT_END, TURN_END
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.chat_template import ChatTemplate, ControlTexts, check_characters
 
 Message = Mapping[str, Any]
 REPLACEMENT = "\ufffd"
@@ -29,7 +26,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_table() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 has it."""
+    """Return the bytes of a byte-level vocabulary's characters, in GPT-2's mapping."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     table = {chr(byte): byte for byte in shown}
@@ -47,10 +44,17 @@ class Tokenizer:
     ) -> None:
         self._core = core
         self._special = dict(special or {})
-        self._template = _environment().from_string(template) if template else None
-        # Words suffice: a template's own names do not look like a caller's.
+        # Whole words suffice: a template's own names differ from those of callers.
         self._words = frozenset(re.findall(r"\w+", template or ""))
         added = core.get_added_tokens_decoder()
+        self._control = ControlTexts(
+            token.content
+            for token in added.values()
+            if token.special
+            or token.content in (*CONTROL_TOKENS, *self._special.values())
+            or _UNUSED.fullmatch(token.content)
+        )
+        self._template = ChatTemplate(template, self._special, self._control) if template else None
         self._hidden = {
             id
             for id, token in added.items()
@@ -66,6 +70,11 @@ class Tokenizer:
                 f"the bundle {bundle.path} has no tokenizer",
                 "give token ids with --prompt-ids, or export a checkpoint that has tokenizer.json",
             )
+        return cls.read(files)
+
+    @classmethod
+    def read(cls, files: Mapping[str, Path]) -> Tokenizer:
+        """Read a tokenizer's files, by name; `tokenizer.json` is among them."""
         config = {}
         if "tokenizer_config.json" in files:
             config = json.loads(files["tokenizer_config.json"].read_text("utf-8"))
@@ -93,27 +102,24 @@ class Tokenizer:
 
         Raises CanvasError if there is no template, or if it refuses the messages.
         """
+        return self._control.unmark(self._render(messages, add_generation_prompt, variables))
+
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """Return a chat with the template's control tokens marked."""
         if self._template is None:
             raise CanvasError(
                 "the model's tokenizer has no chat template",
                 "continue the text as it is, with raw (--raw on the command line), or give token ids",
             )
-        try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special, **variables},
-            )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise CanvasError(
-                f"the chat template refused the messages: {error}",
-                "give messages with `role` and `content`, in the order that the model expects",
-            ) from error
+        chat = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        return self._template.render({**variables, **chat})
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
-        """Return the token ids of a chat, up to where the model's answer begins."""
-        # The template writes the beginning-of-sequence token itself.
-        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+        """Return the token ids of a chat, up to the beginning of the model's answer. Only the
+        template writes control tokens; in `messages` and `variables`, their spellings are text."""
+        return self._encode(self._render(messages, True, variables))
 
     def open_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], prefix: str = ""
@@ -121,24 +127,27 @@ class Tokenizer:
         """Return the token ids of a chat whose answer begins with `prefix`, and that beginning.
 
         Some templates begin the answer too, with a thought after a tool's result. `variables` are
-        the template's; CanvasError for one that it does not have, unless it is false or empty.
+        the template's; CanvasError for one that it does not have, unless it is false or empty. A
+        prefix may begin a thought or a call; other control tokens in it are text.
         """
         self._check(messages, variables)
-        text = self.render_chat(messages, **{k: v for k, v in variables.items() if v is not None})
-        start = text.rfind(THOUGHT)
-        opening = text[start:] if start > text.rfind(THOUGHT_END) else ""
-        if TURN_END in opening:  # some message's own text
-            opening = ""
+        check_characters(prefix)
+        text = self._render(messages, True, _given(variables))
+        mark = self._control.mark
+        thought, thought_end = mark(THOUGHT), mark(THOUGHT_END)
+        start = text.rfind(thought) if thought != THOUGHT else -1
+        closed = max(text.rfind(thought_end), text.rfind(mark(TURN_END)))
+        opening = text[start:] if start > closed else ""
         if opening and prefix:
-            text, opening = text + THOUGHT_END, opening + THOUGHT_END
-        return self.encode(text + prefix, add_special_tokens=False), opening + prefix
+            text, opening = text + thought_end, opening + thought_end
+        begun = next((each for each in (CALL, THOUGHT) if prefix.startswith(each)), "")
+        ids = self._encode(text + mark(begun) + prefix.removeprefix(begun))
+        return ids, self._control.unmark(opening) + prefix
 
     def closed_chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
         """Return the token ids of a chat without the beginning of an answer."""
         self._check(messages, variables)
-        given = {k: v for k, v in variables.items() if v is not None}
-        text = self.render_chat(messages, add_generation_prompt=False, **given)
-        return self.encode(text, add_special_tokens=False)
+        return self._encode(self._render(messages, False, _given(variables)))
 
     def _check(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> None:
         for name, value in variables.items():
@@ -159,12 +168,25 @@ class Tokenizer:
             )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of plain text, with the tokenizer's own special tokens (usually
-        bos)."""
+        """Return the token ids of a raw prompt, which may spell control tokens, with the tokenizer's
+        own special tokens (usually bos)."""
         # A batch of one, because that releases the interpreter's lock: long texts take seconds.
         (encoded,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of plain text, where control tokens' spellings are text."""
+        check_characters(text)
+        return self._encode(text)
+
+    def _encode(self, marked: str) -> list[int]:
+        """Return the token ids of text whose control tokens are marked."""
+        # The template writes the beginning-of-sequence token itself.
+        encoded = self._core.encode_batch_fast(
+            self._control.pieces(marked), add_special_tokens=False
+        )
+        return [id for piece in encoded for id in piece.ids]
 
     def control_id(self, text: str) -> int | None:
         """Return the id of a token, or None if the vocabulary lacks it."""
@@ -172,16 +194,16 @@ class Tokenizer:
         return id
 
     def spell(self, ids: Sequence[int]) -> list[str]:
-        """Return each token as the vocabulary has it; an unknown one is empty."""
+        """Return each token's spelling in the vocabulary; an unknown one is empty."""
         return [self._core.id_to_token(id) or "" for id in ids]
 
     @cached_property
     def longest_token(self) -> int:
-        """The most bytes of text that one token stands for."""
+        """The most bytes of text in one token."""
         return max(len(token.encode()) for token in self._core.get_vocab())
 
     def token_bytes(self, id: int) -> bytes:
-        """Return the bytes that a token stands for; none for a special or unknown one."""
+        """Return a token's bytes; none for a special or unknown one."""
         token = self._core.id_to_token(id)
         if token is None or id in self._special_ids or _UNUSED.fullmatch(token):
             return b""
@@ -210,13 +232,18 @@ class Tokenizer:
         return self._core.decode(list(ids), skip_special_tokens=skip_special)
 
 
+def _given(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in variables.items() if value is not None}
+
+
 class StreamDecoder:
     """Turns blocks of token ids into pieces of text that add up to the whole text."""
 
     def __init__(self, tokenizer: Tokenizer, keep_control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._keep_control = keep_control
-        # The tokens of the last whole piece, which later ones may join, and those after it.
+        # The tokens of the last whole piece, whose text later tokens may change, and those after
+        # it.
         self._before: list[int] = []
         self._open: list[int] = []
         self._given = 0  # characters of the open tokens that were returned already
@@ -235,51 +262,11 @@ class StreamDecoder:
         piece = text[before + self._given :]
         self._given = max(self._given, len(text) - before)
         if not waits and self._open:
-            # Decoders treat the beginning of a text differently, so some text stays in front.
+            # Decoders treat the beginning of a text differently, so some earlier text is decoded
+            # along.
             front = [] if len(text) > before else self._before
             self._before, self._open, self._given = [*front, *self._open], [], 0
         return piece
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, keep_control=self._keep_control)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment that transformers renders templates in. Templates are untrusted, hence
-    the sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """Treats `{% generation %}` blocks, which mark answers for training, as plain content."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter would escape HTML characters.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

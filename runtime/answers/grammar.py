@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -22,8 +22,8 @@ from canvasrt.runtime.answers.spelling import Speller, spelling_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
 GRAMMAR_TYPES = ("json_schema", "json_object", "regex", "grammar")
-# What compiling and following a grammar may take; llguidance counts them, not seconds, so that a
-# grammar is refused on every machine or on none.
+# Limits on compiling and following a grammar. llguidance counts steps, not seconds, so every
+# machine refuses the same grammars.
 LIMITS = {
     "max_grammar_size": 50_000,
     "initial_lexer_fuel": 1_000_000,
@@ -33,17 +33,18 @@ LIMITS = {
 }
 MAX_GRAMMAR_BYTES = {"json_schema": 65_536, "json_object": 65_536, "regex": 8192, "grammar": 16_384}
 MAX_PATTERNS = 8192  # bytes of all regular expressions in a schema: their cost is quadratic
-MAX_PATTERN_KEYS = 64  # in all `patternProperties`, each of which excludes the others
-# The least common multiple of all `multipleOf`, without decimal points: an automaton has as many states.
+MAX_PATTERN_KEYS = 64  # of all `patternProperties`, since each one excludes the others
+# The largest least common multiple of all `multipleOf`, without decimal points: the automaton has that many states.
 MAX_MULTIPLE = 10_000
-# The longest shortest answer: one that takes more tokens cannot be told from one without an end.
+# The most tokens of a grammar's shortest answer. A longer one cannot be told from one without an
+# end.
 MAX_SHORTEST = 2048
-MAX_SECONDS = 1.0  # to find it, for grammars that the limits above let through
+# CPU seconds to find the shortest answer of a grammar, and to search one canvas.
+MAX_SECONDS, SEARCH_SECONDS = 1.0, 5.0
 
 
 class Vocabulary:
-    """The tokens' bytes, as llguidance wants them. Building it takes seconds for a large one, in which
-    no other thread runs."""
+    """The tokens' bytes for llguidance. Building a large one takes seconds, during which no other thread runs."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Vocabulary:
         wrapped = _Wrapped(ends[0], names, self.special, tokenizer)
         inner = llguidance.TokenizerWrapper(wrapped)
         self.tokenizer = llguidance.LLTokenizer(inner, n_vocab=size)
-        # Looking for a way to end an answer, over all tokens, would take milliseconds for each of its.
+        # Searching all tokens for a way to end an answer would take milliseconds per token.
         self._spelling = spelling_of(
             [b"" if token in ends else text for token, text in enumerate(found)]
         )
@@ -79,7 +80,7 @@ class Vocabulary:
         return other
 
     def _allow(self, control: frozenset[int]) -> None:
-        # Strings of a grammar never are special tokens; `<[id]>` is.
+        # A grammar's strings never match special tokens; `<[id]>` does.
         self.masked = [token for token in self.special if token not in control]
         self.spelling = self._spelling.with_special(control.difference(self.ends))
 
@@ -94,15 +95,32 @@ class _Wrapped:
 
     def __call__(self, text: str | bytes) -> list[int]:
         given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self.inner.encode(given, False)
+        return self.inner.encode_text(given)
 
 
 class SlowGrammarError(CanvasError):
-    """Looking for a way to end an answer takes too long."""
+    """Following a grammar takes too long."""
+
+
+class Allowance:
+    """A limit on the CPU time of the thread that creates it, unless `stopped` ends it earlier.
+
+    It does not count waiting, so a busy machine refuses no more than an idle one.
+    """
+
+    def __init__(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
+        self._end, self._seconds, self._stopped = time.thread_time() + seconds, seconds, stopped
+
+    def check(self) -> None:
+        """Raise SlowGrammarError once it is used up."""
+        if self._stopped() or time.thread_time() > self._end:
+            raise SlowGrammarError(
+                f"its shortest answer was not found within {self._seconds:g} s", "simplify it"
+            )
 
 
 class GrammarState:
-    """A place in a grammar. `advanced` leaves it as it is."""
+    """A place in a grammar. Immutable: `advanced` returns another one."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, least: int = 0) -> None:
         """least: the tokens of the shortest answer, for the first state of a grammar."""
@@ -144,26 +162,25 @@ class GrammarState:
         return following
 
     def ends_after(self, tokens: Sequence[int]) -> bool:
-        """Return whether these tokens may follow, and the answer end behind them."""
+        """Return whether these tokens may follow and end the answer."""
         if self._matcher.validate_tokens(list(tokens)) < len(tokens):
             return False
         matcher = self._matcher.deep_copy()
         matcher.consume_tokens(list(tokens))
         return bool(matcher.is_accepting())
 
-    def shortest(self, most: int) -> list[int] | None:
-        """Return tokens, at most that many, after which the answer may end; None if none are found.
+    def shortest(self, most: int, allowance: Allowance) -> list[int] | None:
+        """Return at most that many tokens after which the answer may end; None if the search fails.
 
-        Not always the fewest: it spells with few tokens, tries what closes first, then what it has
-        used least. CanvasError if that takes too long.
+        It is not always the shortest ending: the search tries a few tokens only, those that close
+        something first, then the least used. SlowGrammarError if that takes too long.
         """
-        deadline = time.monotonic() + MAX_SECONDS
         wrong: dict[tuple[int, ...], set[int]] = {}  # tokens that lead nowhere, by what precedes
         while True:
             path: list[int] = []
             chosen: list[int] = []  # places of the path where there was a choice
             try:
-                return self._spelled(path, chosen, wrong, most, deadline)
+                return self._spelled(path, chosen, wrong, most, allowance)
             except SlowGrammarError:
                 raise
             except CanvasError:
@@ -178,17 +195,14 @@ class GrammarState:
         chosen: list[int],
         wrong: Mapping[tuple[int, ...], set[int]],
         most: int,
-        deadline: float,
+        allowance: Allowance,
     ) -> list[int] | None:
         """Return `path`, extended to an end, and note in `chosen` where other tokens could follow."""
         matcher = self._matcher.deep_copy()
         state = GrammarState(matcher, self._vocabulary)
         speller = Speller(self._vocabulary.spelling)
         while not matcher.is_accepting():
-            if time.monotonic() > deadline:
-                raise SlowGrammarError(
-                    f"its shortest answer was not found within {MAX_SECONDS:g} s", "simplify it"
-                )
+            allowance.check()
             forced = state.forced()
             state._check()
             if len(path) + len(forced) > most:
@@ -201,7 +215,8 @@ class GrammarState:
                 continue
             if len(path) >= most:
                 return None
-            # Asked about token by token: for some grammars, looking at all of them takes 30 ms.
+            # Asks about one token at a time: for some grammars, computing all allowed tokens takes
+            # 30 ms.
             bad = wrong.get(tuple(path), set())
             token = speller.next(partial(_follows, matcher, bad))
             if token is None:
@@ -232,17 +247,8 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     CanvasError, which names `path`, for one that is wrong, too large, unsatisfiable or endless.
     """
     llguidance = require("llguidance", "serve")
-    kind = spec.get("type")
-    if kind not in GRAMMAR_TYPES:
-        raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
-    path, source = _source(spec, path)
-    text = source if isinstance(source, str) else json.dumps(source)
-    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES[kind]:
-        raise CanvasError(
-            f"{path} has {size} bytes", f"give at most {MAX_GRAMMAR_BYTES[kind]} bytes"
-        )
-    _check_schemas(source, path)
-    matcher_type = llguidance.LLMatcher
+    path, source = check_grammar(spec, path)
+    kind, matcher_type = spec["type"], llguidance.LLMatcher
     try:
         if kind == "regex":
             grammar = matcher_type.grammar_from_regex(source)
@@ -264,7 +270,7 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
         raise CanvasError(f"{path} cannot be used: {why}", named)
     state = GrammarState(matcher, vocabulary)
     try:
-        shortest = state.shortest(MAX_SHORTEST)
+        shortest = state.shortest(MAX_SHORTEST, Allowance(MAX_SECONDS))
     except CanvasError as error:
         raise CanvasError(f"{path} cannot be used: {error.message}", error.hint) from None
     if shortest is None:
@@ -275,8 +281,24 @@ def compile_grammar(spec: Mapping[str, Any], vocabulary: Vocabulary, path: str) 
     return GrammarState(matcher, vocabulary, len(shortest))
 
 
+def check_grammar(spec: Mapping[str, Any], path: str) -> tuple[str, Any]:
+    """Return a grammar's own path and text or schema. CanvasError for one of the wrong form or size,
+    which nothing needs to compile."""
+    kind = spec.get("type")
+    if kind not in GRAMMAR_TYPES:
+        raise CanvasError(f"{path}.type is {kind!r}", f"give one of {', '.join(GRAMMAR_TYPES)}")
+    path, source = _source(spec, path)
+    text = source if isinstance(source, str) else json.dumps(source)
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES[kind]:
+        raise CanvasError(
+            f"{path} has {size} bytes", f"give at most {MAX_GRAMMAR_BYTES[kind]} bytes"
+        )
+    _check_schemas(source, path)
+    return path, source
+
+
 def _check_schemas(source: Any, path: str) -> None:
-    """Raise CanvasError for what takes llguidance long however short it is: many patterns, and large divisors."""
+    """Raise CanvasError for many patterns and large divisors, which take llguidance long even in a short schema."""
     patterns = keys = 0
     multiple = 1
     left: list[Any] = [source] if isinstance(source, dict) else _schemas_in(source)
@@ -315,7 +337,7 @@ def _schemas_in(text: str) -> list[Any]:
 
 
 def _divisor(value: Any) -> int:
-    """Return a number without its decimal point; 1 for what is none, which llguidance refuses."""
+    """Return a number without its decimal point; 1 for anything else, which llguidance refuses."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 1
     number = Decimal(repr(value)).normalize()

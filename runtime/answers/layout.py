@@ -1,4 +1,4 @@
-"""Lays questions out: the prompt that asks them, and the canvases that their answers stand on."""
+"""Lays questions out: the prompt that asks them, and the canvases of their answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.decision import Blank, DecisionRequest, Labels, Template, labels_of
 from canvasrt.runtime.answers.questions import TYPES, Question, read_questions, tempered
-from canvasrt.runtime.answers.read import ReadRequest
-from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, insert
 from canvasrt.runtime.sampling_params import SamplingParams
@@ -28,9 +27,9 @@ _SMALLEST = 32  # positions of a canvas; a smaller one would save nothing
 
 @dataclass(frozen=True)
 class Ask:
-    """Questions, and how to read them. `letters` lists them with lettered options in the prompt and
-    reads letters, many to a canvas. `bare` leaves the prompt as it is, and the whole answer is one
-    of the question's own options, a canvas each. `temperatures` by type of question divide the
+    """Questions, and how to read them. `letters` lists all questions with lettered options in the
+    prompt and reads several letters from one canvas. `bare` leaves the prompt unchanged and reads
+    whole options, one canvas per question. `temperatures` by type of question divide the
     log-probabilities of options; 1 leaves them alone."""
 
     questions: tuple[Question, ...]
@@ -41,7 +40,7 @@ class Ask:
 
     @classmethod
     def from_json(cls, data: Any) -> Ask:
-        """Read the fields of a request. CanvasError names the path of what is wrong."""
+        """Read the fields of a request. CanvasError names the path of the mistake."""
         if not isinstance(data, Mapping):
             raise CanvasError("questions is not an object", "give a list as its field questions")
         for name in data:
@@ -64,9 +63,9 @@ class Ask:
         tokenizer: Tokenizer,
         seed: int,
         pictures: Sequence[Picture] = (),
-    ) -> ReadRequest:
-        """Return the read that answers the questions about a chat with these images. CanvasError if
-        some label or template does not fit."""
+    ) -> DecisionRequest:
+        """Return the request that answers the questions about a chat with these images. CanvasError
+        if some label or template does not fit."""
         make = _letters if self.layout == "letters" else _bare
         templates = make(self.questions, model, tokenizer)
         chat = messages if self.layout == "bare" else with_questions(messages, self.questions)
@@ -76,7 +75,7 @@ class Ask:
         ids = tokenizer.encode_chat(chat)
         if pictures:
             ids = insert(ids, pictures, model.config)
-        return ReadRequest(ids, templates, params, self.samples, pictures=pictures)
+        return DecisionRequest(ids, params, pictures, templates=templates, samples=self.samples)
 
     def answers(self, draws: Sequence[np.ndarray]) -> list[dict[str, Any]]:
         """Return every question's answer, in order, from probabilities `[samples, options]` each."""
@@ -87,7 +86,7 @@ class Ask:
 
 
 def with_questions(messages: Sequence[Message], questions: Sequence[Question]) -> list[Message]:
-    """Return the chat with the questions at the end of its last user message, or in one more."""
+    """Return the chat with the questions appended to its last user message, or as a new one."""
     text = "\n".join([_ASK, *(_asked(n, q) for n, q in enumerate(questions, 1))])
     *before, last = messages
     if last["role"] != "user":
@@ -144,15 +143,15 @@ def _letters(
 ) -> tuple[Template, ...]:
     """Return canvases with a line per question: numbered if one canvas then holds all of them."""
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
-    newline = tuple(tokenizer.encode("\n", False))
+    newline = tuple(tokenizer.encode_text("\n"))
     _check_distinct(questions, tokenizer)
     for numbered in (True, False):
         pieces = []
         for number, question in enumerate(questions):
-            lead = tuple(tokenizer.encode(f"{number + 1}.", False)) if numbered else ()
+            lead = tuple(tokenizer.encode_text(f"{number + 1}.")) if numbered else ()
             names = [" " * numbered + each for each in letters(len(question.options))]
             labels = labels_of(
-                [tokenizer.encode(name, False) for name in names],
+                [tokenizer.encode_text(name) for name in names],
                 newline[0],
                 filler,
                 question.options_path,
@@ -174,9 +173,9 @@ def _bare(
     end, filler = end_of_answer(model, tokenizer), model.config.pad_token_id
     made = []
     for number, question in enumerate(questions):
-        texts = [tokenizer.encode(option.text, False) for option in question.options]
+        texts = [tokenizer.encode_text(option.text) for option in question.options]
         labels = labels_of(texts, end, filler, question.options_path)
-        # Labels of several lengths hold the end of the answer themselves.
+        # Labels of different lengths include the token that ends the answer.
         last = (end,) if len({len(text) for text in texts}) == 1 else ()
         size = labels.width + len(last)
         if size > model.canvas_length:
@@ -191,7 +190,7 @@ def _bare(
 def _check_distinct(questions: Sequence[Question], tokenizer: Tokenizer) -> None:
     """Refuse options that the model cannot tell apart when it reads them."""
     for question in questions:
-        texts = [tokenizer.encode(option.text, False) for option in question.options]
+        texts = [tokenizer.encode_text(option.text) for option in question.options]
         labels_of(texts, -1, -1, question.options_path)
 
 
@@ -242,12 +241,12 @@ def _template(
 ) -> Template:
     """Return the canvas of some questions: number, lead and labels of each."""
     tokens: list[int] = []
-    slots = []
+    blanks = []
     for question, lead, labels in parts:
         tokens += [*newline, *lead] if tokens else lead
-        slots.append(Slot(question, len(tokens), labels))
+        blanks.append(Blank(question, len(tokens), labels))
         tokens += labels.tokens[0]
     tokens += end
     least = max(len(tokens), min(_SMALLEST, model.canvas_length))
     size = next(each for each in model.canvas_sizes if each >= least)
-    return Template((*tokens, *[filler] * (size - len(tokens))), tuple(slots))
+    return Template((*tokens, *[filler] * (size - len(tokens))), tuple(blanks))

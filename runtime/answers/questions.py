@@ -22,14 +22,14 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Option:
-    """One thing that a question may be answered with."""
+    """One possible answer to a question."""
 
     value: str | bool
     description: str = ""
 
     @property
     def text(self) -> str:
-        """What the model reads."""
+        """The text that the model reads."""
         return str(self.value).lower() if isinstance(self.value, bool) else self.value
 
 
@@ -41,13 +41,13 @@ class Question:
     instructions: str
     options: tuple[Option, ...]
     name: str | None = None
-    options_path: str = ""  # where they stand in the request, for messages
+    options_path: str = ""  # their path in the request, for messages
 
     def answer(self, draws: np.ndarray) -> dict[str, Any]:
         """Return the answer as OpenAI's API shows it, from probabilities `[samples, options]`.
 
-        Every probability is the mean over the draws. `standard_error` is that of the number next to
-        it, and null for a single draw.
+        Every probability is the mean over the draws. `standard_error` belongs to the number next to
+        it; it is null for a single draw.
         """
         mean = draws.mean(axis=0)
         best = int(mean.argmax())
@@ -71,7 +71,7 @@ class Question:
 
 
 def read_questions(data: Any) -> list[Question]:
-    """Return the questions in a JSON list. CanvasError names the path of the one that is wrong."""
+    """Return the questions in a JSON list. CanvasError names the path of a wrong one."""
     if not isinstance(data, list) or not data:
         raise CanvasError(
             "questions is not a list, or is empty", f"give 1 to {MAX_QUESTIONS} questions"

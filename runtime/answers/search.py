@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.grammar import GrammarState, SlowGrammarError
+from canvasrt.runtime.answers.grammar import Allowance, GrammarState, SlowGrammarError
 
 BEAM, CHOICES = 4, 4
 _TOP = 64  # candidates of a position that are looked at before all others
-# Only this close to the budget's end does the search see to it that the answer can still end.
+# Only this close to the budget's end does the search check that the answer can still end.
 _NEAR, _FARTHEST = 32, 192
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best string: its tokens, the tokens that could stand at each place, and where it leads.
+    """The best string: its tokens, the allowed tokens at each place, and the grammar's state after
+    it.
 
     `ended`: the string ends the answer with its last token. Padding is not part of it.
     """
@@ -33,36 +34,44 @@ class _Path:
     score: float
     tokens: tuple[int, ...]
     states: tuple[GrammarState, ...]
-    close: tuple[int, ...] | None = None  # tokens that end the answer, once that is looked after
+    close: tuple[int, ...] | None = None  # tokens that end the answer, once the search checks that
     ended: bool = False
 
 
 def near(start: GrammarState) -> int:
-    """Return from how many tokens before the budget's end an answer from `start`, a grammar's first
-    state, is watched: twice what its shortest one takes."""
+    """Return how many tokens before the budget's end the search begins to check that the answer can
+    end: twice the length of the shortest answer from `start`, the grammar's first state."""
     return min(_FARTHEST, max(_NEAR, 2 * start.least))
 
 
 def search(
-    start: GrammarState, scores: np.ndarray, length: int, room: int, near: int, end: int, pad: int
+    start: GrammarState,
+    scores: np.ndarray,
+    length: int,
+    room: int,
+    near: int,
+    end: int,
+    pad: int,
+    allowance: Allowance,
 ) -> Found | None:
     """Return the best string of at most `length` tokens, by beam search from left to right.
 
     Args:
         scores: log-probabilities `[canvas, V]` of every token at every place.
-        room: tokens that the whole answer may still have, the one that ends it included.
-        near: from how many of them on the search sees to it that the answer can still end.
-        end, pad: the token that ends the answer, and the one behind it.
+        room: the tokens left for the answer, including the one that ends it.
+        near: from how many left tokens on the search checks that the answer can still end.
+        end, pad: the token that ends the answer, and the one after it.
 
-    Returns None if the answer cannot end within `room`.
+    Returns None if the answer cannot end within `room`. SlowGrammarError when the allowance is used up.
     """
     best = np.argpartition(-scores, min(_TOP, scores.shape[1] - 1), axis=1)[:, :_TOP]
-    paths = [_Path(0.0, (), (start,), _close(start, (), room, near))]
+    paths = [_Path(0.0, (), (start,), _close(start, (), room, near, allowance))]
     if room <= near and paths[0].close is None:
         return None
     for place in range(length):
         row = scores[place]
-        paths = _kept(_grown(paths, row, best[place], end, pad), room - place - 1, near, end)
+        ways = _grown(paths, row, best[place], end, pad)
+        paths = _kept(ways, room - place - 1, near, end, allowance)
         if not paths:
             return None
         if all(path.ended for path in paths):
@@ -76,7 +85,7 @@ def search(
 def _grown(
     paths: list[_Path], row: np.ndarray, best: np.ndarray, end: int, pad: int
 ) -> list[tuple[float, _Path, int | None]]:
-    """Return the ways to go on as score, path and token, best first. A path that has ended stays."""
+    """Return the continuations as score, path and token, best first. A path that has ended stays."""
     ways: list[tuple[float, _Path, int | None]] = []
     for path in paths:
         if path.ended:
@@ -84,7 +93,7 @@ def _grown(
             continue
         state = path.states[-1]
         allowed = state.allowed()
-        few = np.intersect1d(best, allowed) if len(allowed) > _TOP else allowed
+        few = _common(best, allowed) if len(allowed) > _TOP else allowed
         few = few if len(few) else allowed
         likely = few[np.argsort(-row[few], kind="stable")][:CHOICES]
         tokens = {int(token) for token in likely}
@@ -96,15 +105,26 @@ def _grown(
     return sorted(ways, key=lambda way: -way[0])
 
 
+def _common(few: np.ndarray, many: np.ndarray) -> np.ndarray:
+    """Return the tokens of `few` that are in `many`, which are sorted, in order."""
+    few = np.sort(few)
+    return few[many.take(np.searchsorted(many, few), mode="clip") == few]
+
+
 def _kept(
-    ways: list[tuple[float, _Path, int | None]], room: int, near: int, end: int
+    ways: list[tuple[float, _Path, int | None]],
+    room: int,
+    near: int,
+    end: int,
+    allowance: Allowance,
 ) -> list[_Path]:
-    """Return the best ways that can still end within `room` more tokens."""
+    """Return the best paths that can still end within `room` more tokens."""
     kept: list[_Path] = []
     failed: CanvasError | None = None
     for score, path, token in ways:
         if len(kept) == BEAM:
             break
+        allowance.check()
         if token is None:
             kept.append(_Path(score, path.tokens, path.states, None, True))
             continue
@@ -115,7 +135,7 @@ def _kept(
             continue
         try:
             following = state.advanced(token)
-            close = _close(following, path.close or (), room, near)
+            close = _close(following, path.close or (), room, near, allowance)
         except SlowGrammarError:
             raise
         except CanvasError as error:  # such as where the vocabulary cannot spell what must follow
@@ -130,16 +150,16 @@ def _kept(
 
 
 def _close(
-    state: GrammarState, before: tuple[int, ...], room: int, near: int
+    state: GrammarState, before: tuple[int, ...], room: int, near: int, allowance: Allowance
 ) -> tuple[int, ...] | None:
-    """Return tokens that end the answer; `before` are those that would have a token earlier."""
+    """Return tokens that end the answer; `before` are those that ended it one token earlier."""
     if room > near:
         return None
-    # To look for them anew takes a hundred times as long as to check what is known.
+    # A new search takes a hundred times as long as checking the known ending.
     for known in (before[1:], before):
         if before and len(known) < room and state.ends_after(known):
             return known
-    found = state.shortest(max(0, room - 1))
+    found = state.shortest(max(0, room - 1), allowance)
     return None if found is None else tuple(found)
 
 

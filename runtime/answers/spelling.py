@@ -1,4 +1,4 @@
-"""The few tokens that any text can be spelled with, in the order in which to try them."""
+"""The few tokens that can spell any text, in the order in which to try them."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-TURNS = 2.0  # the rank from which on kinds of tokens take turns
+TURNS = 2.0  # from this rank on, kinds of tokens take turns
 _QUOTE = 0.5
 _FIRST = {b"}": 0.0, b"]": 0.0, b'"': _QUOTE, b",": 1.0, b":": 1.0}
-# What formats such as dates, addresses and URLs need comes first.
+# Characters that formats such as dates, addresses and URLs need come first.
 _MARKS = b"@.-/:_+ "
 _LATE = 64.0
-_PATIENCE = 0.5  # the rank that closing loses each time
+_PATIENCE = 0.5  # how much closing again adds to the rank of closing
 _LETTERS = 3.0
 _WORDS = {16: 12, 8: 4, 4: 2}  # how many are kept, by their length
 
 
 class Spelling(NamedTuple):
-    """Token ids, int64 `[n]`, the first to try first among those of one rank, and their ranks
-    `[n]`: how late a token is tried when an answer must come to its end."""
+    """Token ids, int64 `[n]`, and their ranks `[n]`: when an answer must end, tokens of a low rank
+    are tried first, and those of one rank in this order."""
 
     tokens: np.ndarray
     rank: np.ndarray
 
     def with_special(self, tokens: Collection[int]) -> Spelling:
-        """Return the same with special tokens, which close something."""
+        """Return the spelling with special tokens added, as tokens that close something."""
         special = np.array(sorted(tokens), np.int64)
         return Spelling(
             np.concatenate([special, self.tokens]),
@@ -35,16 +35,16 @@ class Spelling(NamedTuple):
 
 
 def spelling_of(found: Sequence[bytes]) -> Spelling:
-    """Return the spelling of a vocabulary, whose tokens stand for the bytes `found`; none for a
-    special token.
+    """Return the spelling of a vocabulary, whose tokens have the bytes `found`; empty for a special
+    token.
 
-    It has every token of one byte, and some longer ones, so that answers get shorter. Where a byte
-    has no token of its own, it has every token with that byte.
+    It has every token of one byte, some longer ones, which shorten answers, and for a byte without
+    a token of its own every token with that byte.
     """
     single = {text[0] for text in found if len(text) == 1}
     missing = bytes(set(range(256)) - single)
     words = _words(found)
-    # Of two tokens for the same text, one may be a byte that stands for any text; it comes first.
+    # If two tokens spell the same text, a byte token, which may be part of any text, comes first.
     by_text = {
         text: token
         for token, text in enumerate(found)
@@ -59,7 +59,7 @@ def spelling_of(found: Sequence[bytes]) -> Spelling:
 
 
 def _words(found: Sequence[bytes]) -> set[int]:
-    """Return some long tokens of small letters: a text of a certain length needs fewer of them."""
+    """Return some long tokens of lower-case letters, with which a text takes fewer tokens."""
     kept: dict[int, list[int]] = {length: [] for length in _WORDS}
     for token, text in enumerate(found):
         size = len(text)
@@ -81,31 +81,32 @@ def _rank(text: bytes) -> float:
 
 
 def _order(text: bytes) -> tuple[int, int]:
-    """Return how late a token comes among those of its rank."""
+    """Return a token's sort key among those of its rank."""
     known = len(text) == 1 and text in _MARKS
     return (_MARKS.index(text) if known else len(_MARKS), -len(text))
 
 
 class Speller:
-    """Chooses what may follow, again and again: what closes first, then what was used least."""
+    """Chooses one allowed token after another: those that close something first, then the least
+    used."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._tokens, self._rank = spelling
-        # Where all of these may follow, nearly anything may.
+        # If all of these are allowed, the grammar allows nearly any text here.
         self._probes = [int(token) for token in self._tokens[self._rank == _LETTERS][::7]]
         self._free, self._bound = _Used(len(self._rank)), _Used(len(self._rank))
         self._last = self._bound
 
     def moved(self) -> None:
-        """Say that something followed that was not chosen."""
-        self._free = _Used(len(self._rank))  # each text begins anew
+        """Note that a token followed that was not chosen here."""
+        self._free = _Used(len(self._rank))  # every text starts from zero
         self._bound.closed = 0
 
     def next(self, allows: Callable[[int], bool]) -> int | None:
         """Return the first token that is allowed; None if none of the spelling's is."""
         rank, used = self._rank, self._bound
         if all(map(allows, self._probes)):
-            # In such a text, brackets close nothing.
+            # In free text, brackets close nothing.
             rank, used = np.where((rank < TURNS) & (rank != _QUOTE), _LATE, rank), self._free
         if used is not self._last:
             self._last, used.closed = used, 0
@@ -125,8 +126,8 @@ class _Used:
         self.closed = 0
 
     def order(self, rank: np.ndarray) -> np.ndarray:
-        """Return the places of all tokens, those to try first at the beginning."""
-        # Closing again and again may lead nowhere, too.
+        """Return the places of all tokens, those to try first in front."""
+        # Closing repeatedly may also lead nowhere.
         order = np.where(rank < TURNS, rank + _PATIENCE * self.closed, rank)
         for kind, count in self.kinds.items():
             order[rank == kind] += count

@@ -11,7 +11,7 @@ from canvasrt.chat_tokens import CALL, CALL_END, CONTROL_TOKENS, THOUGHT, THOUGH
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# What the prompt has already begun.
+# How much of a call the prompt already contains.
 BEGUN = ("nothing", "call", "name")
 _NAME = re.compile(r"[\w.:-]{1,128}")
 
@@ -22,7 +22,7 @@ def call_grammar(spec: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     `spec` has `tools`, schemas by name; `begun`, what the prompt ends with: `name` for a whole
     `<|tool_call>call:name`, `call` for `<|tool_call>call:`, or `nothing`, after which text and
     thoughts may come first; `parallel`, whether more calls may follow; and `strict`, without which
-    keywords that cannot be enforced are ignored. CanvasError names what is wrong.
+    keywords that cannot be enforced are ignored. CanvasError names the mistake.
     """
     tools, begun = spec.get("tools"), spec.get("begun")
     if not isinstance(tools, dict) or not tools or begun not in BEGUN:
@@ -60,6 +60,6 @@ def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def _json(schema: Mapping[str, Any], strict: bool) -> str:
     options = {"whitespace_flexible": False, "lenient": not strict}
-    # Arguments are an object, whatever else the schema says of them.
+    # Arguments are always an object, even if the schema allows more.
     whole = {"type": "object", **schema, "x-guidance": options}
     return f"%json {json.dumps(whole)}"

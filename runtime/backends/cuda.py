@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -12,6 +13,7 @@ import numpy as np
 
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
+from canvasrt.machine import OLDEST_DRIVER
 from canvasrt.runtime.engine import KernelCall, Pitched
 
 _GIB = 1 << 30
@@ -19,27 +21,33 @@ _GIB = 1 << 30
 _FATAL = frozenset({46, 214, 220, 226, 700, 702, 709, 710, *range(714, 722), 805, 807, 911, 999})
 # Shared memory that a kernel has without asking for more, in bytes.
 _SHARED = 48 << 10
-_NO_GPU = "see `nvidia-smi`; in a container, start it with --gpus all"
+_NO_GPU = f"see `nvidia-smi`, whose driver must be {OLDEST_DRIVER} or newer; in a container, start it with --gpus all"
+
+
+# The device that a thread's calls go to; 0 until it says so.
+_current = threading.local()
 
 
 class CudaDevice:
-    """The first GPU, through CUDA's runtime API."""
+    """One GPU, through CUDA's runtime API."""
 
-    def __init__(self, extra: str = "gpu") -> None:
-        """Open the device. `extra` is canvasrt's extra that installs CUDA's Python bindings.
+    def __init__(self, extra: str = "gpu", number: int = 0) -> None:
+        """Open the device of that number, of those that CUDA_VISIBLE_DEVICES names. `extra` is canvasrt's extra that installs
+        CUDA's Python bindings.
 
         Raises CanvasError when there is no GPU, or when the driver is too old.
         """
         self._runtime: ModuleType = require("cuda.bindings.runtime", extra)
         self._driver: ModuleType = require("cuda.bindings.driver", extra)
+        self._number = 0
         try:
             count = self._call("cudaGetDeviceCount")
         except CanvasError as error:
             raise CanvasError(f"no GPU can be used: {error}", _NO_GPU) from None
         if not count:
             raise CanvasError("this machine has no GPU", _NO_GPU)
-        self._call("cudaSetDevice", 0)
-        properties = self._call("cudaGetDeviceProperties", 0)
+        self._number = number
+        properties = self._call("cudaGetDeviceProperties", number)
         self.name: str = properties.name.decode().strip("\0")
         self.capability: tuple[int, int] = (properties.major, properties.minor)
         # A stream that does not synchronize with the default one.
@@ -95,7 +103,6 @@ class CudaDevice:
         self._busy.clear()
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device's memory."""
         free, total = self._call("cudaMemGetInfo")
         return int(free), int(total)
 
@@ -134,12 +141,12 @@ class CudaDevice:
         self._call("cudaGraphExecDestroy", graph)
 
     def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
-        """Load a compiled kernel that uses so many bytes of shared memory; return it for a `KernelCall`."""
+        """Load a compiled kernel that uses `shared` bytes of shared memory; return it for a `KernelCall`."""
         library = self._drive("cuLibraryLoadData", image, [], [], 0, [], [], 0)
         kernel = self._drive("cuLibraryGetKernel", library, entry.encode())
         if shared > _SHARED:
             most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._drive("cuKernelSetAttribute", most, shared, kernel, 0)
+            self._drive("cuKernelSetAttribute", most, shared, kernel, self._number)
         return int(kernel)
 
     def run_kernel(self, call: KernelCall) -> None:
@@ -169,6 +176,9 @@ class CudaDevice:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call one function of CUDA's runtime and return its result without the status."""
+        if getattr(_current, "number", 0) != self._number:
+            self._checked(self._runtime.cudaSetDevice(self._number), "cudaSetDevice")
+            _current.number = self._number
         return self._checked(getattr(self._runtime, name)(*arguments), name)
 
     def _checked(

@@ -64,7 +64,7 @@ class OrtBackend:
         if self._one_arena:
             _make_arena()
             options.add_session_config_entry("session.use_env_allocators", "1")
-            # A pattern would take all of a pass's memory in one piece, beside the pieces that the first pass took.
+            # A memory pattern would allocate all of a pass's memory in one piece, on top of what the first pass took.
             options.enable_mem_pattern = False
         return options
 
@@ -115,8 +115,8 @@ def drop_pages(file: Path) -> None:
 
 @cache
 def _make_arena() -> None:
-    """Make the memory that all sessions share. Segments run one after another; with an arena each, every one of them
-    would keep what it needed at its peak."""
+    """Make the memory that all sessions share. Segments run one after another. With arenas of their own, all of them would keep
+    their peak memory."""
     info = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
     )

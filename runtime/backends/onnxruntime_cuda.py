@@ -31,7 +31,8 @@ ELEMENTS = {
     "tensor(int64)": ("int64", 7),
     "tensor(bool)": ("bool", 9),
 }
-# On the CPU, these would copy their tensors in every pass. Small shape operators do no harm there.
+# On the CPU, these operators would copy their tensors in every pass. Small shape operators may stay
+# there.
 HEAVY = {
     "Attention",
     "CumSum",
@@ -53,7 +54,8 @@ _INSTALL = (
 
 
 class OrtCudaBackend:
-    """ONNX Runtime sessions on the GPU, over one stream. What cannot run there is an error."""
+    """ONNX Runtime sessions on the GPU, over one stream. An operator that cannot run there is an
+    error."""
 
     def __init__(
         self, rows_apart: bool = True, graphs: bool = False, max_batch: int = MAX_BATCH
@@ -74,7 +76,7 @@ class OrtCudaBackend:
         self.rows_apart = rows_apart
         self.graphs = graphs
         self.max_batch = max_batch
-        # Preload libraries that pip installed next to this package; otherwise they are not found.
+        # The loader does not search the folders of pip's CUDA libraries, so load them first.
         ort.preload_dlls()
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> OrtCudaEngine:
@@ -147,7 +149,7 @@ class OrtCudaEngine:
         self.name = name
         self.inputs, self._input_types = _types(session.get_inputs())
         self.outputs, self._output_types = _types(session.get_outputs())
-        # Graphs accept every size, but memory is reserved for some.
+        # Graphs accept every size, but memory is reserved for these.
         self.profiles = Profiles([{"batch": {"min": 1, "opt": 1, "max": max_batch}}])
         self._session, self._device_type = session, device_type
         self._graphs = graphs

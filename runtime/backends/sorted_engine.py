@@ -33,7 +33,7 @@ from canvasrt.sorted_rows.description import (
     SortedSegment,
 )
 
-# What is there twice: a piece reads one and writes the other.
+# Buffers that exist twice: a piece reads one and writes the other.
 _KEPT = (*CARRIED, SHARES)
 # How many calls' launches are kept.
 _CALLS = 256
@@ -47,7 +47,7 @@ class KernelDevice(Device, Protocol):
     def capability(self) -> tuple[int, int]: ...
 
     def load_kernel(self, image: bytes, entry: str, shared: int) -> int:
-        """Load a compiled kernel with so many bytes of shared memory; return it for a `KernelCall`."""
+        """Load a compiled kernel that uses `shared` bytes of shared memory; return it for a `KernelCall`."""
         ...
 
     def run_kernel(self, call: KernelCall) -> None:
@@ -56,7 +56,7 @@ class KernelDevice(Device, Protocol):
 
 
 class BetweenPieces:
-    """What all segments of a bundle share, since they run in turn: memory between their pieces, and kernels."""
+    """Memory between pieces, and kernels. All segments of a bundle share them, since they run in turn."""
 
     def __init__(self, device: KernelDevice) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class BetweenPieces:
         self._kernels: dict[tuple[Path, str], int] = {}
 
     def reserve(self, needed: Mapping[str, int]) -> None:
-        """Have room for a segment's buffers, in bytes by name."""
+        """Plan room for a segment's buffers, in bytes by name."""
         for name, size in needed.items():
             self._most[name] = max(size, self._most.get(name, 0))
 
@@ -153,9 +153,9 @@ class SortedEngine:
         return self._between.kernel(self._folder / image.file, image), image
 
     def _plan(self, call: EngineCall) -> Iterable[Launch]:
-        """Yield what a call launches: pieces, and between them a layer's kernels."""
+        """Yield a call's launches: pieces, and between them a layer's kernels."""
         batch, length, _ = call.shapes["hidden"]
-        # Calls that differ only in their slots are one, and are captured once.
+        # Calls that differ only in their slots count as one, which is captured once.
         dims = {name: size for name, size in call.dims.items() if name not in SLOT_SIZES}
         for number, piece in enumerate(self._pieces):
             shapes, addresses = self._tensors(number, call)
@@ -165,6 +165,7 @@ class SortedEngine:
                 {name: shapes[name] for name in wanted},
                 {name: addresses[name] for name in wanted},
                 call.repeats,
+                call.place,
             )
             yield partial(piece.launch, own)
             if number < len(self._segment.layers):
@@ -199,7 +200,7 @@ class SortedEngine:
         yield self._call(sort, (sizes.experts, 1, 1), pointers, tokens)
         taken = EXPERT_INPUT
         if layer.rounding:
-            # Its codes lie where the result comes later.
+            # Its codes share the buffer of the result, which is written later.
             taken, pointers = EXPERT_ROWS, [address(EXPERT_INPUT), address(EXPERT_ROWS)]
             grid = (-(-tokens // BLOCK_ROWS), -(-sizes.size // PROGRAM_OUTPUTS), 1)
             yield self._call(layer.rounding, grid, pointers, tokens, layer.input_scale)
@@ -222,7 +223,7 @@ class SortedEngine:
 
 
 def kernel_arguments(pointers: Sequence[int], tokens: int, *scale: float) -> tuple[Any, ...]:
-    """Return what a kernel takes: addresses, the number of tokens, and a product's scale of its results."""
+    """Return a kernel's arguments: addresses, the number of tokens, and the scale of a product's results."""
     arguments = [*map(ctypes.c_void_p, pointers), ctypes.c_int32(tokens)]
     # The compiler adds two addresses of scratch memory, which these kernels do not use.
     return (*arguments, *map(ctypes.c_float, scale), ctypes.c_void_p(0), ctypes.c_void_p(0))

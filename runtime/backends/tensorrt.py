@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +16,7 @@ from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.extras import require
 from canvasrt.machine import BUILDER_MODULES
+from canvasrt.runtime.backends.compiled_kernels import CompiledKernels
 from canvasrt.runtime.backends.cuda import CudaDevice
 from canvasrt.runtime.backends.sorted_engine import BetweenPieces, SortedEngine
 from canvasrt.runtime.engine import Engine, EngineCall
@@ -39,9 +37,6 @@ NUMPY_DTYPES = {
     "BOOL": "bool",
     "UINT8": "uint8",
 }
-# How many captured graphs an engine keeps. Each has its own context, as NVIDIA's documentation
-# requires. Requests have addresses of their own, and few shapes at a time.
-GRAPHS = 64
 
 
 def check_target(
@@ -86,11 +81,12 @@ class TensorRTBackend:
         module: Any = None,
         device: CudaDevice | None = None,
         compiled: Path | None = None,
+        gpu: int = 0,
     ) -> None:
-        """Open the GPU.
+        """Open the GPU of that number.
 
         target: the manifest's. rows_apart: run one request per pass. module, device: replace the
-        target's module and the first GPU. compiled: the file that keeps what TensorRT-RTX compiled
+        target's module and the GPU. compiled: the file that keeps what TensorRT-RTX compiled
         for this GPU; None keeps nothing.
         Raises CanvasError when the module or the GPU is missing, or when the engines are for
         another one.
@@ -98,7 +94,7 @@ class TensorRTBackend:
         name, extra = BUILDER_MODULES[target["backend"]]
         self.module = module or require(name, extra)
         try:
-            self.device = device or CudaDevice(extra)
+            self.device = device or CudaDevice(extra, gpu)
         except CanvasError as error:
             raise CanvasError(
                 f"the bundle was built for {target['name']}: {error}", error.hint
@@ -111,8 +107,7 @@ class TensorRTBackend:
         self.engines: list[TensorRTEngine] = []
         self._between = BetweenPieces(self.device)
         self._activations: tuple[int, int] | None = None
-        self._compiled: Any = None
-        self._compiled_file = compiled
+        self.compiled = CompiledKernels(compiled)
 
     def open_engine(self, name: str, file: Path, profiles: Any) -> Engine:
         if file.name.endswith(SORTED_SUFFIX):
@@ -140,46 +135,13 @@ class TensorRTBackend:
             self._activations = (self.device.allocate(size), size)
         return self._activations
 
-    def compiled(self, config: Any) -> Any:
-        """Return TensorRT-RTX's kernel cache. Without a shared one, each context would compile its
-        own kernels."""
-        if self._compiled is None:
-            self._compiled = config.create_runtime_cache()
-            self._load_compiled()
-        return self._compiled
-
-    def _load_compiled(self) -> None:
-        """Read what an earlier run compiled. TensorRT-RTX refuses what another GPU or version did."""
-        file = self._compiled_file
-        if file is None or not file.is_file():
-            return
-        try:
-            taken = self._compiled.deserialize(file.read_bytes())
-        except OSError as error:
-            _log.warning("cannot read compiled kernels: %s", error)
-            return
-        if not taken:
-            _log.info("%s holds kernels for another GPU, driver or version", file)
-
     def keep_compiled(self) -> None:
-        file = self._compiled_file
-        if file is None or self._compiled is None:
-            return
-        try:
-            data = bytes(self._compiled.serialize())
-            file.parent.mkdir(parents=True, exist_ok=True)
-            whole = file.with_name(f"{file.name}.{os.getpid()}")
-            whole.write_bytes(data)
-            whole.replace(file)
-        except OSError as error:
-            _log.warning("compiled kernels are not kept: %s", error)
+        self.compiled.keep()
 
 
 class TensorRTEngine:
-    """One engine. Repeated calls are replayed from CUDA graphs.
-
-    The second of equal calls gets its own context, as NVIDIA's documentation requires for capture, and the third one
-    is captured. TensorRT-RTX captures it itself.
+    """One engine. Calls of one profile share a context, except the repeated ones: each place in the batch has a context of its
+    own for them, which replays its latest call as a CUDA graph. TensorRT-RTX captures it itself.
     """
 
     def __init__(
@@ -196,14 +158,15 @@ class TensorRTEngine:
             is_input = engine.get_tensor_mode(tensor) == backend.module.TensorIOMode.INPUT
             (self.inputs if is_input else self.outputs)[tensor] = dtype
         self.activation_bytes = int(engine.device_memory_size_v2)
-        self._captures_itself = hasattr(backend.module, "CudaGraphStrategy")
-        self._contexts: dict[int, _Context] = {}
-        # Calls seen before; None after the first time.
-        self._known: OrderedDict[tuple[Any, ...], _Captured | None] = OrderedDict()
+        self.captures_itself = hasattr(backend.module, "CudaGraphStrategy")
+        # By profile and place; the place of the shared ones is None. A place whose own context cannot be had has None.
+        self._contexts: dict[tuple[int, int | None], _Context | None] = {}
 
     def prepare(self) -> None:
         self._backend.activations()
-        self._context(0)
+        # Each profile's shared context, which runs what cannot have one of its own.
+        for profile in range(self.profiles.count):
+            self._context(profile)
 
     def launch(self, call: EngineCall) -> None:
         profile = self.profiles.pick(call.dims)
@@ -212,49 +175,39 @@ class TensorRTEngine:
                 f"{self.name} has no profile for {dict(call.dims)}",
                 "build with a larger --max-context or --max-batch, or ask for less",
             )
-        if call.repeats:
-            self._repeat(profile, call)
-        else:
+        if call.place is None or not self._repeat(profile, call.place, call):
             self._context(profile).run(call)
 
-    def _repeat(self, profile: int, call: EngineCall) -> None:
-        key = call.key
-        if key not in self._known:
-            self._known[key] = None
-            self._forget()
-            self._context(profile).run(call)
-            return
-        self._known.move_to_end(key)
-        captured = self._known[key]
-        if captured is None:
-            captured = _Captured(self._new_context(profile, captures=True), self._captures_itself)
-            self._known[key] = captured
-            captured.context.run(call)  # a first run sets up state, which cannot be captured
-            captured.ask(self.name)
-        else:
-            captured.run(call, self._backend.device)
-
-    def _forget(self) -> None:
-        """Drop the least recently used call when there are too many."""
-        if len(self._known) <= GRAPHS:
-            return
-        _, captured = self._known.popitem(last=False)
-        if captured is None:
-            return
-        # Its context ends here too, so no queued work may use it any more.
-        self._backend.device.synchronize()
-        if captured.graph is not None:
-            self._backend.device.forget(captured.graph)
+    def _repeat(self, profile: int, place: int, call: EngineCall) -> bool:
+        """Run a call in its place's own context. False if that cannot be had, or refuses it: another may run it, slower."""
+        key = profile, place
+        try:
+            if key not in self._contexts:
+                self._contexts[key] = self._new_context(profile, captures=True)
+            context = self._contexts[key]
+            if context is not None:
+                context.repeat(call)
+        except CanvasError as error:
+            if isinstance(error, EngineError) and error.fatal:
+                raise
+            _log.warning(
+                "%s: place %d runs in a shared context, slower: %s", self.name, place, error
+            )
+            self._backend.device.synchronize()  # queued work may use its context
+            self._contexts[key] = None
+            return False
+        return context is not None
 
     def _context(self, profile: int) -> _Context:
-        if profile not in self._contexts:
-            self._contexts[profile] = self._new_context(profile, captures=False)
-        return self._contexts[profile]
+        context = self._contexts.get((profile, None))
+        if context is None:
+            context = self._contexts[profile, None] = self._new_context(profile, captures=False)
+        return context
 
     def _new_context(self, profile: int, captures: bool) -> _Context:
         trt, device = self._backend.module, self._backend.device
         own = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if self._captures_itself:
+        if self.captures_itself:
             config = self._engine.create_runtime_config()
             config.set_execution_context_allocation_strategy(own)
             strategy = trt.CudaGraphStrategy
@@ -265,7 +218,7 @@ class TensorRTEngine:
             # is first used, which is before the first request.
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
-            compiled = self._backend.compiled(config)
+            compiled = self._backend.compiled.of(config)
             if compiled is not None:
                 config.set_runtime_cache(compiled)
             context = self._engine.create_execution_context(config)
@@ -283,6 +236,8 @@ class TensorRTEngine:
                 "build the bundle again with this version",
             )
         context.set_device_memory(*self._backend.activations())
+        # Engines that list their kernels would otherwise mark each of them for a profiler in every pass.
+        context.nvtx_verbosity = trt.ProfilingVerbosity.NONE
         return _Context(self, context, device, compiled)
 
     def refused(self, what: str) -> EngineError:
@@ -294,7 +249,7 @@ class TensorRTEngine:
 
 
 class _Context:
-    """An execution context that is only told what changed since its last call."""
+    """An execution context, which gets only what changed since its last call."""
 
     def __init__(
         self, engine: TensorRTEngine, context: Any, device: CudaDevice, compiled: Any = None
@@ -305,6 +260,11 @@ class _Context:
         self._compiled = compiled
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
+        self._latest: tuple[Any, ...] | None = (
+            None  # the repeated call, and its graph once captured
+        )
+        self._graph: int | None = None
+        self._fits = True
 
     def run(self, call: EngineCall) -> None:
         for name in self._engine.inputs:
@@ -326,46 +286,46 @@ class _Context:
         if not self._context.execute_async_v3(self._device.stream):
             raise self._engine.refused("to run")
 
-    def capturable(self) -> bool:
-        """Return whether the call that was set up last can be captured, as far as TensorRT says."""
+    def repeat(self, call: EngineCall) -> None:
+        """Run a call that likely comes again: when it does, as a CUDA graph."""
+        if call.key != self._latest:
+            self._forget()
+            self._latest = call.key
+            self.run(call)  # a first run sets up state, which cannot be captured
+            self._ask()
+        elif self._graph is not None:
+            self._device.replay(self._graph)
+        elif not self._fits or self._engine.captures_itself or not self._capture():
+            self.run(call)
+
+    def _ask(self) -> None:
+        """Find out whether the call that was set up last can be captured, as far as TensorRT says, and log if not."""
         ask = getattr(self._context, "is_stream_capturable", None)
-        return ask is None or bool(ask(self._device.stream))
+        self._fits = ask is None or bool(ask(self._device.stream))
+        if not self._fits:
+            _log.warning(
+                "%s runs without a CUDA graph: TensorRT says it cannot be captured",
+                self._engine.name,
+            )
 
+    def _capture(self) -> bool:
+        """Capture the latest call and queue it. False, with a line in the log, if that is not possible."""
+        try:
+            self._graph = self._device.capture(self.enqueue)
+        except CanvasError as error:
+            if isinstance(error, EngineError) and error.fatal:
+                raise
+            _log.warning("%s runs without a CUDA graph: %s", self._engine.name, error)
+            self._fits = False
+            return False
+        self._device.replay(self._graph)
+        return True
 
-@dataclass
-class _Captured:
-    """A repeated call: its own context, and its graph once captured.
-
-    `itself`: the context captures without being told. `fits` is False if the call cannot be captured; it then runs
-    like any other.
-    """
-
-    context: _Context
-    itself: bool
-    graph: int | None = None
-    fits: bool = True
-
-    def ask(self, name: str) -> None:
-        """Find out whether the call can be captured, and log if not."""
-        self.fits = self.context.capturable()
-        if self.fits:
-            _log.debug("%s: a repeated call can be captured", name)
-        else:
-            _log.warning("%s runs without a CUDA graph: TensorRT says it cannot be captured", name)
-
-    def run(self, call: EngineCall, device: CudaDevice) -> None:
-        if self.graph is None and self.fits and not self.itself:
-            try:
-                self.graph = device.capture(self.context.enqueue)
-            except CanvasError as error:
-                if isinstance(error, EngineError) and error.fatal:
-                    raise
-                _log.warning("runs without a CUDA graph: %s", error)
-                self.fits = False
-        if self.graph is None:
-            self.context.run(call)
-        else:
-            device.replay(self.graph)
+    def _forget(self) -> None:
+        if self._graph is not None:
+            self._device.synchronize()  # no queued work may use it any more
+            self._device.forget(self._graph)
+            self._graph = None
 
 
 class _Logger:

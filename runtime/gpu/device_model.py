@@ -13,29 +13,28 @@ import numpy as np
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
-from canvasrt.defaults import OCTET, PREFILL_CHUNK
-from canvasrt.pass_shapes import PassShape, canvas_sizes, in_units
+from canvasrt.engine_profiles import passes_taken
+from canvasrt.pass_shapes import PassPlan, PassShape, canvas_sizes
 from canvasrt.runtime.engine import DeviceBackend, Engine, Pitched
-from canvasrt.runtime.gpu.launches import Launches, Pass, give, too_full
+from canvasrt.runtime.gpu.device_cache import DeviceRow, Resident
+from canvasrt.runtime.gpu.launches import Launches, Pass, too_full, upload_inputs
 from canvasrt.runtime.gpu.prefix_pages import Pages
-from canvasrt.runtime.gpu.shape_choice import PassShapes
-from canvasrt.runtime.gpu.sight import Sight, place
-from canvasrt.runtime.gpu.slots import DeviceRow, Resident
-from canvasrt.runtime.gpu.workspace import ATTENTION_KINDS, DeviceSegment, Workspace, WorkspaceSizes
+from canvasrt.runtime.gpu.vision import VisionTower, place
+from canvasrt.runtime.gpu.workspace import DeviceSegment, Workspace, WorkspaceSizes
 from canvasrt.runtime.model import InputT, Model
 from canvasrt.runtime.passes import DenoiseInput, DenoiseOutput, EncodeInput, Hidden, Saved
 from canvasrt.runtime.pictures import Picture
 from canvasrt.runtime.tables import Table, map_table
 
-# A repeated call is captured at the latest when it comes a third time.
-_UNTIL_CAPTURED = 3
+# A call is captured at the latest when it comes a second time.
+_UNTIL_CAPTURED = 2
 
 
 class DeviceModel(Model):
     """The engines of one bundle over one device's memory. Not thread-safe."""
 
     max_batch: int
-    # A request that makes room is encoded again later, so turns are long.
+    # A parked request is encoded again later, so turns are long.
     quantum = 96
 
     def __init__(
@@ -55,19 +54,21 @@ class DeviceModel(Model):
         self.device_name = backend.device.name
         self._backend = backend
         self.segments = tuple(segments)
-        self.prefill_chunk = min(PREFILL_CHUNK, self._largest("length"))
-        self.max_batch = self._largest("batch", length=config.canvas_length)
-        past = self._past()
-        self.shapes = self._shapes(past["full"])
+        self._plan = self._plan_of(bundle)
+        self.prefill_chunk, self.max_batch = self._plan.prefill_chunk, self._plan.batch
+        past = {"sliding": self._plan.window, "full": self._plan.widths[-1]}
+        self.shapes = self._plan if self.rows_apart else self._plan.sharing()
         engines = [segment.engine for segment in self.segments]
         for engine in [*engines, vision] if vision else engines:
             engine.prepare()
         sizes = WorkspaceSizes(self.max_batch, self.shapes.lengths[-1], past, self.shapes.widths)
         self.workspace = Workspace(self.device, config, self.segments, sizes)
         self._cache = self.workspace.cache
-        self._sight = Sight(self.device, vision, config) if vision else None
-        self._launches = Launches(self.workspace, config)
+        self._sight = VisionTower(self.device, vision, config) if vision else None
+        self._launches = Launches(self.workspace, config, self.shapes)
         self._pages: Pages | None = None
+        # Whether a request without company has a pass of its own where requests share passes.
+        self.lone = False
 
     @classmethod
     def open(cls, bundle: Bundle, backend: DeviceBackend, max_context: int) -> DeviceModel:
@@ -100,32 +101,19 @@ class DeviceModel(Model):
         sizes = canvas_sizes(self.canvas_length)
         return tuple(each for each in sizes if head.pick({"batch": 1, "length": each}) is not None)
 
-    def _largest(self, name: str, **others: int) -> int:
-        """Return the largest size of a dimension for which every body segment has a profile."""
-        return min(segment.engine.profiles.largest(name, others) for segment in self.segments[:-1])
+    def _plan_of(self, bundle: Bundle | None) -> PassPlan:
+        """Return the bundle's plan of passes, else one derived from the engines, for requests of `max_context` tokens."""
+        if bundle is not None and (listed := bundle.manifest.passes) is not None:
+            return PassPlan.from_json(listed).within(self.max_context)
+        bodies = [segment.engine.profiles for segment in self.segments[:-1]]
+        return passes_taken(self.config, bodies, self.max_context)
 
     def share_passes(self, share: bool) -> None:
         """Let requests share passes from now on, or not. None may be running."""
         self.rows_apart = not share
-        self.shapes = self._shapes(self.workspace.sizes.past["full"])
+        self.shapes = self._plan.sharing() if share else self._plan
         self._cache.widths = self.shapes.widths
-
-    def _shapes(self, most: int) -> PassShapes:
-        batch = 1 if self.rows_apart else self.max_batch
-        # Engines without the vision tower have fewer slots than tokens.
-        slots = self._largest("capacity", batch=1, length=self.prefill_chunk)
-        return PassShapes(self.config, self.prefill_chunk, most, batch, slots)
-
-    def _past(self) -> dict[str, int]:
-        """Return the most tokens that a request's layers of each kind hold."""
-        limits = {
-            "sliding": min(self.config.sliding_window - 1, self.max_context),
-            "full": self.max_context,
-        }
-        return {
-            kind: min(in_units(limits[kind]), OCTET * self._largest(f"octets_{kind}"))
-            for kind in ATTENTION_KINDS
-        }
+        self._launches = Launches(self.workspace, self.config, self.shapes)
 
     def warm_up(self) -> None:
         """Run every shape that a pass or an image can have, so that no request waits for one to be compiled.
@@ -135,23 +123,26 @@ class DeviceModel(Model):
         narrow = self.shapes.widths[0]
         shapes = [(shape, shape.length) for shape in self.shapes]
         shapes += [(self.shapes.alone(size, narrow), size) for size in self.canvas_sizes[:-1]]
-        # Engines keep the captures of the latest calls. Most requests start with the first shapes: a whole canvas, a short
-        # past and the fewest slots.
-        for shape, canvas in reversed(shapes):
-            alone = shape.phase == "denoise" and shape.batch == 1 and shape.width == narrow
-            # Each slot's caches are its own, and so are the calls that read them.
-            for slot in reversed(range(self._cache.slots if alone else 1)):
-                self._warm_up(replace(self._pass(shape, [], canvas), first=slot), shape.capacity)
+        # Every place in the batch keeps the capture of its latest call. Most requests start with the same shape: a whole
+        # canvas, a short past and the fewest slots.
+        usual = self.shapes.usual(narrow)
+        for shape, canvas in [each for each in reversed(shapes) if each != (usual, usual.length)]:
+            self._warm_up(self._pass(shape, [], canvas), shape.capacity)
+        for slot in range(1 if self.shapes.shares else self._cache.slots):
+            this = self._pass(usual, [], usual.length)
+            self._warm_up(replace(this, first=slot), usual.capacity)
         if self._sight is not None:
             self._sight.warm_up()
-        self._backend.keep_compiled()
+            self._backend.keep_compiled()
 
     def _warm_up(self, this: Pass, capacity: int) -> None:
-        self.workspace.given.view("positions", this.batch, this.length)[:] = -1
-        self.workspace.given.view("temperature", this.batch)[:] = 1
-        self.workspace.given.upload()
+        self.workspace.inputs.view("positions", this.batch, this.length)[:] = -1
+        self.workspace.inputs.view("temperature", this.batch)[:] = 1
+        self.workspace.inputs.upload()
         for _ in range(_UNTIL_CAPTURED if this.phase == "denoise" else 1):
             self._run(this, [capacity] * len(self.segments[:-1]))
+        # A start that is killed halfway goes on from here.
+        self._backend.keep_compiled()
 
     def new_row(self) -> DeviceRow:
         return DeviceRow()
@@ -168,7 +159,7 @@ class DeviceModel(Model):
             hidden = self._fetch(row, hidden)
         loads = dict(row.loads)
         self.release(row)
-        # The same block goes on later, in the same shapes.
+        # The same block continues later, in the same shapes.
         row.loads |= loads
         return hidden, True
 
@@ -177,8 +168,8 @@ class DeviceModel(Model):
             return np.asarray(hidden)
         shape = (hidden.length, self.config.hidden_size)
         kept = np.empty(shape, self.workspace.hidden_dtype)
-        assert row.slot is not None
-        self.device.download(kept, self.workspace.state + row.slot * self.workspace.row_bytes)
+        assert row.kv_slot is not None
+        self.device.download(kept, self.workspace.state + row.kv_slot * self.workspace.row_bytes)
         self.device.synchronize()
         return kept
 
@@ -209,108 +200,145 @@ class DeviceModel(Model):
     def _batches(self, inputs: Sequence[InputT]) -> list[Sequence[InputT]]:
         for item in inputs:
             self._cache.take(item.row)
-        ordered = sorted(inputs, key=lambda item: item.row.slot)
+        ordered = sorted(inputs, key=lambda item: item.row.kv_slot)
         groups: list[list[InputT]] = [[item for item in ordered if self._shares(item)]]
         groups += [[item] for item in ordered if not self._shares(item)]
         return [group for group in groups if group]
 
     def _shares(self, item: InputT) -> bool:
-        """Return whether a row's pass is one that all requests share, whether or not there are others."""
+        """Return whether a row's pass has the shape that all requests share, even if it is alone."""
         if self.rows_apart or isinstance(item, EncodeInput) or item.row.load(0):
             return False
         return len(item.noise) == self.canvas_length
 
-    def _encode_pass(self, batch: Sequence[EncodeInput], roomy: bool = False) -> None:
+    def _encode_pass(self, batch: Sequence[EncodeInput]) -> None:
+        """Encode one request's tokens; where they overload an expert, in two halves or with more room."""
         (item,) = batch
+        # Parts, and whether their pass has a row for every token at every expert.
+        parts = [(item, False)]
+        while parts:
+            part, roomy = parts.pop(0)
+            if self._encode_once(part, roomy):
+                continue
+            self.counters.overflows += 1
+            middle = (len(part.tokens) + 1) // 2
+            if middle == len(part.tokens):
+                raise too_full()
+            if part.groups is not None or part.whole:
+                # An image's tokens attend to each other, and a block to be scored needs one pass: neither can be split.
+                parts.insert(0, (part, True))
+                continue
+            first = replace(part, tokens=part.tokens[:middle], keep=None)
+            parts[:0] = [(first, False), (replace(part, tokens=part.tokens[middle:]), False)]
+
+    def _encode_once(self, item: EncodeInput, roomy: bool) -> bool:
+        """Encode tokens in one pass. Return False, with nothing changed, if they overload an expert."""
         row, count = item.row, len(item.tokens)
         if roomy:
             self._cache.make_widest(row)
-        shape = self.shapes.roomy() if roomy else self.shapes.encode(count, row.width)
+        shape = self.shapes.without_overflow() if roomy else self.shapes.encode(count, row.width)
         this = replace(self._pass(shape, [row]), pictured=item.groups is not None)
         tokens = np.full((1, this.length), self.config.pad_token_id, np.int64)
         tokens[0, :count] = item.tokens
         space = self.workspace
-        positions = space.given.view("positions", 1, this.length)
+        positions = space.inputs.view("positions", 1, this.length)
         positions[:] = -1
         positions[0, :count] = np.arange(row.length, row.length + count)
-        space.given.upload()
+        space.inputs.upload()
         hidden = self.embed(tokens)
         if this.pictured:
-            place(space, this, batch, hidden)
+            place(space, this, [item], hidden)
         self.device.upload(space.hidden[0], self._as_hidden(hidden))
         if self._run(this, [shape.capacity] * len(self.segments[:-1])) is not None:
-            self._encode_again(item, shape.capacity == this.length)
-            return
-        if item.keep is not None:
-            states = self.workspace.last_hidden(this.batch, this.length)[0, :count]
-            if not item.keep(states):
-                return
+            if shape.capacity == this.length:  # more room would not help
+                raise too_full()
+            return False
+        if item.keep and not item.keep(space.last_hidden(1, this.length)[0, :count]):
+            return True
         self._cache.make_room(row, count)
         for layer in range(len(self.config.layers)):
             keys, values = space.new("encode", layer)
             self._cache.append(row, layer, keys, values, this.length, count)
         row.length, row.hidden = row.length + count, None
-
-    def _encode_again(self, item: EncodeInput, was_roomy: bool) -> None:
-        """Encode tokens that overloaded an expert in two passes, or with a slot for each. Nothing has changed so far.
-
-        Tokens of one image see each other, so they stay in one pass, and so do those of a block with a score.
-        """
-        self.counters.overflows += 1
-        middle = (len(item.tokens) + 1) // 2
-        if was_roomy or middle == len(item.tokens):
-            raise too_full()
-        if item.groups is not None or item.whole:
-            self._encode_pass([item], roomy=True)
-            return
-        self._encode_pass([EncodeInput(item.row, item.tokens[:middle])])
-        self._encode_pass([EncodeInput(item.row, item.tokens[middle:], keep=item.keep)])
+        return True
 
     def _denoise_pass(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        space, shared, canvas = self.workspace, self._shares(batch[0]), len(batch[0].noise)
-        width = batch[0].row.width
-        shape = self.shapes.shared(width) if shared else self.shapes.alone(canvas, width)
-        this = self._pass(shape, [item.row for item in batch], canvas)
+        if not self._shares(batch[0]) or (self.lone and len(batch) == 1):
+            return [self._denoise_alone(item) for item in batch]
+        outputs = self._denoise_shared(batch)
+        if outputs is not None:
+            return outputs
+        self.counters.overflows += 1
+        # Whether a request overloads an expert must not depend on other requests, so each one tries a pass of its own.
+        return [self._denoise_apart(item, tried=len(batch) == 1) for item in batch]
+
+    def _denoise_apart(self, item: DenoiseInput, tried: bool) -> DenoiseOutput:
+        """Denoise a request whose shared pass overloaded an expert. `tried`: it was alone in that pass."""
+        if not tried:
+            outputs = self._denoise_shared([item])
+            if outputs is not None:
+                return outputs[0]
+            self.counters.overflows += 1
+        row: DeviceRow = item.row
+        for number in range(len(self.segments[:-1])):
+            row.overload(number, self.shapes.shared(row.width).capacity + 1)
+        return self._denoise_alone(item)
+
+    def _denoise_shared(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput] | None:
+        """Denoise whole canvases in one pass. None, with nothing changed, if they overload an expert."""
+        shape = self.shapes.shared(batch[0].row.width)
+        this = self._begin(shape, batch)
+        over = self._run(this, [shape.capacity] * len(self.segments[:-1]))
+        return self._outputs(this, batch) if over is None else None
+
+    def _denoise_alone(self, item: DenoiseInput) -> DenoiseOutput:
+        """Denoise one request's canvas.
+
+        If a segment overloads an expert, it and all later ones run again with more rows, which stay until the block ends: that
+        depends on the request alone.
+        """
+        row: DeviceRow = item.row
+        this, begin = self._begin(self.shapes.alone(len(item.noise), row.width), [item]), 0
+        while True:
+            capacities = [
+                self.shapes.alone(this.canvas, this.width, row.load(number)).capacity
+                for number in range(len(self.segments[:-1]))
+            ]
+            over = self._run(this, capacities, begin)
+            if over is None:
+                return self._outputs(this, [item])[0]
+            if capacities[over] == this.length:
+                raise too_full()
+            self.counters.overflows += 1
+            begin, load = over, int(self.workspace.load(over).max())
+            # Padding is routed alike in all segments, so later ones would overflow too.
+            for number in range(begin, len(capacities)):
+                row.overload(number, max(load, row.load(number)))
+
+    def _begin(self, shape: PassShape, batch: Sequence[DenoiseInput]) -> Pass:
+        """Upload the inputs of a denoising pass, and return the pass."""
+        space = self.workspace
+        head = any(item.outputs != "hidden" for item in batch)
+        this = self._pass(shape, [item.row for item in batch], len(batch[0].noise), head)
         for item in batch:
             self._take_hidden(item)
-        give(space, this, batch)
+        upload_inputs(space, this, batch)
         states = space.state + this.first * space.row_bytes
         self._copy(space.hidden[0], states, this.batch * space.row_bytes)
-        head = any(item.wants != "hidden" for item in batch)
-        if not shared:
-            self._run_alone(this, batch[0].row, head)
-        else:
-            capacities = [shape.capacity] * len(self.segments[:-1])
-            if self._run(this, capacities, head=head) is not None:
-                return self._apart(batch)
-        shown = None
-        if any(item.wants != "tokens" for item in batch):
-            shown = space.last_hidden(this.batch, canvas)
-        return [self._output(this, item, shown) for item in batch]
+        return this
 
-    def _apart(self, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
-        """Run requests that overloaded an expert together one by one, in passes of the same shape.
-
-        One that overloads it alone does so whoever shares its pass. Nothing has changed so far.
-        """
-        self.counters.overflows += 1
-        if len(batch) == 1:
-            row: DeviceRow = batch[0].row
-            for number in range(len(self.segments[:-1])):
-                row.overload(number, self.shapes.shared(row.width).capacity + 1)
-            return self._denoise_pass(batch)
-        return [output for item in batch for output in self._denoise_pass([item])]
-
-    def _pass(self, shape: PassShape, rows: Sequence[DeviceRow], canvas: int = 0) -> Pass:
-        slots = [row.slot for row in rows if row.slot is not None]
+    def _pass(
+        self, shape: PassShape, rows: Sequence[DeviceRow], canvas: int = 0, head: bool = True
+    ) -> Pass:
+        slots = [row.kv_slot for row in rows if row.kv_slot is not None]
         first = 0 if shape.batch > 1 or not slots else slots[0]
-        sizes = shape.batch, shape.length, shape.width
-        return Pass(shape.phase, first, *sizes, tuple(rows), canvas=canvas)
+        sizes = (shape.batch, shape.length, shape.width)
+        return Pass(shape.phase, first, *sizes, tuple(rows), canvas=canvas, head=head)
 
     def _take_hidden(self, item: DenoiseInput) -> None:
         """Put a row's hidden states where the pass reads them, unless they are there already."""
         if not isinstance(item.hidden, Resident):
-            address = self.workspace.state + item.row.slot * self.workspace.row_bytes
+            address = self.workspace.state + item.row.kv_slot * self.workspace.row_bytes
             self.device.upload(address, self._as_hidden(item.hidden))
         elif item.hidden != Resident(item.row, item.row.hidden, len(item.noise)):
             raise ValueError("these hidden states belong to another request or an earlier step")
@@ -318,17 +346,22 @@ class DeviceModel(Model):
     def _as_hidden(self, hidden: Hidden) -> np.ndarray:
         return np.ascontiguousarray(hidden).astype(self.workspace.hidden_dtype)
 
-    def _output(self, this: Pass, item: DenoiseInput, shown: np.ndarray | None) -> DenoiseOutput:
+    def _outputs(self, this: Pass, batch: Sequence[DenoiseInput]) -> list[DenoiseOutput]:
+        """Return a pass's results; a row's next hidden states stay on the device."""
+        states = None
+        if any(item.outputs != "tokens" for item in batch):
+            states = self.workspace.last_hidden(this.batch, this.canvas)
+        return [self._output(this, item, states) for item in batch]
+
+    def _output(self, this: Pass, item: DenoiseInput, states: np.ndarray | None) -> DenoiseOutput:
         row: DeviceRow = item.row
         space, index = self.workspace, this.index(row)
-        hidden = None if shown is None or item.wants == "tokens" else shown[index]
-        if item.wants == "hidden":
+        hidden = None if states is None or item.outputs == "tokens" else states[index]
+        if item.outputs == "hidden":
             return DenoiseOutput(hidden=hidden)
-        here = index * space.row_bytes
-        assert row.slot is not None
-        self._copy(
-            space.state + row.slot * space.row_bytes, space.next_hidden + here, space.row_bytes
-        )
+        assert row.kv_slot is not None
+        size = space.row_bytes
+        self._copy(space.state + row.kv_slot * size, space.next_hidden + index * size, size)
         row.hidden = (row.hidden or 0) + 1
         shape = (this.batch, this.canvas)
         canvas, argmax, entropy, accepted = (
@@ -338,30 +371,7 @@ class DeviceModel(Model):
         kept = Resident(row, row.hidden, this.canvas)
         return DenoiseOutput(canvas, argmax, entropy, accepted, kept, hidden)
 
-    def _run_alone(self, this: Pass, row: DeviceRow, head: bool) -> None:
-        """Denoise one request's canvas. A segment in which an expert overflowed, and all after it, have room for as many
-        tokens until the block ends: that depends on the request alone."""
-        begin = 0
-        while True:
-            capacities = [
-                self.shapes.alone(this.canvas, this.width, row.load(number)).capacity
-                for number in range(len(self.segments[:-1]))
-            ]
-            over = self._run(this, capacities, begin, head)
-            if over is None:
-                return
-            if capacities[over] == this.length:
-                raise too_full()
-            self.counters.overflows += 1
-            load = int(self.workspace.load(over).max())
-            # Padding routes alike in every segment; found one by one, each would repeat the rest of the pass.
-            for number in range(over, len(capacities)):
-                row.overload(number, max(load, row.load(number)))
-            begin = over
-
-    def _run(
-        self, this: Pass, capacities: Sequence[int], begin: int = 0, head: bool = True
-    ) -> int | None:
+    def _run(self, this: Pass, capacities: Sequence[int], begin: int = 0) -> int | None:
         """Run the engines in turn, from segment `begin` on. Return the first that overloaded an expert, if any.
 
         The host waits once, at the end: overflows are rare, and each segment's input is still there.
@@ -369,7 +379,7 @@ class DeviceModel(Model):
         self._cache.show_positions(this.first, this.batch)
         for number in range(begin, len(capacities)):
             self._launches.body(number, this, capacities[number])
-        if head and this.phase == "denoise":
+        if this.head and this.phase == "denoise":
             self._launches.head(this)
         self.workspace.results.download()
         self.device.synchronize()

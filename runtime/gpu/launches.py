@@ -1,9 +1,9 @@
-"""The launches of a pass: for each engine, the shapes and addresses of its tensors."""
+"""The launches of a pass: every engine's tensor shapes and addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.defaults import OCTET
 from canvasrt.errors import EngineError
+from canvasrt.pass_shapes import DENOISE, PassPlan
 from canvasrt.runtime.engine import EngineCall
-from canvasrt.runtime.gpu.slots import DeviceRow
+from canvasrt.runtime.gpu.device_cache import DeviceRow
 from canvasrt.runtime.gpu.workspace import Workspace
 from canvasrt.runtime.passes import DenoiseInput
 
@@ -34,19 +35,20 @@ class Pass:
     width: int
     rows: tuple[DeviceRow, ...]
     pictured: bool = False  # some tokens are an image's
-    canvas: int = 0  # of the `length` tokens, how many the head takes; the others are padding
+    canvas: int = 0  # the number of tokens that the head takes; the others of `length` are padding
+    head: bool = True  # whether the head runs after a denoising pass's layers
 
     def index(self, row: DeviceRow) -> int:
         """Return a row's place in the batch."""
-        assert row.slot is not None
-        return row.slot - self.first
+        assert row.kv_slot is not None
+        return row.kv_slot - self.first
 
 
 class Launches:
-    """Launches the engines of passes. The same call is the same object again, so that it can be captured."""
+    """Launches the engines of passes. Reuses EngineCall objects, so that identical launches can be captured."""
 
-    def __init__(self, space: Workspace, config: ModelConfig) -> None:
-        self._space, self._config = space, config
+    def __init__(self, space: Workspace, config: ModelConfig, plan: PassPlan) -> None:
+        self._space, self._config, self.plan = space, config, plan
         self._calls: dict[tuple[Any, ...], EngineCall] = {}
 
     def body(self, number: int, this: Pass, capacity: int) -> None:
@@ -59,16 +61,26 @@ class Launches:
             dims = {"batch": this.batch, "length": this.length}
             shared = engine.profiles.smallest("gate_queues", dims) == 1
             made = body_call(self._space, self._config, number, this, capacity, shared)
-            call = self._remember(key, made)
+            call = self._remember(key, replace(made, place=self._place(this, capacity)))
         engine.launch(call)
 
     def head(self, this: Pass) -> None:
         """Launch the head."""
         key = ("head", this.batch, this.canvas)
-        call = self._calls.get(key) or self._remember(
-            key, head_call(self._space, self._config, this)
-        )
+        call = self._calls.get(key)
+        if call is None:
+            place = None if this.canvas < self.plan.canvas else 0
+            made = head_call(self._space, self._config, this)
+            call = self._remember(key, replace(made, place=place))
         self._space.segments[-1].engine.launch(call)
+
+    def _place(self, this: Pass, capacity: int) -> int | None:
+        """Return whose captures a body's call may use. Fuller passes and short canvases are rarer, and spend less of their
+        time on launches or take less."""
+        usual = self.plan.usual(this.width)
+        sizes = this.batch, this.length, capacity
+        is_usual = this.phase == DENOISE and sizes == (usual.batch, usual.length, usual.capacity)
+        return this.first if is_usual else None
 
     def _remember(self, key: tuple[Any, ...], call: EngineCall) -> EngineCall:
         if len(self._calls) >= _CALLS:
@@ -77,14 +89,14 @@ class Launches:
         return call
 
 
-def give(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -> None:
+def upload_inputs(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -> None:
     """Queue the upload of a denoising pass's positions, noise and temperatures."""
-    positions = space.given.view("positions", this.batch, this.length)
-    noise = space.given.view("noise", this.batch, this.canvas)
-    uniforms = space.given.view("uniforms", this.batch, this.canvas)
-    temperature = space.given.view("temperature", this.batch)
-    bound = space.given.view("entropy_bound", this.batch)
-    # Idle rows and padding compute on whatever is there; nobody reads their results.
+    positions = space.inputs.view("positions", this.batch, this.length)
+    noise = space.inputs.view("noise", this.batch, this.canvas)
+    uniforms = space.inputs.view("uniforms", this.batch, this.canvas)
+    temperature = space.inputs.view("temperature", this.batch)
+    bound = space.inputs.view("entropy_bound", this.batch)
+    # Idle rows and padding compute on stale data; nobody reads their results.
     positions[:], noise[:], uniforms[:] = -1, 0, 0
     temperature[:], bound[:] = 1, 0
     for item in batch:
@@ -92,7 +104,7 @@ def give(space: Workspace, this: Pass, batch: Sequence[DenoiseInput]) -> None:
         positions[index, : this.canvas] = np.arange(begin, begin + this.canvas)
         noise[index], uniforms[index] = item.noise, item.uniforms
         temperature[index], bound[index] = item.temperature, item.entropy_bound
-    space.given.upload()
+    space.inputs.upload()
 
 
 def body_call(
@@ -111,7 +123,7 @@ def body_call(
     queues = 1 if shared else config.num_experts
     tensors = {
         "hidden": (states, space.hidden[number]),
-        "positions": (tokens, space.given.address("positions")),
+        "positions": (tokens, space.inputs.address("positions")),
         "groups": (tokens, space.pictures.address("groups") if this.pictured else space.groups),
         "causal": ((this.batch,), space.causal[this.phase]),
         "slots": ((capacity,), space.slots),
@@ -150,10 +162,10 @@ def head_call(space: Workspace, config: ModelConfig, this: Pass) -> EngineCall:
     states = (*tokens, config.hidden_size)
     tensors = {
         "hidden": (states, space.hidden[-1]),
-        "temperature": ((this.batch,), space.given.address("temperature")),
-        "entropy_bound": ((this.batch,), space.given.address("entropy_bound")),
-        "uniforms": (tokens, space.given.address("uniforms")),
-        "noise": (tokens, space.given.address("noise")),
+        "temperature": ((this.batch,), space.inputs.address("temperature")),
+        "entropy_bound": ((this.batch,), space.inputs.address("entropy_bound")),
+        "uniforms": (tokens, space.inputs.address("uniforms")),
+        "noise": (tokens, space.inputs.address("noise")),
         "next_hidden": (states, space.next_hidden),
     }
     for name in ("canvas", "argmax", "entropy", "accepted"):
@@ -170,7 +182,7 @@ def _call(
 
 
 def too_full() -> EngineError:
-    """Return the error of a request that overloads an expert even alone, with all the room there is."""
+    """Return the error for a request that overloads an expert even alone and with the most rows."""
     return EngineError(
         "an expert was given more tokens of one request than the engines have room for",
         "build the bundle again with this version",

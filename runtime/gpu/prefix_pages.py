@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Device
-from canvasrt.runtime.gpu.buffers import aligned
-from canvasrt.runtime.gpu.slots import DeviceCache, DeviceRow
+from canvasrt.runtime.gpu.device_cache import DeviceCache, DeviceRow, aligned
 
 PAGE = 64  # tokens
+# Bytes that stay free on the device: captures, and what its driver loads late.
+HEADROOM = 512 << 20
 
 
 class Pages:
@@ -25,7 +26,7 @@ class Pages:
             self._offsets.append((end, end + each))
             end += 2 * each
         self.size = end
-        count = limit // end
+        count = max(0, min(limit, device.memory()[0] - HEADROOM)) // end
         while count:
             try:
                 self._base = device.allocate(count * end)

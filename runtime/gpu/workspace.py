@@ -1,7 +1,8 @@
-"""The memory of a model on a device, taken once, and where each tensor of a call lies in it."""
+"""A model's device memory, allocated once, and the addresses of a call's tensors in it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,10 +11,54 @@ import numpy as np
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.engine import Device, Engine
-from canvasrt.runtime.gpu.buffers import Transfer, aligned, constant
-from canvasrt.runtime.gpu.slots import DeviceCache
+from canvasrt.runtime.gpu.device_cache import DeviceCache, aligned
 
 ATTENTION_KINDS = ("sliding", "full")
+
+
+class Transfer:
+    """Named arrays, contiguous on device and host, so that one copy transfers all of them."""
+
+    def __init__(self, device: Device, fields: Mapping[str, tuple[type, int]]) -> None:
+        """Allocate both sides. `fields` gives each array's dtype and maximum number of elements."""
+        self._device = device
+        self._dtypes: dict[str, np.dtype] = {
+            name: np.dtype(dtype) for name, (dtype, _) in fields.items()
+        }
+        self._offsets: dict[str, int] = {}
+        size = 0
+        for name, (_, count) in fields.items():
+            self._offsets[name] = size
+            size += aligned(count * self._dtypes[name].itemsize)
+        self._address = device.allocate(size)
+        self._host = device.host(size)
+
+    def view(self, name: str, *shape: int) -> np.ndarray:
+        """Return the host side of an array in this call's shape, which may be smaller than the
+        maximum."""
+        dtype, begin = self._dtypes[name], self._offsets[name]
+        return (
+            self._host[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        )
+
+    def address(self, name: str) -> int:
+        """Return the address of an array on the device."""
+        return self._address + self._offsets[name]
+
+    def upload(self) -> None:
+        """Queue the copy of all arrays to the device."""
+        self._device.upload(self._address, self._host)
+
+    def download(self) -> None:
+        """Queue the copy of all arrays to the host."""
+        self._device.download(self._host, self._address)
+
+
+def constant(device: Device, array: np.ndarray) -> int:
+    """Copy `array` to the device; return its address."""
+    address = device.allocate(array.nbytes)
+    device.upload(address, array)
+    return address
 
 
 @dataclass(frozen=True)
@@ -29,9 +74,9 @@ class WorkspaceSizes:
     """The largest sizes that memory is taken for."""
 
     batch: int
-    encode_tokens: int  # of the one request that an encoding pass takes
+    encode_tokens: int  # the most tokens of an encoding pass, which has one request
     past: Mapping[str, int]  # per kind of layer
-    widths: tuple[int, ...]  # that a full layer's may have
+    widths: tuple[int, ...]  # the widths of a full layer's past
 
     def denoise_tokens(self, config: ModelConfig) -> int:
         return self.batch * config.canvas_length
@@ -61,15 +106,15 @@ class Workspace:
         # Each slot's hidden states between steps, and the head's latest output.
         self.state = device.allocate(batch * self.row_bytes)
         self.next_hidden = device.allocate(batch * self.row_bytes)
-        # Each segment's input is kept until the pass is over, since the segment may have to run again.
+        # A segment's input is kept until the pass is over, because the segment may have to run again.
         hidden = tokens * config.hidden_size * self.hidden_dtype.itemsize
         self.hidden = [device.allocate(hidden) for _ in segments]
-        self.given = _given(device, tokens, canvas, batch)
+        self.inputs = _inputs(device, tokens, canvas, batch)
         # Only passes with images have groups.
         self.pictures = Transfer(device, {"groups": (np.int64, sizes.encode_tokens)})
         self.results = _results(device, canvas, bodies)
         self.slots = constant(device, np.arange(tokens, dtype=np.int64))
-        # Each expert's own queue; and the queue of all tokens, which comes after them.
+        # One queue per expert, then the queue of all tokens.
         self.queues = constant(device, np.arange(config.num_experts, dtype=np.int64))
         self.all_tokens = constant(device, np.array([config.num_experts], np.int64))
         self.groups = constant(device, np.full(tokens, -1, np.int64))
@@ -85,7 +130,7 @@ class Workspace:
             "new keys and values": new_bytes,
             "scratch": self.cache.scratch_bytes,
         }
-        device.synchronize()  # the constants' host arrays end here
+        device.synchronize()  # the constants' host arrays are freed after this
 
     def last_hidden(self, batch: int, length: int) -> np.ndarray:
         """Wait for the last layer's output, and return it: float32 `[batch, length, hidden_size]`."""
@@ -95,7 +140,7 @@ class Workspace:
         return held.astype(np.float32)
 
     def load(self, number: int) -> np.ndarray:
-        """Return the largest number of tokens of an expert in each layer of a body segment: int64 `[layers]`."""
+        """Return a body segment's load per layer, the most tokens of one expert: int64 `[layers]`."""
         return self.results.view(f"load_{number}", len(self.segments[number].layers))
 
     def new(self, phase: str, layer: int) -> tuple[int, int]:
@@ -132,8 +177,8 @@ class Workspace:
         return offsets, total
 
 
-def _given(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
-    """Return the buffers of what the host gives a pass, for so many tokens of it."""
+def _inputs(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
+    """Return the buffers for a pass's inputs from the host."""
     return Transfer(
         device,
         {
@@ -147,7 +192,7 @@ def _given(device: Device, tokens: int, canvas: int, batch: int) -> Transfer:
 
 
 def _results(device: Device, canvas: int, bodies: Sequence[DeviceSegment]) -> Transfer:
-    """Return the buffers of what a pass gives the host, for so many tokens of all canvases."""
+    """Return the buffers for a pass's outputs to the host."""
     loads = {f"load_{i}": (np.int64, len(body.layers)) for i, body in enumerate(bodies)}
     return Transfer(
         device,

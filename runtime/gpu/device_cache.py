@@ -11,33 +11,40 @@ import numpy as np
 from canvasrt.checkpoints.config import Layer, ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import round_up
-from canvasrt.runtime.cpu_capacity import Capacity
+from canvasrt.runtime.body_inputs import Capacity
 from canvasrt.runtime.engine import Device, Pitched
-from canvasrt.runtime.gpu.buffers import ALIGNMENT
+
+ALIGNMENT = 256  # TensorRT's requirement for addresses
+
+
+def aligned(size: int) -> int:
+    """Round `size` up to the alignment of tensors."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(eq=False)
 class DeviceRow:
-    """What a model keeps for one request: a slot of the device's caches, taken with its first
+    """A model's state of one request: a slot of the device's caches, taken with its first
     tokens."""
 
-    slot: int | None = None
+    kv_slot: int | None = None
     length: int = 0  # clean tokens in the cache
     width: int = 0  # tokens that its full layers have room for now
     # Counts the hidden states that the device computed for the request; None if it holds none.
     hidden: int | None = None
-    # The tokens that a body segment's experts have room for since a block's canvas overloaded one, by the tokens cached
-    # before the block and the segment.
+    # The rows per expert of a body segment since a block's canvas overloaded one of its experts, by the tokens cached before
+    # the block, and the segment.
     loads: dict[tuple[int, int], int] = field(default_factory=dict)
     # Nothing is learned from earlier passes: their shapes are fixed.
     capacities: dict[tuple[str, str], Capacity] = field(default_factory=dict)
 
     def load(self, segment: int) -> int:
-        """Return the tokens that a segment's experts need room for in this block, or 0 if none was overloaded so far."""
+        """Return the rows that a segment's experts need in this block, or 0 if none was overloaded so far."""
         return self.loads.get((self.length, segment), 0)
 
     def overload(self, segment: int, load: int) -> None:
-        """Note them. That holds until the block ends, even if its tokens are encoded again."""
+        """Note the rows that a segment's experts need until the block ends, even if its tokens are
+        encoded again."""
         self.loads[self.length, segment] = load
 
 
@@ -47,7 +54,7 @@ class Resident:
 
     row: DeviceRow
     number: int
-    length: int  # of the canvas
+    length: int  # positions of the canvas
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class DeviceCache:
         """Return the request in a slot, or None if it is free."""
         held = self._rows[slot]
         row = held() if held else None
-        return row if row is not None and row.slot == slot else None
+        return row if row is not None and row.kv_slot == slot else None
 
     def rows(self) -> list[DeviceRow]:
         """Return the requests that have a slot, in slot order."""
@@ -146,7 +153,7 @@ class DeviceCache:
 
     def take(self, row: DeviceRow) -> None:
         """Give a request the first free slot."""
-        if row.slot is not None:
+        if row.kv_slot is not None:
             return
         free = next((slot for slot in range(self.slots) if self.row(slot) is None), None)
         if free is None:
@@ -154,14 +161,14 @@ class DeviceCache:
                 f"all {self.slots} cache slots are taken",
                 "run fewer requests together, or build with a larger --max-batch",
             )
-        row.slot, row.width = free, self.widths[0]
+        row.kv_slot, row.width = free, self.widths[0]
         self._rows[free] = weakref.ref(row)
 
     def release(self, row: DeviceRow) -> None:
         """Free a request's slot and forget its contents."""
-        if row.slot is not None:
-            self._rows[row.slot] = None
-        row.slot, row.length, row.hidden = None, 0, None
+        if row.kv_slot is not None:
+            self._rows[row.kv_slot] = None
+        row.kv_slot, row.length, row.hidden = None, 0, None
         row.loads.clear()
 
     def append(
@@ -194,8 +201,8 @@ class DeviceCache:
         begin: int,
         count: int,
     ) -> None:
-        """Copy one layer's tokens from position `begin` on, as far as it still has them, to where
-        `append` reads them."""
+        """Copy one layer's tokens from position `begin` on, as far as they are still cached, to the
+        place where `append` reads."""
         cache = self._layers[layer]
         oldest = row.length - self._kept(cache.kind, row.length)
         for position, place, size in self._pieces(cache, max(begin, oldest), begin + count):
@@ -220,7 +227,7 @@ class DeviceCache:
     def _pieces(self, cache: LayerCache, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield the runs of neighbouring places from one position to another: the first position,
         its place, and the number of tokens."""
-        # A ring ends before a width of whole octets does.
+        # A ring is shorter than its width, which is a whole number of octets.
         width = self.past[cache.kind].most if cache.kind == "full" else self._ring
         while begin < end:
             place = self._place(cache.kind, begin)
@@ -287,8 +294,8 @@ class DeviceCache:
         return layer.heads * self.past[layer.kind].most * layer.token
 
     def _at(self, layer: LayerCache, base: int, row: DeviceRow) -> int:
-        assert row.slot is not None
-        return base + row.slot * self._stride(layer)
+        assert row.kv_slot is not None
+        return base + row.kv_slot * self._stride(layer)
 
     def _kept(self, kind: str, length: int) -> int:
         return length if kind == "full" else min(length, self._ring)

@@ -14,8 +14,7 @@ from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
 from canvasrt.defaults import GEOMETRY
 from canvasrt.pass_shapes import canvas_sizes
-from canvasrt.runtime.body_inputs import Geometry, expert_slots
-from canvasrt.runtime.cpu_capacity import Capacity, rounded
+from canvasrt.runtime.body_inputs import Capacity, Geometry, expert_slots, rounded
 from canvasrt.runtime.engine import Arrays, Backend, Segment
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds, token_feeds
 from canvasrt.runtime.model import BatchT, InputT, Model, OutputT
@@ -25,8 +24,8 @@ from canvasrt.runtime.tables import Table, map_table
 
 
 @dataclass
-class CpuRow:
-    """What the model keeps for one request: its cache, and its experts' loads so far."""
+class HostRow:
+    """The model's state of one request: its cache, and its experts' loads so far."""
 
     cache: RequestCache
     canvas: CanvasFeeds
@@ -34,7 +33,7 @@ class CpuRow:
 
 
 @dataclass(frozen=True)
-class CpuBody:
+class BodySegment:
     """One body segment and its layers."""
 
     segment: Segment
@@ -48,7 +47,7 @@ class HostModel(Model):
         self,
         config: ModelConfig,
         sampler: SamplerDefaults,
-        bodies: Sequence[CpuBody],
+        bodies: Sequence[BodySegment],
         head: Segment,
         table: Table,
         max_context: int,
@@ -58,14 +57,14 @@ class HostModel(Model):
         open_vision: Callable[[], Segment] | None = None,
         geometry: Segment | None = None,
     ) -> None:
-        """`open_vision` loads the tower, which takes memory that only images need."""
+        """`open_vision` loads the vision tower; it is called for the first image."""
         super().__init__(config, sampler, table, max_context, rows_apart, bundle)
         self._open_vision = open_vision
         self._vision: Segment | None = None
         self._bodies = tuple(bodies)
         self._head = head
         self.geometry = Geometry(geometry)
-        self._canvas = CanvasFeeds(self.geometry)  # of passes over several rows
+        self._canvas = CanvasFeeds(self.geometry)  # the inputs of passes over several rows
         self._helpers = max_workers - 1
         self._pool = ThreadPoolExecutor(self._helpers, "canvasrt") if self._helpers else None
         self._counting = threading.Lock()
@@ -80,7 +79,7 @@ class HostModel(Model):
             if entry["name"] != "vision"
         }
         bodies = [
-            CpuBody(opened[entry["name"]], tuple(entry["layers"]))
+            BodySegment(opened[entry["name"]], tuple(entry["layers"]))
             for entry in manifest.segments
             if "layers" in entry
         ]
@@ -102,16 +101,16 @@ class HostModel(Model):
     def canvas_sizes(self) -> tuple[int, ...]:
         return canvas_sizes(self.canvas_length)
 
-    def new_row(self) -> CpuRow:
-        return CpuRow(RequestCache(self.config), CanvasFeeds(self.geometry))
+    def new_row(self) -> HostRow:
+        return HostRow(RequestCache(self.config), CanvasFeeds(self.geometry))
 
     def saved_bytes(self, tokens: int) -> int:
         return RequestCache(self.config).saved_bytes(tokens)
 
-    def _save(self, row: CpuRow, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _save(self, row: HostRow, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
         return row.cache.save(tokens)
 
-    def _restore(self, row: CpuRow, saved: Sequence[Saved]) -> None:
+    def _restore(self, row: HostRow, saved: Sequence[Saved]) -> None:
         row.cache.restore([each.data for each in saved], sum(each.tokens for each in saved))
 
     def _batches(self, inputs: Sequence[InputT]) -> list[Sequence[InputT]]:
@@ -119,7 +118,7 @@ class HostModel(Model):
             return [[item] for item in inputs]
         groups: dict[object, list[InputT]] = {}
         for item in inputs:
-            key = (len(item.hidden), item.wants) if isinstance(item, DenoiseInput) else None
+            key = (len(item.hidden), item.outputs) if isinstance(item, DenoiseInput) else None
             groups.setdefault(key, []).append(item)
         return list(groups.values())
 
@@ -156,7 +155,7 @@ class HostModel(Model):
             yield from map(run, batches)
             return
         left, taking, done = enumerate(batches), threading.Lock(), dict[int, OutputT]()
-        failed = threading.Event()  # then the passes that wait are not run
+        failed = threading.Event()  # once set, waiting passes are not run
 
         def work() -> None:
             try:
@@ -211,7 +210,7 @@ class HostModel(Model):
             out = self._run_body(body, feeds | {"hidden": hidden}, rows, "encode", sum(counts))
             hidden = out["hidden_out"]
             for layer in body.layers:
-                # What the cache replaces is not needed any more.
+                # Free the old past.
                 del feeds[f"past_key_{layer}"], feeds[f"past_value_{layer}"]
                 keys, values = out[f"new_key_{layer}"], out[f"new_value_{layer}"]
                 for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -231,8 +230,8 @@ class HostModel(Model):
         for body in self._bodies:
             fed = feeds | {"hidden": hidden}
             hidden = self._run_body(body, fed, rows, "denoise", len(rows) * length)["hidden_out"]
-        wants = batch[0].wants
-        if wants == "hidden":
+        outputs = batch[0].outputs
+        if outputs == "hidden":
             return [DenoiseOutput(hidden=each) for each in hidden]
         out = self._head.run(
             {
@@ -244,19 +243,19 @@ class HostModel(Model):
             }
         )
         names = ("canvas", "argmax", "entropy", "accepted", "next_hidden")
-        shown = hidden if wants == "both" else [None] * len(batch)
+        shown = hidden if outputs == "both" else [None] * len(batch)
         return [
             DenoiseOutput(hidden=shown[i], **{name: out[name][i] for name in names})
             for i in range(len(batch))
         ]
 
-    def _canvas_of(self, rows: Sequence[CpuRow]) -> CanvasFeeds:
+    def _canvas_of(self, rows: Sequence[HostRow]) -> CanvasFeeds:
         return rows[0].canvas if len(rows) == 1 else self._canvas
 
     def _run_body(
-        self, body: CpuBody, feeds: Arrays, rows: Sequence[CpuRow], phase: str, tokens: int
+        self, body: BodySegment, feeds: Arrays, rows: Sequence[HostRow], phase: str, tokens: int
     ) -> Arrays:
-        """Run a segment. If it gives experts slots: while an expert gets more tokens than it has, run it again with more."""
+        """Run a segment. If its experts have slots, run it again with more of them while one of them overflows."""
         segment = body.segment
         fed = {name: feeds[name] for name in segment.inputs if name in feeds}
         if "load" not in segment.outputs:

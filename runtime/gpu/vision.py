@@ -1,4 +1,4 @@
-"""The vision tower on a device: patches go there, soft tokens come back."""
+"""The vision tower on a device: patches in, soft tokens out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from canvasrt.runtime.passes import EncodeInput
 from canvasrt.runtime.pictures import BUDGETS, Picture
 
 
-class Sight:
+class VisionTower:
     """The tower's engine and its memory, for one image at a time."""
 
     def __init__(self, device: Device, engine: Engine, config: ModelConfig) -> None:

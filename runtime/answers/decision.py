@@ -1,0 +1,246 @@
+"""Decisions: one or a few denoising steps over a template give the probabilities of labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.host_head import log_softmax
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.passes import DenoiseOutput
+from canvasrt.runtime.request import Event, FinishReason, Request, Result
+from canvasrt.runtime.request_state import RequestState
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A place where labels differ: their common prefix, and the tokens that may follow it."""
+
+    prefix: TokenIds
+    children: TokenIds  # ascending
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The labels of one question as tokens: distinct, and all of one length."""
+
+    tokens: tuple[TokenIds, ...]
+
+    @property
+    def width(self) -> int:
+        return len(self.tokens[0])
+
+    @cached_property
+    def forks(self) -> tuple[Fork, ...]:
+        """Every fork of the tree of labels, the shallowest first."""
+        followers: dict[TokenIds, set[int]] = {}
+        for label in self.tokens:
+            for depth, token in enumerate(label):
+                followers.setdefault(label[:depth], set()).add(token)
+        found = [
+            Fork(prefix, tuple(sorted(children)))
+            for prefix, children in followers.items()
+            if len(children) > 1
+        ]
+        return tuple(sorted(found, key=lambda fork: (len(fork.prefix), fork.prefix)))
+
+    def allowed(self, prefix: TokenIds, offset: int) -> TokenIds:
+        """Return the tokens at `offset` of the labels with this prefix, ascending."""
+        fitting = (label for label in self.tokens if label[: len(prefix)] == prefix)
+        return tuple(sorted({label[offset] for label in fitting}))
+
+    def log_probabilities(self, forks: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the labels' log-probabilities `[labels]` by the chain rule.
+
+        forks: per fork, in order, the log-probabilities of its children.
+        """
+        total = np.zeros(len(self.tokens))
+        for number, label in enumerate(self.tokens):
+            for fork, logs in zip(self.forks, forks, strict=True):
+                depth = len(fork.prefix)
+                if label[:depth] == fork.prefix:
+                    total[number] += logs[fork.children.index(label[depth])]
+        return total
+
+
+@dataclass(frozen=True)
+class Blank:
+    """The place of one question's labels on a canvas."""
+
+    question: int
+    begin: int
+    labels: Labels
+
+
+@dataclass(frozen=True)
+class Template:
+    """A canvas: fixed tokens `[length]`, and blanks. The tokens at a blank are ignored."""
+
+    tokens: tuple[int, ...]
+    blanks: tuple[Blank, ...]
+
+    @property
+    def rounds(self) -> int:
+        """The passes per draw and step: as many as the largest tree of labels has forks."""
+        return max(len(blank.labels.forks) for blank in self.blanks)
+
+
+def labels_of(labels: Sequence[Sequence[int]], end: int, filler: int, path: str) -> Labels:
+    """Pad labels to one length: if their lengths differ, every label ends with `end`, then `filler`.
+
+    CanvasError, which names `path`, for an empty label or two labels with the same tokens.
+    """
+    seen: dict[TokenIds, int] = {}
+    for number, label in enumerate(map(tuple, labels)):
+        if not label:
+            raise CanvasError(f"{path}[{number}] has no tokens", "give each option some text")
+        if label in seen:
+            raise CanvasError(
+                f"{path}[{number}] has the same tokens as {path}[{seen[label]}]",
+                "give options that the tokenizer tells apart",
+            )
+        seen[label] = number
+    lengths = {len(label) for label in labels}
+    if len(lengths) == 1:
+        return Labels(tuple(map(tuple, labels)))
+    width = max(lengths) + 1
+    closed = (tuple(label) + (end,) for label in labels)
+    return Labels(tuple(label + (filler,) * (width - len(label)) for label in closed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionRequest(Request):
+    """A prompt, and the templates whose labels are read after it.
+
+    samples: draws of noise; each reads every template. params: its seed, its temperatures, its
+    entropy bound and, as `max_denoising_steps`, how many steps lead to the labels.
+    """
+
+    templates: tuple[Template, ...]
+    samples: int = 1
+
+    @property
+    def new_tokens(self) -> int:
+        return max(len(template.tokens) for template in self.templates)
+
+    def check(self, model: Model) -> None:
+        self.validate(model.config, model.max_context)
+        if self.pictures:
+            model.check_pictures(self.pictures)
+
+    def validate(self, config: ModelConfig, max_context: int) -> None:
+        room = self.new_tokens
+        self.check_prompt(config, max_context, room, f"a canvas of {room}")
+
+    def check_limits(self, max_steps: int | None, max_passes: int | None) -> None:
+        """Raise CanvasError for more steps or passes than an operator allows; None is no limit."""
+        steps = self.params.max_denoising_steps
+        if max_steps is not None and steps > max_steps:
+            raise CanvasError(f"steps is {steps}", f"this server allows {max_steps}")
+        rounds = sum(template.rounds for template in self.templates)
+        passes = rounds * self.samples * steps
+        if max_passes is not None and passes > max_passes:
+            raise CanvasError(
+                f"the questions take {passes} denoising passes",
+                f"this server allows {max_passes}: ask fewer questions, samples or steps",
+            )
+
+
+@dataclass(frozen=True)
+class DecisionResult(Result):
+    """Probabilities per question, in the questions' order, float64 `[samples, labels]`."""
+
+    draws: list[np.ndarray] = field(default_factory=list)
+
+
+class DecisionState(RequestState):
+    """The state of one such request between passes.
+
+    Every question is read at its first fork in the first round, at its second fork in the second,
+    and so on, with the fork's prefix in place. Other positions of the blanks hold noise.
+    """
+
+    shows_drafts = False
+
+    def __init__(self, id: int, request: DecisionRequest, model: Model, added: float) -> None:
+        # Every canvas takes all its steps.
+        request = replace(request, params=replace(request.params, early_stop=False))
+        super().__init__(id, request, model, added)
+        self._request = request
+        # The draw, the template and the round of every canvas.
+        self._canvases = [
+            (draw, template, round)
+            for draw, template in product(range(request.samples), request.templates)
+            for round in range(template.rounds)
+        ]
+        self._logs: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def result(self, reason: FinishReason) -> DecisionResult:
+        """Return the result so far: no probabilities before the end."""
+        common = vars(super().result(reason)) | {"steps": [sum(self._steps) + self._step]}
+        return DecisionResult(**common, draws=self._draws() if reason == "stop" else [])
+
+    def _allowed_tokens(self) -> dict[int, np.ndarray]:
+        _, template, round = self._canvases[len(self._steps)]
+        allowed = {i: np.array([token]) for i, token in enumerate(template.tokens)}
+        for blank in template.blanks:
+            forks = blank.labels.forks
+            prefix = forks[round].prefix if round < len(forks) else ()
+            for offset in range(blank.labels.width):
+                tokens = blank.labels.allowed(prefix, offset)
+                allowed[blank.begin + offset] = np.array(tokens, np.int64)
+        return allowed
+
+    def _first_canvas(self) -> np.ndarray:
+        canvas = super()._first_canvas()
+        for place, tokens in self._allowed.items():
+            canvas[place] = tokens[0] if len(tokens) == 1 else canvas[place]
+        return canvas
+
+    def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        # All templates and rounds of a draw share their noise, so an answer does not depend on the
+        # questions on other canvases.
+        draw, template, _ = self._canvases[len(self._steps)]
+        length, size = len(template.tokens), self._model.config.vocab_size
+        return step_noise(self._params.seed, draw, step, length, size)
+
+    def _sample(self, output: DenoiseOutput) -> DenoiseOutput | None:
+        """Run the sampler; in a canvas's last step, read the labels instead."""
+        if self._step < self._params.max_denoising_steps:
+            return super()._sample(output)
+        assert output.hidden is not None
+        draw, template, round = self._canvases[len(self._steps)]
+        for blank in template.blanks:
+            if round < len(blank.labels.forks):
+                fork = blank.labels.forks[round]
+                place = blank.begin + len(fork.prefix)
+                tokens = np.array(fork.children, np.int64)
+                logits = self._model.host_head.logits(output.hidden[place : place + 1], tokens)
+                self._logs[draw, blank.question, round] = log_softmax(logits)[0]
+        return output
+
+    def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:
+        self._steps.append(self._step)
+        self._step = 0
+        return [] if len(self._steps) < len(self._canvases) else [self._finish("stop")]
+
+    def _draws(self) -> list[np.ndarray]:
+        blanks = [blank for template in self._request.templates for blank in template.blanks]
+        found = []
+        for blank in sorted(blanks, key=lambda blank: blank.question):
+            rows = []
+            for draw in range(self._request.samples):
+                forks = range(len(blank.labels.forks))
+                logs = [self._logs[draw, blank.question, each] for each in forks]
+                rows.append(np.exp(blank.labels.log_probabilities(logs)))
+            found.append(np.stack(rows))
+        return found

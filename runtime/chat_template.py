@@ -1,0 +1,212 @@
+"""Renders a checkpoint's chat template, and distinguishes its control tokens from the same text in callers' messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from canvasrt.errors import CanvasError
+
+# Halves of surrogate pairs, which no text may hold, so that callers cannot write them.
+_FIRST, _LAST = 0xD800, 0xDFFF
+_HALF = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
+
+
+class ControlTexts:
+    """The spellings of control tokens. Where a template wrote one, text is `marked`: its characters are replaced, one by one,
+    by halves of surrogate pairs."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        self._spellings = sorted({each for each in spellings if each}, key=len, reverse=True)
+        # The longest at the leftmost place, as tokenizers match them.
+        self._pattern = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")
+        alphabet = sorted(set("".join(self._spellings)))
+        self._marks = {ord(each): chr(_FIRST + n) for n, each in enumerate(alphabet)}
+        self._plain = {_FIRST + n: each for n, each in enumerate(alphabet)}
+
+    def mark(self, text: str) -> str:
+        """Return a template's own text with its control tokens marked."""
+        return self._pattern.sub(lambda found: found[0].translate(self._marks), text)
+
+    def unmark(self, text: str) -> str:
+        """Return marked text in plain spelling."""
+        return _HALF.sub(lambda found: self._plain.get(ord(found[0]), found[0]), text)
+
+    def pieces(self, marked: str) -> list[str]:
+        """Cut marked text wherever callers' characters would be read as a control token.
+
+        The pieces add up to the unmarked text.
+        """
+        text = self.unmark(marked)
+        cuts, at = [0], 0
+        while found := self._pattern.search(text, at):
+            own = [bool(_HALF.match(each)) for each in marked[found.start() : found.end()]]
+            if all(own):
+                at = found.end()
+                continue
+            at = found.start() + (own.index(False) or 1)
+            cuts.append(at)
+        return [text[begin:end] for begin, end in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+class ChatTemplate:
+    """A checkpoint's chat template. `special` are variables of its own, such as bos_token."""
+
+    def __init__(self, source: str, special: Mapping[str, str], control: ControlTexts) -> None:
+        environment = _Environment(control)
+        tree = environment.parse(source)
+        _MarkOwnText(control).visit(tree)
+        tree.set_environment(environment)
+        self._template = environment.from_string(tree)
+        self._special = {name: environment.own(text) for name, text in special.items()}
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return marked text. CanvasError if the template refuses its variables."""
+        check_characters(variables)
+        try:
+            return self._template.render({**self._special, **variables})
+        except (
+            Exception
+        ) as error:  # a template may fail on values of a form that it does not expect
+            raise CanvasError(
+                f"the chat template refused the messages: {error}",
+                "give messages with `role` and `content`, in the order that the model expects",
+            ) from error
+
+
+def check_characters(value: Any) -> None:
+    """Raise CanvasError if a string in a JSON value, or a key, has half of a surrogate pair."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            if not each.isascii() and _HALF.search(each):
+                raise CanvasError("a text has half of a surrogate pair", "send whole characters")
+        elif isinstance(each, Mapping):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            left += each
+
+
+class _OwnText(str):
+    """A string of the template that holds control tokens: compared in plain spelling, written
+    marked."""
+
+    marked: str
+
+    def __new__(cls, text: str, marked: str | None = None) -> Any:
+        if marked is None:  # `format` in the sandbox, whose result also holds callers' text
+            return text
+        own = super().__new__(cls, text)
+        own.marked = marked
+        return own
+
+    def __str__(self) -> str:
+        return self.marked
+
+    def __radd__(self, other: str) -> str:
+        return other + self.marked
+
+
+def _as_written(name: str) -> Any:
+    def method(self: _OwnText, *arguments: Any) -> Any:
+        return getattr(self.marked, name)(*map(_written, arguments))
+
+    return method
+
+
+# Without `format`, which the sandbox has to see.
+for _name in ("__add__", "__format__", "__mod__", "__mul__", "join", "lstrip", "rstrip", "strip"):
+    setattr(_OwnText, _name, _as_written(_name))
+
+
+def _written(value: Any) -> Any:
+    return value.marked if isinstance(value, _OwnText) else value
+
+
+class _MarkOwnText(NodeTransformer):
+    """Marks the control tokens that a template writes. Whether a string is written or compared only
+    shows at run time."""
+
+    def __init__(self, control: ControlTexts) -> None:
+        self._control = control
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
+        return nodes.TemplateData(self._control.mark(node.data), lineno=node.lineno)
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if not isinstance(node.value, str) or self._control.mark(node.value) == node.value:
+            return node
+        own = nodes.EnvironmentAttribute("own", lineno=node.lineno)
+        return nodes.Call(own, [node], [], None, None, lineno=node.lineno)
+
+    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
+        if isinstance(node.node, nodes.Const) and isinstance(node.node.value, str):
+            # '<|turn>{}'.format(role)
+            marked = nodes.Const(self._control.mark(node.node.value), lineno=node.lineno)
+            return nodes.Getattr(marked, node.attr, node.ctx, lineno=node.lineno)
+        self.generic_visit(node)
+        return node
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The environment that transformers renders templates in. Templates are untrusted, hence the
+    sandbox."""
+
+    def __init__(self, control: ControlTexts) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, jinja2.ext.loopcontrols],
+        )
+        self._control = control
+        self.filters["tojson"] = _to_json
+        self.filters["replace"] = _replace
+        self.globals["raise_exception"] = _raise
+        self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+
+    def own(self, text: str) -> str:
+        """Return a template's own string."""
+        own: str = _OwnText(text, self._control.mark(text))
+        return own
+
+
+class _Generation(jinja2.ext.Extension):
+    """Treats `{% generation %}` blocks, which mark answers for training, as plain content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja's own filter would escape HTML characters.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _replace(text: Any, old: Any, new: Any, count: int = -1) -> str:
+    # jinja's own filter would look for the marked text.
+    return str(text).replace(old if isinstance(old, str) else str(old), str(new), count)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

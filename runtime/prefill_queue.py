@@ -1,0 +1,109 @@
+"""The chunks that encode a request's tokens, those in its cache and those to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.passes import EncodeInput, Row
+from canvasrt.runtime.pictures import Picture, groups_of, see_groups
+from canvasrt.runtime.prefix import Chunk, chunks_of
+
+
+class PrefillQueue:
+    """A list of chunks, and a cursor on the next one to encode: the prompt, then every block but
+    the last.
+
+    A request that lost its cache rewinds the cursor: the same tokens are encoded again, cut as before.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        pictures: Sequence[Picture],
+        model: Model,
+        watch: Callable[[np.ndarray], bool] | None = None,
+    ) -> None:
+        """`watch` gets the encoder's output at the end of the prompt and of every block, as
+        `EncodeInput.keep`."""
+        self._model, self._pictures, self._watch = model, pictures, watch
+        tokens = np.array(prompt, np.int64)
+        groups = groups_of(tokens, pictures, model.config) if pictures else None
+        digests = [each.digest for each in pictures]
+        self._chunks = chunks_of(tokens, model.prefill_chunk, groups, digests)
+        self._watch_last()
+        self._next = self._furthest = 0
+        self.cached = 0  # tokens of the prompt that came from the prefix cache
+
+    @property
+    def empty(self) -> bool:
+        """Whether all tokens are in the cache."""
+        return self._next == len(self._chunks)
+
+    @property
+    def returning(self) -> bool:
+        """Whether tokens are encoded again that were in the cache before."""
+        return self._next < self._furthest
+
+    @property
+    def next(self) -> Chunk:
+        """The chunk to encode next."""
+        return self._chunks[self._next]
+
+    def cacheable(self) -> list[Chunk]:
+        """Return the next chunks that the prefix cache may hold. It holds no outputs, so a watched
+        chunk is encoded."""
+        found: list[Chunk] = []
+        for chunk in self._chunks[self._next :]:
+            if not chunk.key or chunk.keep is not None:
+                break
+            found.append(chunk)
+        return found
+
+    def input(self, row: Row) -> EncodeInput:
+        """Return the next chunk as the input of an encoding pass."""
+        chunk = self.next
+        groups, features = None, None
+        if chunk.groups is not None:
+            groups, features = see_groups(chunk.groups, self._pictures, self._model.see)
+        return EncodeInput(row, chunk.tokens, groups, features, chunk.keep, chunk.whole)
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append a block's tokens, int64 `[n]`."""
+        size = self._model.prefill_chunk
+        self._chunks += [Chunk(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+        self._watch_last()
+
+    def add_trial(self, tokens: np.ndarray, keep: Callable[[np.ndarray], bool]) -> None:
+        """Append tokens in one chunk. `keep` says whether they stay in the cache; `keep_trial` or
+        `drop_trial` follows."""
+        self._chunks.append(Chunk(tokens, keep=keep, whole=True))
+
+    def keep_trial(self) -> None:
+        """Treat the last trial as a block's tokens from now on."""
+        self._watch_last()
+
+    def drop_trial(self) -> None:
+        """Forget the last trial, which did not stay in the cache."""
+        self._chunks.pop()
+        self._next = self._furthest = len(self._chunks)
+
+    def advance(self) -> None:
+        """Count the next chunk as encoded."""
+        self._next += 1
+        self._furthest = max(self._furthest, self._next)
+
+    def skip(self, count: int) -> None:
+        """Count the next `count` chunks as encoded: they came from the prefix cache."""
+        for _ in range(count):
+            self.cached += 0 if self.returning else self.next.size
+            self.advance()
+
+    def rewind(self) -> None:
+        """Encode everything again."""
+        self._next = 0
+
+    def _watch_last(self) -> None:
+        self._chunks[-1] = self._chunks[-1]._replace(keep=self._watch)

@@ -1,0 +1,289 @@
+"""The loop over blocks that every running request shares, whatever its kind.
+
+    noise → pass → sampler → settle → what follows the block
+
+A kind of request says where a block begins (`_allowed_tokens`, `_first_canvas`), how a pass becomes a step
+(`_sample`), and what follows a block (`_end_block`).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from canvasrt.runtime.conditions import among
+from canvasrt.runtime.early_stop import EarlyStopping, SettledPrefix
+from canvasrt.runtime.host_head import TokenScore
+from canvasrt.runtime.host_sampler import host_step, redrawn
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.noise import step_noise
+from canvasrt.runtime.passes import (
+    DenoiseInput,
+    DenoiseOutput,
+    EncodeInput,
+    Hidden,
+    Outputs,
+    hidden_input,
+)
+from canvasrt.runtime.prefill_queue import PrefillQueue
+from canvasrt.runtime.request import (
+    Block,
+    BlockScore,
+    Draft,
+    Event,
+    Finished,
+    FinishReason,
+    Request,
+    Result,
+    Settled,
+    Timings,
+)
+
+
+class RequestState(ABC):
+    """One request between passes.
+
+    Follows transformers' `DiffusionGemmaGenerationMixin.generate` for a batch of one.
+    """
+
+    shows_drafts = True
+
+    def __init__(
+        self,
+        id: int,
+        request: Request,
+        model: Model,
+        added: float,
+        watch: Callable[[np.ndarray], bool] | None = None,
+    ) -> None:
+        """`watch` is the prefill queue's."""
+        self.id, self.owner = id, request.owner
+        self.prompt = [int(token) for token in request.prompt_token_ids]
+        self.row = model.new_row()
+        self.queue = PrefillQueue(request.prompt_token_ids, request.pictures, model, watch)
+        self.passes = self.turn = self.place = 0  # as `Schedule` counts
+        self.finished = self.cancelled = False
+        self.job: Future[Any] | None = None  # a search, on another thread, that the next step needs
+        self.job_began = 0.0
+        self._model, self._params = model, request.params
+        self._length = request.params.canvas(model.config)
+        self._added = added
+        self._first_block: float | None = None  # seconds
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenScore] = []
+        self._block_scores: list[BlockScore] = []
+        self._steps: list[int] = []  # steps of earlier blocks
+        self._step = self._attempt = 0  # within this block
+        self._hidden: Hidden = None
+        self._allowed: dict[int, np.ndarray] = {}  # tokens by position of the canvas
+        self._early = EarlyStopping(request.params)
+        self._settled = SettledPrefix(request.params)
+
+    # Called by the generator.
+
+    @property
+    def waits(self) -> bool:
+        """Whether it cannot step yet: tokens are not encoded, or a search is running."""
+        return not self.queue.empty or self.job is not None
+
+    @property
+    def parks(self) -> bool:
+        """Whether it may be parked. A parked request first has to be encoded up to where it was."""
+        return not self.queue.returning
+
+    @property
+    def searches(self) -> bool:
+        """Whether a search for its next step is under way."""
+        return self.job is not None and not self.job.done()
+
+    def park(self) -> None:
+        """Give up the place in the batch. Tokens that the model drops from the cache are encoded again later."""
+        self._hidden, lost = self._model.park(self.row, self._hidden)
+        if lost:
+            self.queue.rewind()
+
+    def skip(self, count: int) -> None:
+        """Count the next `count` chunks as encoded: they came from the prefix cache."""
+        returning = self.queue.returning
+        self.queue.skip(count)
+        self._came_back(returning)
+
+    def next_chunk(self) -> EncodeInput:
+        """Return the input of the next encoding pass."""
+        return self.queue.input(self.row)
+
+    def encoded(self) -> list[Event]:
+        """Count that chunk as encoded. Return the resulting events."""
+        returning = self.queue.returning
+        self.queue.advance()
+        self._came_back(returning)
+        return []
+
+    def next_step(self) -> DenoiseInput:
+        """Return the input of the next denoising step. The first step of a block makes its canvas."""
+        if self._step == 0:
+            self._allowed = self._allowed_tokens()
+            self._hidden = self._model.first_hidden(self._first_canvas())
+            self._early.start_block()
+            self._settled = SettledPrefix(self._params)
+        self._step += 1
+        if self._outputs == "hidden":
+            return hidden_input(self.row, self._hidden)
+        return DenoiseInput(
+            self.row,
+            self._hidden,
+            self._params.temperature_at(self._step),
+            self._params.entropy_bound,
+            *self._noise(self._step),
+            self._outputs,
+        )
+
+    def take(self, output: DenoiseOutput) -> list[Event]:
+        """Apply the result of that step. Return its draft, and the events of a finished block or
+        request."""
+        step = self._sample(output)
+        return [] if step is None else self._advance(step)
+
+    def collect(self) -> list[Event]:
+        """Return the events of a finished search."""
+        return []
+
+    def cancel(self) -> Result:
+        """Stop a search. Return the result so far."""
+        self.cancelled = True
+        if self.job is not None:
+            self.job.cancel()
+        return self.result("cancelled")
+
+    def result(self, reason: FinishReason) -> Result:
+        """Return the result so far."""
+        return Result(
+            token_ids=self._tokens,
+            prompt_token_ids=self.prompt,
+            finish_reason=reason,
+            seed=self._params.seed,
+            steps=self._steps,
+            timings=Timings(self._first_block, time.perf_counter() - self._added),
+            cached_tokens=self.queue.cached,
+            logprobs=self._logprobs,
+            block_scores=self._block_scores,
+        )
+
+    # Overridden by kinds of request.
+
+    def _allowed_tokens(self) -> dict[int, np.ndarray]:
+        """Return the tokens, int64 `[k]`, that each restricted position of the block may have."""
+        return {}
+
+    def _first_canvas(self) -> np.ndarray:
+        """Return the block's first canvas, int64 `[canvas]`."""
+        return self._noise(0)[1]
+
+    @property
+    def _outputs(self) -> Outputs:
+        """The outputs that a pass must return: the engines' sampler cannot restrict tokens."""
+        if self._params.logit_bias or self._allowed:
+            return "hidden"
+        return "both" if self._params.logprobs or self._params.on_host else "tokens"
+
+    def _sample(self, output: DenoiseOutput) -> DenoiseOutput | None:
+        """Return the sampled step; None if a search decides it and `collect` continues."""
+        if self._outputs != "hidden" and not self._params.on_host:
+            return output
+        assert output.hidden is not None
+        head, (uniforms, noise) = self._model.host_head, self._noise(self._step)
+        if self._outputs == "hidden":
+            return host_step(
+                head, output.hidden, self._allowed, self._params, self._step, uniforms, noise
+            )
+        temperature = self._params.temperature_at(self._step)
+        output, places, states = redrawn(head, output, self._params, temperature, uniforms)
+        if not places.size:
+            return output
+        revised = self._model.revise(self.row, output.next_hidden, places, states)
+        return replace(output, next_hidden=revised)
+
+    @abstractmethod
+    def _end_block(self, canvas: np.ndarray, settled: int, step: DenoiseOutput) -> list[Event]:
+        """Return the events of a block that ends with `step`. Its first `settled` tokens were sent
+        already."""
+
+    # Shared by all kinds.
+
+    def _noise(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a step's uniforms and its noise among the allowed tokens."""
+        size, block = self._model.config.vocab_size, len(self._steps)
+        uniforms, tokens = step_noise(
+            self._params.seed, block, step, self._length, size, self._attempt
+        )
+        return uniforms, among(tokens, self._allowed, size)
+
+    def _advance(self, step: DenoiseOutput) -> list[Event]:
+        """Continue with the canvas after a step, or end its block."""
+        self._hidden = step.next_hidden
+        before = len(self._settled.tokens)
+        new = self._settled.take(step)
+        canvas = self._settled.over(step.argmax)
+        events: list[Event] = []
+        if self.shows_drafts:
+            events.append(self._draft(canvas, step))
+        last = self._step == self._params.max_denoising_steps
+        if self._early.stops(step.argmax, step.entropy) or last or self._is_settled():
+            events += self._end_block(canvas, before, step)
+        elif new:
+            logprobs = self._scores_of(step, before, new)
+            self._logprobs += logprobs
+            events.append(Settled(self.id, len(self._steps), self._step, new, logprobs))
+        return events
+
+    def _draft(self, canvas: np.ndarray, step: DenoiseOutput) -> Draft:
+        settled, cached = len(self._settled.tokens), self.queue.cached
+        shown = (canvas, step.accepted, step.canvas)
+        return Draft(self.id, len(self._steps), self._step, *shown, settled, cached)
+
+    def _is_settled(self) -> bool:
+        """Whether the block is decided: the settled tokens reach the budget, an end-of-sequence token
+        or the end of the canvas."""
+        tokens = self._settled.tokens
+        room = self._params.max_new_tokens - len(self._tokens)
+        ended = any(token in self._params.eos_token_ids for token in tokens)
+        return ended or len(tokens) >= min(room, self._length)
+
+    def _scores_of(
+        self, step: DenoiseOutput, begin: int, tokens: Sequence[int]
+    ) -> list[TokenScore]:
+        """Return the log-probabilities, if requested, of tokens that become final in this step."""
+        if not (self._params.logprobs and tokens):
+            return []
+        assert step.hidden is not None
+        hidden, top = step.hidden[begin : begin + len(tokens)], self._params.top_logprobs
+        return self._model.host_head.scores(hidden, tokens, top, self._step)
+
+    def _commit_block(self, block: Block, canvas: np.ndarray, encoded: bool = False) -> list[Event]:
+        """Append a final block to the answer; return its events. encoded: it is in the cache already."""
+        self._steps.append(block.steps)
+        self._step = 0
+        if self._first_block is None and block.tokens:
+            self._first_block = time.perf_counter() - self._added
+        self._tokens += block.tokens
+        self._logprobs += block.logprobs
+        if block.finish:  # nothing follows the last block, so it is not encoded
+            return [block, self._finish(block.finish)]
+        if not encoded:
+            self.queue.add(canvas)
+        return [block]
+
+    def _finish(self, reason: FinishReason) -> Finished:
+        self.finished = True
+        return Finished(self.id, self.result(reason))
+
+    def _came_back(self, returning: bool) -> None:
+        """Start a new turn once a parked request is encoded up to where it was."""
+        if returning and not self.queue.returning:
+            self.turn = 0
