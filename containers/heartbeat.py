@@ -1,4 +1,4 @@
-"""How a process shows that it makes progress, and says why it ends."""
+"""A process's heartbeat, and the reason that it leaves when it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import struct
 import time
 from pathlib import Path
 
-# Two numbers of eight bytes: when it beat last, in seconds of the monotonic clock; how many reports it has acknowledged.
+# Two numbers of eight bytes: the time of the last beat in seconds of the monotonic clock, and the number of acknowledged
+# reports.
 _SIZE = 16
 _BEAT, _ACKNOWLEDGED = struct.Struct("d"), struct.Struct("q")
 
@@ -21,10 +22,11 @@ class Heartbeat:
 
     def __init__(self, descriptor: int) -> None:
         """Map the file behind a descriptor, which may then be closed."""
-        os.ftruncate(descriptor, _SIZE)
+        # On a full disk, a file that has a size but no space would end the process at its first beat.
+        os.posix_fallocate(descriptor, 0, _SIZE)
         memory = memoryview(mmap.mmap(descriptor, _SIZE))
-        # An item of these is stored at once. `struct.pack_into` stores zeros first, and a reader may
-        # see them: a beat of long ago.
+        # These items are stored atomically. `struct.pack_into` stores zeros first, which a reader would take for a very old
+        # beat.
         self._beat, self._acknowledged = memory[:8].cast("d"), memory[8:].cast("q")
         self._acknowledged[0] = 0
         self.beat()
@@ -39,18 +41,19 @@ class Heartbeat:
             os.close(descriptor)
 
     def beat(self, since: float = math.inf) -> None:
-        """Say that there is progress now, but for something that has been under way `since` then."""
+        """Report progress now; or only up to `since`, when a task that is still running began."""
         # All processes of a machine share the monotonic clock.
         self._beat[0] = min(since, time.monotonic())
 
     def acknowledge(self) -> None:
-        """Say that one more report of the parent has taken effect."""
+        """Count one more report of the parent as applied."""
         self._acknowledged[0] += 1
 
 
 def silence(descriptor: int) -> float | None:
     """Return the seconds since the last beat behind a descriptor; None before the first."""
-    # A read need not be one copy of eight bytes. The later of two is not torn.
+    # A read may be torn, since it need not copy eight bytes at once. The later of two reads is
+    # whole.
     last = max(_read(descriptor, _BEAT, 0), _read(descriptor, _BEAT, 0))
     return time.monotonic() - last if last else None
 
@@ -68,7 +71,7 @@ def silence_at(path: Path) -> float | None:
 
 
 def acknowledged(descriptor: int) -> int:
-    """Return how many reports have taken effect in the process that beats behind a descriptor."""
+    """Return how many reports the process behind a descriptor has acknowledged."""
     return int(_read(descriptor, _ACKNOWLEDGED, _BEAT.size))
 
 
@@ -79,7 +82,7 @@ def _read(descriptor: int, number: struct.Struct, place: int) -> float:
 
 
 def leave_reason(path: Path, message: str, hint: str) -> None:
-    """Write why this process ends. Nothing can be done if that fails."""
+    """Write why this process ends. Failures to write are ignored."""
     with contextlib.suppress(OSError):
         path.write_text(f"{message}\n{hint}", encoding="utf-8")
 

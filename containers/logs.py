@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import logging.handlers
+import queue
 import sys
 import time
+from typing import TextIO
 
 _MINUTE = 60.0
+_PATIENCE = 1.0  # seconds for a log's reader, at the end
 
 
 class JsonLines(logging.Formatter):
@@ -38,8 +43,8 @@ class Seldom:
         self._left_out: dict[str, int] = {}
 
     def note(self, reason: str, message: str) -> None:
-        """Log the message, with how many of its reason were left out before, unless there was one
-        within a minute. There may only be few reasons."""
+        """Log the message, with the number of suppressed ones for its reason, unless one was logged
+        within a minute. The number of reasons must be small."""
         now = time.monotonic()
         if now - self._last.get(reason, -_MINUTE) < _MINUTE:
             self._left_out[reason] = self._left_out.get(reason, 0) + 1
@@ -50,10 +55,59 @@ class Seldom:
         self._log.log(self._level, "%s%s", message, more)
 
 
+class Patient(logging.handlers.QueueHandler):
+    """Formats records, and passes them on to a handler that may block, on a thread. What does not fit
+    the queue is dropped, and counted in a line of its own."""
+
+    def __init__(self, handler: logging.Handler, most: int = 10_000) -> None:
+        self.records: queue.Queue[logging.LogRecord] = queue.Queue(most)
+        super().__init__(self.records)
+        self.dropped = 0
+        self._listener = _Counting(self, handler)
+        self._listener.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            super().enqueue(record)
+        except queue.Full:
+            self.dropped += 1
+
+    def flush(self) -> None:
+        """Wait for the reader, but not for long."""
+        end = time.monotonic() + _PATIENCE
+        while self.records.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._listener.enqueue_sentinel()
+        super().close()
+
+
+class _Counting(logging.handlers.QueueListener):
+    def __init__(self, of: Patient, handler: logging.Handler) -> None:
+        super().__init__(of.records, handler)
+        self._of, self._told = of, 0
+
+    def handle(self, record: logging.LogRecord) -> None:
+        super().handle(record)
+        if missing := self._of.dropped - self._told:
+            self._told += missing
+            text = f"{missing} lines of the log were dropped: its reader was too slow"
+            told = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+            record = logging.makeLogRecord({**told, "msg": text})
+            super().handle(self._of.prepare(record))
+
+
+def lines_to(stream: TextIO) -> Patient:
+    """Return what writes messages as lines."""
+    return Patient(logging.StreamHandler(stream))
+
+
 def configure(level: str, json_logs: bool) -> None:
-    """Send this process's log to stderr."""
+    """Send this process's log to stderr, without ever waiting for its reader."""
     level = "DEBUG" if level == "TRACE" else level  # Python has no TRACE
-    handler = logging.StreamHandler(sys.stderr)
+    handler = lines_to(sys.stderr)
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonLines() if json_logs else plain)
     logging.basicConfig(level=level, handlers=[handler], force=True)

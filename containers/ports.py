@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import combinations
 from typing import ClassVar
@@ -15,13 +16,13 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import port_option
 
 BACKLOG = 1024  # connections that wait in the kernel
-# An address for all of a machine's → the one to call instead.
+# An address that means all interfaces → the one to call instead.
 _EVERY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Triton's ports. 0 stands for a free one."""
+    """Triton's ports. 0 takes a free one."""
 
     SUFFIX: ClassVar[str] = "_port"  # of the options' names
 
@@ -36,7 +37,7 @@ class Ports:
     )
 
     def requests(self, host: str, metrics_host: str | None = None) -> list[PortRequest]:
-        """Return what the ports' options ask for."""
+        """Return the ports that the options ask for."""
         return [
             PortRequest(
                 f"--{each.name}-port",
@@ -46,19 +47,21 @@ class Ports:
             for each in fields(self)
         ]
 
-    def with_free_ones(self, host: str, metrics_host: str | None = None) -> Ports:
-        """Return the ports with every 0 replaced by a free one. CanvasError for a port that cannot
-        be used."""
+    @contextlib.contextmanager
+    def held(self, host: str, metrics_host: str | None = None) -> Iterator[Ports]:
+        """Yield the ports with every 0 replaced by a free one, and keep others from them while the
+        block runs. CanvasError for a port that cannot be used.
+
+        A socket that is bound and does not listen holds a port: the kernel gives it to nobody else,
+        but Triton, whose sockets have SO_REUSEADDR, can still listen on it.
+        """
         asked = self.requests(host, metrics_host)
         check_distinct(asked)
-        held: list[socket.socket] = []
-        try:
-            # Hold each until all are known, so that no two get the same free port.
-            held += (listen(each.host, each.port, each.option) for each in asked)
-            return Ports(*(each.getsockname()[1] for each in held))
-        finally:
-            for each in held:
-                each.close()
+        with contextlib.ExitStack() as stack:
+            sockets = [
+                stack.enter_context(bind(each.host, each.port, each.option)) for each in asked
+            ]
+            yield Ports(*(each.getsockname()[1] for each in sockets))
 
 
 @dataclass(frozen=True)
@@ -83,27 +86,38 @@ def check_distinct(asked: Sequence[PortRequest]) -> None:
 
 def listen(host: str, port: int, option: str, backlog: int = 1) -> socket.socket:
     """Return a listening socket; port 0 takes a free one. CanvasError names the option to change."""
-    if not 0 <= port <= 65535:
-        raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = bind(host, port, option)
     try:
-        listener.bind((host, port))
         listener.listen(backlog)
-    except OSError as error:
+    except OSError as error:  # a port that another process holds
         listener.close()
         raise _refusal(host, port, option, error) from error
     return listener
 
 
+def bind(host: str, port: int, option: str) -> socket.socket:
+    """Return a socket that holds a port; port 0 takes a free one. CanvasError names the option to
+    change."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"{option} is {port}", "give a port from 1 to 65535, or 0 for a free one")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise _refusal(host, port, option, error) from error
+    return bound
+
+
 def callable_host(host: str) -> str:
-    """Return the address to call for one to listen on: loopback's for all."""
+    """Return the address to call for an address to listen on: loopback for all interfaces."""
     return _EVERY.get(host, host)
 
 
 def url_host(host: str) -> str:
-    """Return the same as part of a URL."""
+    """Return that address as part of a URL."""
     found = callable_host(host)
     return f"[{found}]" if ":" in found else found
 

@@ -45,7 +45,7 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def end_group(group: int, grace: float) -> None:
-    """Wait `grace` seconds for a process group to end, then kill what is left of it."""
+    """Wait up to `grace` seconds for a process group to end, then kill the rest."""
     deadline = time.monotonic() + grace
     while group_members(group):
         if time.monotonic() > deadline:
@@ -61,17 +61,30 @@ def remove_shm(prefix: str) -> None:
         file.unlink(missing_ok=True)
 
 
+def protect_shm(prefix: str) -> None:
+    """Let no other account read those files. Triton's Python backend creates them readable by all,
+    whatever the umask, before it reads its first request."""
+    for file in SHARED_MEMORY.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is gone
+            if file.is_file():
+                file.chmod(0o600)
+
+
 def remove_stale() -> None:
     """Remove shared memory and folders of servers that have ended, and whose parents were killed."""
     pattern = re.compile(rf"canvasrt-{_pid_namespace()}-(\d+)-[0-9a-f]{{8}}-")
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
         for path in folder.glob("canvasrt-*"):
             match = pattern.match(path.name)
-            # A server outlives its parent until its last requests finish.
+            # A server may outlive its parent until its last requests finish.
             if match is None or is_running(int(match[1])) or processes_of(match[0]):
                 continue
             with contextlib.suppress(OSError):  # another user's
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if not processes_of("tritonserver"):  # which remove these themselves, unless they were killed
+        for path in Path("/tmp").glob("python_env_*"):
+            with contextlib.suppress(OSError):  # another user's, or not empty
+                path.rmdir()
 
 
 def _pid_namespace() -> str:
@@ -115,7 +128,7 @@ def is_running(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped a process."""
+    """Return whether a process is stopped, by a signal or a debugger."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except (OSError, IndexError):
@@ -130,7 +143,7 @@ class _State(NamedTuple):
 
 
 def _state_of(folder: Path) -> _State:
-    """Return how a process in /proc is. A zombie does not run."""
+    """Return the state of a process in /proc. A zombie does not run."""
     pid = int(folder.name)
     try:
         # The name in parentheses may contain spaces; state, parent and group follow it.

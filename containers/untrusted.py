@@ -3,12 +3,41 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+MAX_DEPTH = 100  # brackets inside each other
+MAX_VALUES = 2**19  # of a body: two contexts of 256k tokens, as ids
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_json(text: bytes, most: int = MAX_VALUES) -> None:
+    """Raise ValueError for a JSON text with too many values, or too many brackets inside each other,
+    before anything is built from it. What else is wrong with it is up to the parser."""
+    # An upper bound first: text has commas, too.
+    values = text.count(b",") + text.count(b"[") + text.count(b"{")
+    depth = text.count(b"[") + text.count(b"{")
+    if values < most and depth <= MAX_DEPTH:
+        return
+    text = _STRING.sub(b"", text)
+    values = 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
+    if values > most:
+        raise ValueError(f"it has {values} values; at most {most} are allowed")
+    left = text.translate(None, _BRACKETS)
+    for _ in range(MAX_DEPTH):
+        left = left.replace(b"[]", b"").replace(b"{}", b"")
+        if not left:
+            return
+    raise ValueError(
+        f"it has too many brackets inside each other (at most {MAX_DEPTH}), or open ones"
+    )
 
 
 def load_json(text: str | bytes) -> Any:
     """Return the value in a JSON text. ValueError, with a reason to show, if it has none that can be
     read."""
+    check_json(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
     try:
         value = json.loads(text)
         if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]

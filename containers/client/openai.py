@@ -83,7 +83,7 @@ class OpenAIClient:
                         yield text, None
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to any request, such as one to `decisions`."""
+        """Return the reply to a request at any path, such as `decisions`."""
         with self._reply("POST", path, body) as reply:
             found: dict[str, Any] = json.loads(reply.read())
         return found

@@ -6,20 +6,18 @@ import contextlib
 import queue
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any, Literal
-
-import numpy as np
 
 from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.ports import Ports, split_url
 from canvasrt.containers.tensors import (
     ANSWER_MODEL,
     HINT,
+    INPUTS,
     STREAM_MODEL,
-    Tensor,
-    inputs_of,
+    StreamEvent,
+    TritonAnswer,
     outputs_of,
 )
 from canvasrt.defaults import ANSWER_TIMEOUT
@@ -27,44 +25,13 @@ from canvasrt.errors import CanvasError, UsageError
 from canvasrt.extras import require
 
 Protocol = Literal["http", "grpc"]
+# A gRPC channel without a proxy, and with tritonclient's own limits.
+_DIRECT = [
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_send_message_length", 2**31 - 1),
+    ("grpc.max_receive_message_length", 2**31 - 1),
+]
 Replies = queue.SimpleQueue[tuple[Any, Any]]  # results or errors, from the client's thread
-_NUMPY = {
-    "BOOL": np.bool_,
-    "INT32": np.int32,
-    "UINT64": np.uint64,
-    "FP32": np.float32,
-    "BYTES": np.object_,
-}
-
-
-@dataclass(frozen=True)
-class TritonAnswer:
-    """One answer; its fields are the tensors of the same names."""
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: str
-    steps: list[int]
-    seed: int
-    cached_tokens: int
-    logprobs: str
-    block_scores: str = field(default="", kw_only=True)  # only if asked for
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object with a key per field."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class StreamEvent(TritonAnswer):
-    """One event of a stream. `text` and `token_ids` are those of the draft, what the event adds to
-    the answer or, in the last event, the whole answer. `canvas` is JSON, empty unless a draft."""
-
-    event: str
-    block: int
-    step: int
-    canvas: str = ""
 
 
 class Client:
@@ -91,10 +58,10 @@ class Client:
         if protocol == "http":
             extra = {"network_timeout": timeout, "connection_timeout": 10.0}
         elif self.url.rpartition(":")[0].strip("[]") in LOOPBACK:
-            extra = {"channel_args": direct_channel()}
+            extra = {"channel_args": _DIRECT}
         self._client = self._module.InferenceServerClient(self.url, **extra)
         self._keep = keep_stream
-        # Where the replies of an open stream without a request arrive.
+        # The queue for replies of an open stream that serves no request.
         self._idle: Replies | None = None
 
     def __enter__(self) -> Client:
@@ -110,9 +77,7 @@ class Client:
         """
         timeout = {"client_timeout": self.timeout} if self.protocol == "grpc" else {}
         with self._errors(ANSWER_MODEL):
-            result = self._client.infer(
-                ANSWER_MODEL, make_tensors(self._module, ANSWER_MODEL, inputs), **timeout
-            )
+            result = self._client.infer(ANSWER_MODEL, make_tensors(self._module, inputs), **timeout)
         return TritonAnswer(**read_reply(result, ANSWER_MODEL))
 
     def stream(self, inputs: Mapping[str, Any]) -> Iterator[StreamEvent]:
@@ -124,7 +89,7 @@ class Client:
             )
         end = time.monotonic() + self.timeout
         with self._errors(STREAM_MODEL):
-            tensors = make_tensors(self._module, STREAM_MODEL, inputs)
+            tensors = make_tensors(self._module, inputs)
             replies = self._sent(tensors)
             finished = False
             try:
@@ -140,10 +105,10 @@ class Client:
                     self._client.stop_stream(cancel_requests=not finished)
 
     def _sent(self, tensors: list[Any]) -> Replies:
-        """Send a request on the open stream, or on a new one; return where its replies arrive."""
+        """Send a request on the open stream, or on a new one; return the queue of its replies."""
         kept, self._idle = self._idle, None
         if kept is not None:
-            if kept.empty():  # otherwise the server has ended it
+            if kept.empty():  # a reply here would say that the server has ended it
                 with contextlib.suppress(self._module.InferenceServerException):
                     self._client.async_stream_infer(STREAM_MODEL, tensors)
                     return kept
@@ -212,12 +177,6 @@ def _host_and_port(url: str | None, protocol: Protocol) -> str:
     return f"[{host}]:{port or default}" if ":" in host else f"{host}:{port or default}"
 
 
-def direct_channel() -> list[tuple[str, int]]:
-    """Return the options of a gRPC channel that uses no proxy, with tritonclient's own limits."""
-    limits = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
-    return [("grpc.enable_http_proxy", 0), *((name, 2**31 - 1) for name in limits)]
-
-
 def _taken(replies: Replies, timeout: float) -> Any:
     """Return the next result, or raise the error that came instead; TimeoutError if none came."""
     try:
@@ -229,55 +188,24 @@ def _taken(replies: Replies, timeout: float) -> Any:
     return result
 
 
-def make_tensors(module: Any, model: str, inputs: Mapping[str, Any]) -> list[Any]:
+def make_tensors(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
     """Return values by name as input tensors of a client module; None leaves one out.
 
     CanvasError for a value that does not fit its type.
     """
-    known = {tensor.name: tensor for tensor in inputs_of(model)}
     made = []
     for name, value in inputs.items():
         if value is not None:
-            array = to_array(known[name], value)
-            tensor = module.InferInput(name, list(array.shape), known[name].datatype)
+            array = INPUTS[name].encode(value)
+            tensor = module.InferInput(name, list(array.shape), INPUTS[name].datatype)
             tensor.set_data_from_numpy(array)
             made.append(tensor)
     return made
 
 
-def to_array(tensor: Tensor, value: Any) -> np.ndarray:
-    """Return a value as the array of a tensor. CanvasError if it does not fit the type."""
-    if tensor.datatype == "BYTES":
-        texts = value if tensor.shape == (-1,) else [value]
-        # NumPy would cut zeros off the ends of bytes, were they not objects.
-        files = [each if isinstance(each, bytes) else str(each).encode() for each in texts]
-        return np.array(files, np.object_)
-    values = value if tensor.shape == (-1,) else [value]
-    try:
-        array = np.array(values)
-        made = array.astype(_NUMPY[tensor.datatype])
-        whole = tensor.datatype == "FP32" or array.size == 0 or np.array_equal(array, made)
-    except (OverflowError, ValueError, TypeError):
-        whole = False
-    if not whole:
-        raise CanvasError(
-            f"{tensor.name} {value!r} does not fit its type, {tensor.datatype}",
-            f"give another value for {tensor.name}",
-        )
-    return made
-
-
 def read_reply(result: Any, model: str) -> dict[str, Any]:
-    """Return a reply's outputs by name."""
-    values: dict[str, Any] = {}
-    for tensor in outputs_of(model):
-        array = result.as_numpy(tensor.name)
-        if array is None:  # only some events have it
-            continue
-        if tensor.shape == (-1,):
-            values[tensor.name] = [int(item) for item in array]
-        elif tensor.datatype == "BYTES":
-            values[tensor.name] = bytes(array[0]).decode()
-        else:
-            values[tensor.name] = int(array[0])
-    return values
+    """Return a reply's outputs by name; only some events have all of them."""
+    arrays = {tensor: result.as_numpy(tensor.name) for tensor in outputs_of(model)}
+    return {
+        tensor.name: tensor.decode(array) for tensor, array in arrays.items() if array is not None
+    }

@@ -1,4 +1,4 @@
-"""The command that runs a package, hardened as far as serving allows."""
+"""The `docker run` command for a package, with as few privileges as serving needs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _hardening(options: DeployOptions) -> list[str]:
 def _network(options: DeployOptions) -> list[str]:
     words = [] if options.network is None else ["--network", options.network]
     if options.network in ("host", "none"):
-        return words  # they publish no ports
+        return words  # host networks publish no ports
     for inside, outside in options.published.items():
         words += ["--publish", f"{options.listen}:{outside}:{inside}"]
     return words

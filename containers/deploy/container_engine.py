@@ -61,7 +61,7 @@ class ContainerEngine:
 
     def gpu_options(self, gpus: str) -> list[str]:
         """Return the options that give a container its GPUs: `all`, or numbers separated by commas."""
-        if self.name == "podman":  # by the Container Device Interface
+        if self.name == "podman":  # which names GPUs by the Container Device Interface
             return [f"--device=nvidia.com/gpu={each}" for each in gpus.split(",")]
         return ["--gpus", "all" if gpus == "all" else f'"device={gpus}"']
 

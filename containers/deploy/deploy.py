@@ -20,11 +20,11 @@ from canvasrt.containers.names import API_PORT, GRPC_PORT, HTTP_PORT
 from canvasrt.containers.package.image_settings import ImageSettings
 from canvasrt.containers.ports import PortRequest, check_distinct, listen
 from canvasrt.errors import CanvasError
-from canvasrt.progress import Progress, no_progress
+from canvasrt.progress import report
 
 LOG_LINES = 20
 _LOOK_EVERY = 1.0
-# An engine's message → its meaning, and what to do.
+# A container engine's message → its meaning, and what to do.
 _REFUSALS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("could not select device driver", "unresolvable cdi devices", "nvidia.com/gpu"),
@@ -61,7 +61,6 @@ def deploy(
     *,
     engine: str | None = None,
     timeout: float = DEPLOY_TIMEOUT,
-    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Run a package, wait until it is ready, and return its addresses.
 
@@ -74,14 +73,14 @@ def deploy(
     # Without a restart policy until it is ready, so that a failed container can be inspected.
     words = run_command(found, options, chosen, restart=False)
     check_ports(options)
-    progress(f"loading {found.tag} into {chosen.name}", 0, 0)
+    report(f"loading {found.tag} into {chosen.name}")
     load(found, chosen)
     started = time.monotonic()
     done = chosen.run(*words[1:])
     if done.returncode != 0:
         _remove_created(chosen, options.name, done.stderr)
         raise refusal(chosen, options.name, done.stderr)
-    progress("waiting until it is ready", 0, 0)
+    report("waiting until it is ready")
     wait_ready(chosen, options.name, timeout)
     # podman refuses this; there, systemd units restart containers.
     chosen.run("update", "--restart", RESTART, options.name)
@@ -95,8 +94,8 @@ def deploy(
 
 
 def commands_of(package: str, options: DeployOptions, engine: str | None = None) -> list[str]:
-    """Return the commands that `deploy` would run, for a shell. Only what needs no engine is
-    checked."""
+    """Return the commands that `deploy` would run, for a shell, after the checks that need no
+    container engine."""
     check_container_engine(engine)
     chosen = ContainerEngine(engine or "docker")
     try:
@@ -133,7 +132,7 @@ def addresses(options: DeployOptions) -> dict[str, str]:
 
 
 def check_architecture(package: Package, engine: ContainerEngine) -> None:
-    """Raise CanvasError when the image has another architecture than the machine."""
+    """Raise CanvasError when the image's architecture is not the machine's."""
     if package.architecture not in (None, engine.architecture):
         raise CanvasError(
             f"{package.tag} is for {package.architecture}, but this machine is {engine.architecture}",
@@ -184,7 +183,7 @@ def wait_ready(engine: ContainerEngine, name: str, timeout: float) -> None:
 
 
 def refusal(engine: ContainerEngine, name: str, message: str) -> CanvasError:
-    """Return the error for a message of an engine."""
+    """Return the error for a container engine's message."""
     text = message.lower()
     for marks, meaning, hint in _REFUSALS:
         if any(mark in text for mark in marks):

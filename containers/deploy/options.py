@@ -22,7 +22,7 @@ from canvasrt.option import option, option_of, port_option
 DEPLOY_TIMEOUT = 3600.0  # seconds to become ready, for a package that builds engines first
 _SIZE = r"\d+[bkmgBKMG]?"
 
-# Options of the server that are `deploy`'s too: the variable of each, by option name.
+# Options that `deploy` passes on to the server: the variable of each, by option name.
 SERVER_CLASSES = (FrontOptions, ModelOptions)
 SERVER_VARIABLES = {
     each.name: of.variable
@@ -105,7 +105,7 @@ class DeployOptions:
 
     @property
     def published(self) -> dict[int, int]:
-        """This machine's ports, by those of the container."""
+        """The container's ports → this machine's."""
         ports = {API_PORT: self.port, GRPC_PORT: self.grpc_port, HTTP_PORT: self.http_port}
         return {inside: outside for inside, outside in ports.items() if outside is not None}
 
@@ -120,14 +120,14 @@ class DeployOptions:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The server's variables: the user's, and on loopback those that a container of this name needs."""
+        """The server's variables: those of the user, and on loopback those for a container of this name."""
         local = self.listen in LOOPBACK and self.network != "host"
         own = {name: make(self.name) for name, make in CONTAINER_VARIABLES.items() if local}
         return {name: text for name, text in {**own, **self.server}.items() if text}
 
     @property
     def opens_triton(self) -> bool:
-        """Whether callers outside the container are to reach Triton's own ports."""
+        """Whether callers outside the container can reach Triton's own ports."""
         inside = self.network in ("host", "none")
         return not inside and (self.grpc_port, self.http_port) != (None, None)
 

@@ -31,7 +31,7 @@ _MAKE_ONE = (
 
 @dataclass(frozen=True)
 class Materials:
-    """What an image was made from."""
+    """The materials of an image: its base, engines and wheels."""
 
     base: Base
     bundles: Sequence[Manifest]
@@ -40,7 +40,7 @@ class Materials:
 
 
 def attestation_of(image: Path) -> Path:
-    """Return where an image's attestations are: next to it."""
+    """Return the path of an image's attestations, next to the image."""
     return image.with_name(image.name + ATTESTATION_SUFFIX)
 
 
@@ -129,8 +129,8 @@ def _public(key: Path) -> Any:
 def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any]:
     """Return the statement about an image.
 
-    It names no time, so that the same content gives the same statement. It holds for the manifest,
-    and for the configuration, by which docker names an image.
+    It names no time, so that the same content gives the same statement. Its subjects are the
+    manifest and the configuration, by which docker names an image.
     """
     from google.protobuf import json_format
     from in_toto_attestation.predicates.provenance.v1.provenance_pb2 import Provenance
@@ -172,7 +172,7 @@ def _statement(image: Image, format: str, materials: Materials) -> dict[str, Any
         },
         "runDetails": {"builder": {"id": _BUILDER, "version": {"canvasrt": canvasrt.__version__}}},
     }
-    json_format.ParseDict(predicate, Provenance())  # raises for what the schema does not have
+    json_format.ParseDict(predicate, Provenance())  # raises for fields outside the schema
     subjects = [
         ResourceDescriptor(name=name, digest={"sha256": digest.removeprefix("sha256:")}).pb
         for name, digest in (

@@ -30,7 +30,7 @@ _PYTHON = re.compile(r"(?:\./)?usr/(?:local/)?bin/python3$")
 _HEX = re.compile(r"(?:^|/)([0-9a-f]{64})(?:\.json)?$")
 _MAGIC = {b"\x1f\x8b": "+gzip", b"\x28\xb5\x2f\xfd": "+zstd"}
 _INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "manifest.list.v2+json")
-# What registries accept at most. A manifest or a configuration is read into memory.
+# The largest manifest or configuration that registries accept; both are read into memory.
 _DOCUMENT_LIMIT = 4 << 20
 _DAMAGED = "copy it again; `skopeo inspect` shows whether it is intact"
 _GET_ONE = (
@@ -47,7 +47,7 @@ class BaseLayer:
     digest: str
     size: int
     media_type: str
-    # Its start in `file`, if that is an archive of several layers.
+    # Where it starts in `file`, if that is an archive of several layers.
     offset: int = 0
 
     @contextmanager
@@ -189,7 +189,7 @@ def _check_layer(layer: BaseLayer) -> None:
 
 
 def damaged(layer: BaseLayer) -> CanvasError:
-    """Return the error of a layer whose content is not that of its digest."""
+    """Return the error for a layer whose content does not match its digest."""
     return CanvasError(f"the layer {layer.digest} does not match its content", _DAMAGED)
 
 
@@ -205,7 +205,7 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
         _check_document(descriptor["digest"], file.stat().st_size)
         return _document(descriptor["digest"], file.read_bytes())
 
-    index = json.loads((path / "index.json").read_text())
+    index = _index(path)
     descriptor = top = _only(index["manifests"], architecture, path)
     manifest = document(descriptor)
     while "manifests" in manifest or descriptor.get("mediaType", "").endswith(_INDEX_TYPES):
@@ -220,10 +220,42 @@ def _read_layout(path: Path, architecture: str | None) -> Base:
             raise ValueError(f"{file.name} has {file.stat().st_size} bytes, not {entry['size']}")
         media_type = LAYER_TYPE + _compression(file, 0)
         layers.append(BaseLayer(file, entry["digest"], entry["size"], media_type))
-    # The name from when it was written. skopeo's layouts only have a tag, which is not a name.
+    # The name under which it was written. skopeo's layouts only have a tag, which is not a name.
     name = (top.get("annotations") or {}).get("io.containerd.image.name", "")
     names = (name.removeprefix("docker.io/").removeprefix("library/"),) if name else ()
     return Base(path, config, tuple(layers), descriptor["digest"], names)
+
+
+def signed_digest(path: Path) -> str:
+    """Return the digest by which a signature names the image at `path`, without reading its layers: the manifest's for a
+    layout, the configuration's for an archive."""
+    try:
+        if (path / "index.json").is_file():
+            return str(_only(_index(path)["manifests"], None, path)["digest"])
+        with tarfile.open(path, "r:") as archive:
+            members = {member.name: member for member in archive}
+            (image,) = json.loads(_content(archive, members["manifest.json"]))
+            config = _content(archive, members[image["Config"]])
+        return "sha256:" + hashlib.sha256(config).hexdigest()
+    except (KeyError, ValueError, TypeError, AttributeError, OSError, tarfile.TarError) as error:
+        raise CanvasError(
+            f"the image {path} is damaged: {error or type(error).__name__}", _DAMAGED
+        ) from error
+
+
+def _index(path: Path) -> Json:
+    file = path / "index.json"
+    _check_document(file.name, file.stat().st_size)
+    return json.loads(file.read_text())
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    """Return the content of an archive's member."""
+    _check_document(member.name, member.size)
+    file = archive.extractfile(member)
+    if file is None:
+        raise ValueError(f"{member.name} is not a file")
+    return file.read()
 
 
 def _check_document(name: str, size: int) -> None:
@@ -232,7 +264,7 @@ def _check_document(name: str, size: int) -> None:
 
 
 def _document(digest: str, content: bytes) -> Json:
-    """Return the JSON document with a digest. ValueError when the content is another one."""
+    """Return the JSON document with a digest. ValueError when the content does not match it."""
     if "sha256:" + hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{digest} does not match its content")
     return json.loads(content)
@@ -266,16 +298,8 @@ def _read_archive(path: Path) -> Base:
     """Read where the layers are in an archive; they stay there, since archives can be large."""
     with tarfile.open(path, "r:") as archive:
         members = {member.name: member for member in archive}
-
-        def content(name: str) -> bytes:
-            _check_document(name, members[name].size)
-            file = archive.extractfile(members[name])
-            if file is None:
-                raise ValueError(f"{name} is not a file")
-            return file.read()
-
-        (image,) = json.loads(content("manifest.json"))
-        raw_config = content(image["Config"])
+        (image,) = json.loads(_content(archive, members["manifest.json"]))
+        raw_config = _content(archive, members[image["Config"]])
         digest = "sha256:" + hashlib.sha256(raw_config).hexdigest()
         # docker and podman name the configuration by its digest.
         if named := _HEX.search(image["Config"]):
@@ -314,7 +338,8 @@ def _normal(name: str) -> str:
 
 
 def _archived_layer(path: Path, member: tarfile.TarInfo, diff_id: str) -> BaseLayer:
-    """Return a layer, whose digest is computed here: an archive only has that of its content.
+    """Return a layer. Its digest is computed here, since an archive only has that of the unpacked
+    content.
 
     ValueError when the content has another digest than `diff_id`.
     """

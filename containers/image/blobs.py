@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 from canvasrt.staging import link_or_copy
 from canvasrt.types import Json
 
-# Gets the number of bytes read since its last call.
+# Called with the number of bytes read since its last call.
 Counter = Callable[[int], None]
 
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
@@ -107,8 +107,7 @@ class Blobs:
     ) -> ImageLayer:
         """Write a layer. Do not `compress` weights: that saves little, and makes loading slower.
 
-        The entries' parent folders are added from `above` downwards; those higher up belong to the
-        base image.
+        Parent folders of the entries are added below `above`; higher ones belong to the base image.
         """
         return self._write(
             lambda file: _write_tar(file, with_parents(entries, above), count), created_by, compress
@@ -159,7 +158,7 @@ def entries_of(
 
 
 def with_parents(entries: Iterable[LayerEntry], above: str) -> list[LayerEntry]:
-    """Return the entries, sorted and each once, with their parent folders.
+    """Return the entries, sorted and without duplicates, with their parent folders.
 
     Folders above `above` belong to the base image.
     """
@@ -182,7 +181,7 @@ class HashedReader:
 
     @property
     def digest(self) -> str:
-        """The digest of what was read so far."""
+        """The digest of the bytes read so far."""
         return "sha256:" + self._hash.hexdigest()
 
     def read(self, size: int = -1) -> bytes:
@@ -203,7 +202,7 @@ def exhaust(file: HashedReader) -> None:
 
 
 class _Hashing(io.RawIOBase):
-    """Writes to a file, and hashes and counts what is written."""
+    """Writes to a file, and hashes and counts the bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.containers.image import environment
 from canvasrt.containers.image.attest import Materials, attest, read_signer
 from canvasrt.containers.image.base import Base, read_base
-from canvasrt.containers.image.blobs import Blobs, Counter, ImageLayer, LayerEntry, entries_of
+from canvasrt.containers.image.blobs import Blobs, ImageLayer, LayerEntry, entries_of
 from canvasrt.containers.image.contents import contents
 from canvasrt.containers.image.oci_layout import Image, check_tag, write_archive, write_layout
 from canvasrt.containers.names import ENGINES, IMAGE_FOLDER, MODEL_REPOSITORY, PACKAGE
@@ -24,8 +24,7 @@ from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.package import SBOM, backends_of, package
 from canvasrt.containers.package.requirements import canonical_name, read_requirements
 from canvasrt.errors import CanvasError
-from canvasrt.hashes import HashProgress
-from canvasrt.progress import Progress, no_progress
+from canvasrt.progress import counter, report
 from canvasrt.staging import check_output, scratch, staging, sync
 
 IMAGE_FORMATS = ("oci", "docker")
@@ -63,14 +62,12 @@ def write_image(
     base: Path,
     options: PackageOptions,
     key: Path | None = None,
-    progress: Progress = no_progress,
 ) -> WrittenImage:
     """Write the image of bundles to `out`: an OCI layout (a folder) or a docker archive (a file).
 
     With a private `key`, its signed provenance is written next to it.
 
-    CanvasError for what `package` and `read_base` refuse, and for missing wheels; then nothing is
-    written.
+    CanvasError as in `package` and `read_base`, and for missing wheels; then nothing is written.
     """
     out = Path(out).expanduser().resolve()
     check_output(out)
@@ -78,7 +75,7 @@ def write_image(
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     manifests = [load_bundle(path, check=False).manifest for path in paths]
     opened = read_base(base, architecture_of(manifests))
-    progress("reading the base's packages", 0, 0)
+    report("reading the base's packages")
     options = replace(options_for(opened, options), fetch=True, contents=contents(opened))
     _check_tensorrt(manifests, options)
     with scratch(out.with_name(out.name + ".context")) as context:
@@ -86,16 +83,15 @@ def write_image(
             source,
             context / "package",
             options=options,
-            progress=lambda done, total: progress("checking the engines", done, total),
         )
-        progress("fetching wheels", 0, 0)
+        report("fetching wheels")
         pins = read_requirements(made.path)
         fetched = [*wheels.fetch(pins, options.python, opened.architecture).values()]
         with _destination(out, format, options.tag) as layout:
-            layers = _layers(layout, made, opened, options, fetched, progress)
+            layers = _layers(layout, made, opened, options, fetched)
             settings = settings_for(_bundles(made)).to_config()
             settings["Labels"] |= based_on(opened)
-            progress("checking the base image", 0, 0)
+            report("checking the base image")
             image = write_layout(layout, opened, Blobs(layout), layers, settings, options.tag)
         manifest = load_bundle_manifest(made.path / IMAGE_FOLDER / "manifest.json")
     image = replace(image, path=out)
@@ -117,7 +113,7 @@ def options_for(base: Base, options: PackageOptions) -> PackageOptions:
 
 
 def based_on(base: Base) -> dict[str, str]:
-    """Return OCI's labels for what an image was built on."""
+    """Return OCI's labels for the base of an image."""
     name = {"org.opencontainers.image.base.name": base.tag} if base.tag else {}
     return {**name, "org.opencontainers.image.base.digest": base.digest}
 
@@ -179,9 +175,8 @@ def _layers(
     base: Base,
     options: PackageOptions,
     fetched: Sequence[Path],
-    progress: Progress,
 ) -> list[ImageLayer]:
-    """Write our layers, those that change least first."""
+    """Write our layers, the least often changed first."""
     blobs = Blobs(layout)
     own = next((made.path / "wheels").glob("canvasrt-*.whl"))
     interpreter = _interpreter(base)[0]
@@ -190,7 +185,7 @@ def _layers(
         for number, (what, found) in enumerate(
             (("python packages", list(fetched)), ("canvasrt", [own]))
         ):
-            progress(f"writing the layer of {what}", 0, 0)
+            report(f"writing the layer of {what}")
             folder = Path(scratch_folder) / str(number)
             environment.unpack(found, folder, options.python)
             entries = list(environment.unpacked_entries(folder))
@@ -202,7 +197,7 @@ def _layers(
             shutil.rmtree(folder)
     if options.engines == "copy":
         for place in _places(made):
-            layers.append(_engine_layer(blobs, made, place, progress))
+            layers.append(_engine_layer(blobs, made, place))
     rest = [
         *entries_of(made.path / MODEL_REPOSITORY, f"{_INSIDE}/{MODEL_REPOSITORY}"),
         LayerEntry(f"{_INSIDE}/{SBOM}", made.path / SBOM),
@@ -212,22 +207,11 @@ def _layers(
     return layers
 
 
-def _engine_layer(blobs: Blobs, made: Bundle, place: str, progress: Progress) -> ImageLayer:
+def _engine_layer(blobs: Blobs, made: Bundle, place: str) -> ImageLayer:
     entries = list(entries_of(made.path / place, f"{_INSIDE}/{place}"))
     total = sum(entry.source.stat().st_size for entry in entries if entry.source)
-    count = _counter(lambda done, all: progress(f"writing the layer of {place}", done, all), total)
+    count = counter(f"writing the layer of {place}", total)
     return blobs.add_layer(entries, f"canvasrt package: {place}", compress=False, count=count)
-
-
-def _counter(progress: HashProgress, total: int) -> Counter:
-    done = 0
-
-    def count(read: int) -> None:
-        nonlocal done
-        done += read
-        progress(done, total)
-
-    return count
 
 
 def _tensorrt(found: Sequence[Path], python: str) -> list[LayerEntry]:

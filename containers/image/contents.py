@@ -26,7 +26,7 @@ _REMOVED = ".wh."
 
 
 def contents(base: Base) -> list[Installed]:
-    """Return the packages of a base image; reading all its layers is done once for each image.
+    """Return the packages of a base image. Its layers are read once and the result is cached.
 
     CanvasError for a layer that does not match its digest; then nothing is kept.
     """

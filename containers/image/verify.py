@@ -12,29 +12,33 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from canvasrt.bundle import MANIFEST, Bundle, Manifest
-from canvasrt.containers.image.base import Base, BaseLayer, read_base
+from canvasrt.containers.image.attest import check_attestation
+from canvasrt.containers.image.base import Base, BaseLayer, read_base, signed_digest
 from canvasrt.containers.image.blobs import exhaust
 from canvasrt.containers.names import IMAGE_FOLDER, PACKAGE
 from canvasrt.containers.package.sbom import SBOM
 from canvasrt.errors import CanvasError
 from canvasrt.hashes import DIFFERS
-from canvasrt.progress import Progress, no_progress
+from canvasrt.progress import report
 
 _INSIDE = PACKAGE.lstrip("/") + "/"
 _AGAIN = "it is damaged or was edited: write it again, or copy it again"
 _CHUNK = 1 << 20
+# The largest package manifest or bill of materials; both are read into memory.
+_MAX_DOCUMENT = 4 << 20
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was checked: the package's manifest, the image's digest (of a docker archive, that of
-    its configuration), and how many layers, bytes and components."""
+    """The result of a check: the package's manifest, the image's digest (its configuration's for a
+    docker archive), the numbers of layers, bytes and components, and the signed provenance."""
 
     manifest: Manifest
     digest: str
     layers: int
     bytes: int
     components: int
+    provenance: Mapping[str, Any] | None = None
 
 
 def is_image(path: Path) -> bool:
@@ -44,9 +48,14 @@ def is_image(path: Path) -> bool:
     return (path / "index.json").is_file() or (path.is_file() and tarfile.is_tarfile(path))
 
 
-def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
-    """Check the image at `path`. CanvasError names the first difference."""
+def verify_image(path: Path, key: Path | None = None) -> Verified:
+    """Check the image at `path`; with `key`, its signature first, before anything of its layers is
+    read. CanvasError names the first mismatch."""
+    digest = signed_digest(path)
+    provenance = None if key is None else check_attestation(path, digest, key)
     base = read_base(path)
+    if base.digest != digest:
+        raise CanvasError(f"the image {path} has more than one manifest", _AGAIN)
     ids = base.config["rootfs"]["diff_ids"]
     found: dict[str, str] = {}
     kept: dict[str, bytes] = {}
@@ -54,7 +63,7 @@ def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
     for layer, diff_id in zip(base.layers, ids, strict=True):
         _check_layer(base, layer, diff_id, found, kept)
         done += layer.size
-        progress("checking layers", done, base.size)
+        report("checking layers", done, base.size)
     if not {MANIFEST, SBOM} <= kept.keys():
         raise CanvasError(
             f"the image {path} contains no package",
@@ -66,7 +75,7 @@ def verify_image(path: Path, progress: Progress = no_progress) -> Verified:
             what = "is missing" if name not in found else DIFFERS
             raise CanvasError(f"{PACKAGE}/{name} in {path} {what}", _AGAIN)
     components = check_sbom(json.loads(kept[SBOM]), manifest.files, str(path))
-    return Verified(manifest, base.digest, len(base.layers), base.size, components)
+    return Verified(manifest, digest, len(base.layers), base.size, components, provenance)
 
 
 def check_package(bundle: Bundle) -> None:
@@ -129,9 +138,14 @@ def _note(archive: tarfile.TarFile, found: dict[str, str], kept: dict[str, bytes
         assert file is not None
         inside = name.removeprefix(_INSIDE)
         digest = hashlib.sha256()
+        is_document = inside in (MANIFEST, SBOM)
+        if is_document and member.size > _MAX_DOCUMENT:
+            raise CanvasError(
+                f"{PACKAGE}/{inside} has {member.size} bytes; it may have {_MAX_DOCUMENT}", _AGAIN
+            )
         for chunk in _chunks(file):
             digest.update(chunk)
-            if inside in (MANIFEST, SBOM):
+            if is_document:
                 kept[inside] = kept.get(inside, b"") + chunk
         found[inside] = digest.hexdigest()
 

@@ -21,7 +21,7 @@ _IDLE = 1.0  # seconds after which a connection is opened anew: a server may hav
 
 @dataclass
 class TimedCall:
-    """What happened to one call. Times are in seconds, the first two on the clock of
+    """The result of one call. Times are in seconds, the first two on the clock of
     `time.perf_counter`.
 
     due: when it should have started; later starts count as waiting. pieces: when each piece of text
@@ -86,7 +86,7 @@ class LoadConnection:
         self._used = 0.0
 
     def call(self, messages: Sequence[ChatMessage], due: float) -> TimedCall:
-        """Make one call; what goes wrong is in its `error`."""
+        """Make one call; a failure is recorded in its `error`."""
         made = TimedCall(due)
         try:
             self._stream(messages, made)
@@ -175,7 +175,7 @@ def _open(base: str, timeout: float) -> http.client.HTTPConnection:
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of an error in OpenAI's form, behind a colon; empty without one."""
+    """Return the message of an error in OpenAI's form, after a colon; empty without one."""
     try:
         return f": {json.loads(body)['error']['message']}"[:200]
     except (ValueError, KeyError, TypeError):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from canvasrt.containers.load.measure import COMPARED, LatencySpread, LoadSummary, Round
-from canvasrt.pages import render_page, section
+from canvasrt.containers.load.measure import COMPARED, LoadSummary, Round
+from canvasrt.pages import render_page, section, table_of
 from canvasrt.pages.drawing import OURS, THEIRS, drawing, figure_of
 from canvasrt.types import Json
 
 _COLOURS = (OURS, THEIRS)
-LATENCY_HEADS = ("ms", "p50", "p90", "p99", "mean", "sd", "least", "most")
 _SERIES = {
     "first": "first text",
     "gap": "between pieces",
@@ -21,64 +22,72 @@ _SERIES = {
 }
 
 
-def spread_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
+def sections(
+    summaries: Mapping[str, LoadSummary],
+    ratios: Mapping[str, Sequence[float]],
+    drawn: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Json]:
+    """Yield what was measured, for the page and the terminal, with the plots in `drawn`."""
+    if ratios:
+        yield section("Ratios", " over ".join(summaries), tables=[_ratios(ratios)])
+    yield section("Throughput", "", drawn.get("throughput"), [_rates(summaries)])
+    note = "Milliseconds. First text and whole answer count from when a call was due."
+    tables = [_latencies(summaries)]
+    yield section("Latency", note, drawn.get("latency"), tables, empty="No call succeeded.")
+    if drawn:
+        yield section("Over time", "Each point is a call.", drawn["timeline"])
+    kinds = [(name, *error) for name, each in summaries.items() for error in each.errors.items()]
+    if kinds:
+        columns = {head: itemgetter(place) for place, head in enumerate(("", "error", "calls"))}
+        yield section("Errors", tables=[table_of(kinds, columns)])
+
+
+def _rates(summaries: Mapping[str, LoadSummary]) -> Any:
+    """Return what each server answered."""
+
+    def known(number: float | None, form: str) -> str:
+        return "–" if number is None else format(number, form)
+
+    columns: dict[str, Callable[[Any], Any]] = {
+        "": lambda item: item[0],
+        "calls": lambda item: item[1].calls,
+        "errors": lambda item: sum(item[1].errors.values()),
+        "calls/s": lambda item: f"{item[1].calls_per_second:.2f}",
+        "tokens/s": lambda item: (
+            f"{item[1].tokens_per_second:,.1f}" + ("" if item[1].tokens_counted else " (pieces)")
+        ),
+        "steps per answer": lambda item: known(item[1].steps, ".1f"),
+        "tokens per pass": lambda item: known(item[1].tokens_per_pass, ".2f"),
+    }
+    return table_of(summaries.items(), columns)
+
+
+def _latencies(summaries: Mapping[str, LoadSummary]) -> Any:
     """Return a row per series and server, in milliseconds."""
-    rows = []
-    for name, label in _SERIES.items():
-        for server, summary in summaries.items():
-            spread: LatencySpread | None = getattr(summary, name)
-            if spread is not None:
-                numbers = (spread.p50, spread.p90, spread.p99, spread.mean, spread.deviation)
-                shown = [f"{each:,.1f}" for each in (*numbers, spread.least, spread.most)]
-                rows.append([f"{label}, {server}" if len(summaries) > 1 else label, *shown])
-    return rows
+    spreads = {
+        f"{label}, {server}" if len(summaries) > 1 else label: getattr(summary, name)
+        for name, label in _SERIES.items()
+        for server, summary in summaries.items()
+    }
+    heads = {"p50": "p50", "p90": "p90", "p99": "p99", "mean": "mean", "sd": "deviation"}
+    heads |= {"least": "least", "most": "most"}
+    numbers = {
+        head: lambda item, name=name: f"{getattr(item[1], name):,.1f}"
+        for head, name in heads.items()
+    }
+    known = [(label, spread) for label, spread in spreads.items() if spread is not None]
+    return table_of(known, {"ms": itemgetter(0), **numbers})
 
 
-def rate_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
-    """Return a row per server: how much it answered."""
-    rows = []
-    for server, each in summaries.items():
-        tokens = f"{each.tokens_per_second:,.1f}" + ("" if each.tokens_counted else " (pieces)")
-        steps = "–" if each.steps is None else f"{each.steps:.1f}"
-        passes = "–" if each.tokens_per_pass is None else f"{each.tokens_per_pass:.2f}"
-        errors = sum(each.errors.values())
-        rows.append(
-            [
-                server,
-                f"{each.calls}",
-                f"{errors}",
-                f"{each.calls_per_second:.2f}",
-                tokens,
-                steps,
-                passes,
-            ]
-        )
-    return rows
-
-
-RATE_HEADS = ("", "calls", "errors", "calls/s", "tokens/s", "steps per answer", "tokens per pass")
-RATIO_HEADS = ("", "ratio", "lowest round", "highest round", "better is")
-
-
-def ratio_rows(ratios: Mapping[str, Sequence[float]]) -> list[list[str]]:
-    """Return a row per measure."""
-    return [
-        [
-            COMPARED[name][0],
-            *(f"{each:.2f}" for each in values),
-            "less" if COMPARED[name][1] else "more",
-        ]
-        for name, values in ratios.items()
-    ]
-
-
-def error_rows(summaries: Mapping[str, LoadSummary]) -> list[list[str]]:
-    """Return a row per server and kind of error."""
-    return [
-        [server, kind, str(count)]
-        for server, each in summaries.items()
-        for kind, count in each.errors.items()
-    ]
+def _ratios(ratios: Mapping[str, Sequence[float]]) -> Any:
+    columns: dict[str, Callable[[Any], Any]] = {
+        "": lambda item: COMPARED[item[0]][0],
+        "ratio": lambda item: f"{item[1][0]:.2f}",
+        "lowest round": lambda item: f"{item[1][1]:.2f}",
+        "highest round": lambda item: f"{item[1][2]:.2f}",
+        "better is": lambda item: "less" if COMPARED[item[0]][1] else "more",
+    }
+    return table_of(ratios.items(), columns)
 
 
 def load_page(
@@ -88,28 +97,17 @@ def load_page(
     settings: Json,
 ) -> str:
     """Return the page as HTML. CanvasError if matplotlib is not installed."""
-    sections = [
-        section("Throughput", "", _throughput(rounds), [(RATE_HEADS, rate_rows(summaries))]),
-        section(
-            "Latency",
-            "Milliseconds. First text and whole answer count from when a call was due.",
-            _latency(rounds),
-            [(LATENCY_HEADS, spread_rows(summaries))],
-            empty="No call succeeded.",
-        ),
-        section("Over time", "Each point is a call.", _timeline(rounds)),
-    ]
-    if ratios:
-        servers = " over ".join(summaries)
-        sections.insert(0, section("Ratios", servers, tables=[(RATIO_HEADS, ratio_rows(ratios))]))
-    if errors := error_rows(summaries):
-        sections.append(section("Errors", tables=[(("", "what", "calls"), errors)]))
+    drawn = {
+        "throughput": _throughput(rounds),
+        "latency": _latency(rounds),
+        "timeline": _timeline(rounds),
+    }
     failed = sum(sum(each.errors.values()) for each in summaries.values())
     calls = sum(each.calls for each in summaries.values())
     return render_page(
         "Load test",
         [" against ".join(summaries), settings_line(settings)],
-        sections,
+        list(sections(summaries, ratios, drawn)),
         "Written by canvasrt bench.",
         {"ok": not failed, "text": f"{calls - failed} of {calls} calls answered"},
     )

@@ -15,9 +15,9 @@ import numpy as np
 
 from canvasrt.containers.load.calls import Endpoint, LoadConnection, TimedCall
 from canvasrt.containers.load.sessions import Session
-from canvasrt.progress import Progress, no_progress
+from canvasrt.progress import report
 
-# What is compared: field of a summary → its name, and whether less is better.
+# The compared measures: field of a summary → its name, and whether less is better.
 COMPARED = {
     "first": ("first text", True),
     "gap": ("between pieces", True),
@@ -29,7 +29,7 @@ COMPARED = {
 @dataclass(frozen=True)
 class Load:
     """How sessions arrive: `concurrency` at a time, or `rate` per second on average, at random
-    moments; then `concurrency` is the most at a time, and a session that must wait counts it."""
+    moments; then `concurrency` is the most at a time, and waiting for a place counts as latency."""
 
     concurrency: int = 1
     rate: float | None = None
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Round:
-    """The calls of one round; `seconds` is from the first that was due to the last end."""
+    """The calls of one round; `seconds` runs from the first due time to the last end."""
 
     calls: tuple[TimedCall, ...]
     start: float
@@ -70,7 +70,7 @@ class LatencySpread:
 
 @dataclass(frozen=True)
 class LoadSummary:
-    """What a server achieved. `tokens_per_pass` and `steps` are known of diffusion models only."""
+    """A server's results. `tokens_per_pass` and `steps` are known for diffusion models only."""
 
     calls: int
     errors: Mapping[str, int]
@@ -108,7 +108,7 @@ class LoadSummary:
         )
 
     def value(self, name: str) -> float | None:
-        """Return what is compared: a median in milliseconds, or a rate."""
+        """Return the value of a measure: a median in milliseconds, or a rate."""
         found = getattr(self, name)
         return found.p50 if isinstance(found, LatencySpread) else found
 
@@ -122,16 +122,16 @@ def take_turns(
     sessions: Sequence[Session],
     load: Load,
     rounds: int,
-    progress: Progress = no_progress,
 ) -> list[list[Round]]:
     """Measure endpoints in turns, `rounds` times each, after one call each to warm up."""
     for endpoint in endpoints:
         run_sessions(endpoint, sessions[:1], Load())
     taken: list[list[Round]] = [[] for _ in endpoints]
+    report("measuring", 0, rounds)
     for number in range(rounds):
         for endpoint, into in zip(endpoints, taken, strict=True):
-            progress(f"measuring {endpoint.url}", number, rounds)
             into.append(run_sessions(endpoint, sessions, load))
+        report("measuring", number + 1, rounds)
     return taken
 
 
@@ -174,7 +174,8 @@ def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], load: Load) ->
 
 
 def _arrivals(load: Load, count: int) -> list[float | None]:
-    """Return when each session is due, in seconds from the start; None: when a place is free."""
+    """Return when each session is due, in seconds from the start; None means as soon as a place is
+    free."""
     if load.rate is None:
         return [None] * count
     chance = random.Random(load.seed)  # noqa: S311 (arrivals, not secrets)
@@ -208,4 +209,4 @@ def _work(
             if call.error or turn is None:
                 break
             messages += [{"role": "assistant", "content": call.text}, turn]
-            due = None  # a later turn is due when the answer is there
+            due = None  # a later turn is due when the answer has arrived

@@ -1,4 +1,4 @@
-"""What a load test asks: sessions of one or several turns, built in or from a file."""
+"""The sessions of a load test, of one or several turns, built in or from a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Session:
 
 
 def built_in(name: str, count: int) -> list[Session]:
-    """Return `count` sessions of a set, the same ones every time and no two alike.
+    """Return `count` different sessions of a set, the same ones every time.
 
     short: one question of a few words. long: one question after a text. chat: four turns, each with
     the earlier ones. agent: a system message and five turns with growing results of a tool.

@@ -23,21 +23,21 @@ import uvicorn
 from canvasrt.containers.heartbeat import Heartbeat
 from canvasrt.containers.logs import configure
 from canvasrt.containers.openai.app import make_app, make_health_app
-from canvasrt.containers.openai.connections import connections
+from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.descriptors import affordable, raise_file_limit, report_seldom
+from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.options import FrontSettings
-from canvasrt.containers.openai.state import ServerState
-from canvasrt.containers.openai.tls import below, server_context
+from canvasrt.containers.openai.tls import server_context
 from canvasrt.containers.ports import BACKLOG
 
-# How long to wait after the last answer, for requests already on their way.
+# Seconds to wait after the last answer for requests already on their way.
 _LINGER = 0.3
 _LOOK_EVERY = 0.02
 _LOOK_IDLE = 0.1
 _CLOSE_TIMEOUT = 2
 _BEAT_EVERY = 0.5
-# Connections that are accepted in one turn of the event loop. They only count some turns later, so that many more would
-# take all descriptors.
+# Connections accepted in one turn of the event loop. They are only counted some turns later, so a larger number could exhaust
+# the descriptors.
 _ACCEPT = 64
 HEALTH_CONNECTIONS = 128  # on the port for health alone
 
@@ -47,7 +47,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio has set this to what it accepts in one turn.
+        # asyncio has set this to the number that it accepts in one turn.
         for each in sockets or ():
             each.listen(BACKLOG)
 
@@ -76,7 +76,7 @@ async def _serve(
         servers.append((_health_server(settings, state), settings.health_socket))
     heartbeat = Heartbeat(settings.heartbeat) if settings.heartbeat is not None else None
     hear = functools.partial(_hear, state, heartbeat)
-    hear(commands.readline())  # no caller may meet a phase that is over
+    hear(commands.readline())  # callers must not get the answer of an earlier phase
     loop = asyncio.get_running_loop()
     report_seldom(loop)
     threading.Thread(target=_listen, args=(loop, hear, commands), daemon=True).start()
@@ -124,7 +124,7 @@ def _listen(
 
 
 def _hear(state: ServerState, heartbeat: Heartbeat | None, line: bytes) -> None:
-    """Apply one report, and tell the supervisor that it counts now."""
+    """Apply one report, and acknowledge it to the supervisor."""
     if not line:
         return
     _apply(state, json.loads(line))
@@ -139,26 +139,23 @@ def _apply(state: ServerState, report: dict[str, Any]) -> None:
 
 
 def _server(settings: FrontSettings, most: int, state: ServerState) -> _Uvicorn:
-    connection, places = connections(most)
-    protocol: Any = connection
-    if settings.options.tls is not None:
-        protocol = below(connection, server_context(settings.options.tls))
-    return _Uvicorn(_config(make_app(settings, state, places), protocol))
+    files = settings.options.tls
+    places = Places(most, server_context(files) if files else None)
+    return _Uvicorn(_config(make_app(settings, state, places), places))
 
 
 def _health_server(settings: FrontSettings, state: ServerState) -> _Uvicorn:
-    connection, _ = connections(HEALTH_CONNECTIONS)
-    return _Uvicorn(_config(make_health_app(settings, state), connection))
+    return _Uvicorn(_config(make_health_app(settings, state), Places(HEALTH_CONNECTIONS)))
 
 
-def _config(app: Any, protocol: Any) -> uvicorn.Config:
+def _config(app: Any, places: Places) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=protocol,
+        http=places.connection,  # type: ignore[arg-type]
         backlog=_ACCEPT,
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # what a caller says of its address must not decide anything
+        proxy_headers=False,  # a caller's claim about its address must not matter
         server_header=False,
         loop="asyncio",
         ws="none",

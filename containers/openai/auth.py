@@ -46,9 +46,10 @@ class Callers:
 
     @contextmanager
     def one(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Count a request as one answer while the block runs; what it yields counts more of them.
+        """Count a request as one answer while the block runs, and yield a function that counts
+        more.
 
-        ApiError 429, from both, when its caller has too many; 400 when the request alone has.
+        Both raise ApiError 429 if its caller has too many, 400 if the request alone has.
         """
         counted = 0
         most = self._most if caller else None

@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may open, and what happens when there are none left."""
+"""File descriptors: the limit of this process, and its behaviour at the limit."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from canvasrt.containers.logs import Seldom
 
 log = logging.getLogger(__name__)
 
-# Files for everything else, such as connections that are accepted and not counted yet.
+# Files for everything else, such as accepted connections that are not counted yet.
 _SPARE = 512
-# What asyncio says when it cannot accept a connection; then it waits a second.
+# asyncio's message when it cannot accept a connection; it then waits a second.
 _NO_MORE = "socket.accept() out of system resource"
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many files as it may, and return how many that are: each connection
-    is one."""
+    """Raise this process's limit of open files to the hard limit, and return it. A connection takes
+    one file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def affordable(connections: int, files: int) -> int:
-    """Return how many of so many connections to allow where a process may open so many files."""
+    """Return how many of the wanted `connections` a process with `files` descriptors can serve."""
     most = max(files - _SPARE, files // 2)
     if connections > most:
         log.warning(
@@ -39,7 +39,7 @@ def affordable(connections: int, files: int) -> int:
 
 
 def report_seldom(loop: asyncio.AbstractEventLoop) -> None:
-    """Log that no connection can be accepted once a minute: asyncio says it thousands of times a
+    """Log once a minute that no connection can be accepted; asyncio logs it thousands of times a
     second."""
     seldom = Seldom(log, logging.ERROR)
 

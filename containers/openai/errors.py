@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pydantic import ValidationError
 from starlette.responses import JSONResponse
+from typing_extensions import TypedDict
 
-RETRY_AFTER = 2  # seconds, if nothing better is known
+RETRY_AFTER = 2  # seconds, unless the error knows better
+
+
+class ErrorDetails(TypedDict):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(TypedDict):
+    """The body of a reply with an error."""
+
+    error: ErrorDetails
 
 
 class ApiError(Exception):
@@ -37,14 +52,21 @@ class ApiError(Exception):
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> ErrorReply:
         """Return the body."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
-    def response(self) -> JSONResponse:
-        """Return the whole reply."""
-        return JSONResponse(self.to_json(), self.status, self.headers)
+    def response(self, path: str = "") -> JSONResponse:
+        """Return the whole reply. Ollama's routes have errors that are strings."""
+        body = {"error": self.message} if path.startswith("/api/") else self.to_json()
+        return JSONResponse(body, self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -67,3 +89,36 @@ def too_late(seconds: float) -> ApiError:
 def unavailable(message: str, code: str, retry_after: int = RETRY_AFTER) -> ApiError:
     """Return a 503: the same request may succeed later."""
     return ApiError(503, message, code=code, headers={"Retry-After": str(retry_after)})
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Return the reply to a body that does not fit its model."""
+    found = error.errors(include_url=False, include_context=False)[0]
+    kind, message = found["type"], found["msg"]
+    param = path_of(found["loc"]) or None
+    if kind == "json_invalid":
+        why = message.removeprefix("Invalid JSON: ")
+        return bad_request(f"The body of the request is not JSON: {why}.", None, "invalid_json")
+    if kind == "extra_forbidden":
+        return bad_request(f"Unknown parameter: {param!r}.", param, "unknown_parameter")
+    if kind == "missing":
+        return bad_request(
+            f"Missing required parameter: {param!r}.", param, "missing_required_parameter"
+        )
+    if kind == "invalid_type":  # from a field's own check
+        return bad_request(message, param, kind)
+    if param is None:
+        return bad_request("The body of the request must be a JSON object.", None, "invalid_type")
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return bad_request(f"Invalid {param!r}: {message}.", param, code)
+
+
+def path_of(loc: tuple[int | str, ...]) -> str:
+    """Return `stop[1]` for `("stop", 1)`, without pydantic's names for validators."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.replace("_", "").isalnum():
+            path += f".{part}" if path else part
+    return path

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from canvasrt.containers.openai.body import Ignored, settle
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.schema import note
+from canvasrt.containers.openai.fields import MESSAGE
 from canvasrt.containers.untrusted import load_json
 
 # OpenAI's roles → those of the chat template.
@@ -19,8 +20,9 @@ _ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_TABLE = {f"messages.{name}": values for name, values in MESSAGE.items()}
 DETAILS = ("auto", "low", "high")
-# What a message of each role may hold besides its role, content and name.
+# The fields of a message by role, besides role, content and name.
 _FIELDS = {
     "assistant": ("tool_calls", "reasoning_content", "reasoning"),
     "tool": ("tool_call_id",),
@@ -28,7 +30,7 @@ _FIELDS = {
 
 
 class Chat(NamedTuple):
-    """The template's messages, and the image files in them, with the `detail` each asks for."""
+    """The template's messages, and their image files with the requested `detail`."""
 
     messages: list[dict[str, Any]]
     images: list[tuple[bytes, str]]
@@ -36,26 +38,19 @@ class Chat(NamedTuple):
 
 @dataclass
 class _Found:
-    """The images so far; and the fields that were left out, where that is allowed."""
+    """The images so far, and the ignored fields; None where all must be supported."""
 
     images: list[tuple[bytes, str]]
-    ignored: list[str] | None
-
-    def leave_out(self, where: str) -> None:
-        """Leave a field out. ApiError where that is not allowed."""
-        error = bad_request(f"{where} is not supported.", where, "unsupported_parameter")
-        if self.ignored is None:
-            raise error
-        note(self.ignored, error.message)
+    ignored: Ignored | None
 
 
-def read_messages(messages: Sequence[dict[str, Any]], ignored: list[str] | None = None) -> Chat:
+def read_messages(messages: Sequence[dict[str, Any]], ignored: Ignored | None = None) -> Chat:
     """Return the chat. ApiError names what is wrong or not supported.
 
-    Fields that are not supported are left out, and noted in `ignored`, if there is such a list.
+    With a list `ignored`, unsupported fields are left out and noted there.
 
-    Earlier thoughts go along: the template keeps those that led to the tool calls it answers now,
-    and drops the others.
+    Earlier thoughts are passed on: the template keeps those that led to the tool calls being
+    answered, and drops the others.
     """
     found = _Found([], ignored)
     read = [_message(each, f"messages[{i}]", found) for i, each in enumerate(messages)]
@@ -75,7 +70,7 @@ def _message(message: dict[str, Any], where: str, found: _Found) -> dict[str, An
     for name, value in message.items():
         # Clients send earlier answers back with their empty fields.
         if name not in allowed and value not in (None, [], ""):
-            found.leave_out(f"{where}.{name}")
+            settle(f"{where}.{name}", value, _TABLE, found.ignored)
     read: dict[str, Any] = {"role": _ROLES[role]}
     calls = message.get("tool_calls") if role == "assistant" else None
     if calls:
@@ -206,9 +201,9 @@ def is_remote(url: str) -> bool:
 
 
 def _only(part: dict[str, Any], where: str, found: _Found, *names: str) -> None:
-    for name in part:
+    for name, value in part.items():
         if name not in names:
-            found.leave_out(f"{where}.{name}")
+            settle(f"{where}.{name}", value, _TABLE, found.ignored)
 
 
 def _wrong(where: str, why: str) -> ApiError:

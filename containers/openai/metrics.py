@@ -5,11 +5,18 @@ from __future__ import annotations
 import asyncio
 import bisect
 import http.client
+import logging
+import re
 import urllib.request
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
 
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_BOUNDS = (*map(str, _BUCKETS), "+Inf")
 _TIMEOUT = 3.0  # seconds
+log = logging.getLogger(__name__)
+_MOST_NAMED = 256  # fields in the log
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -17,7 +24,7 @@ class Histogram:
     """A histogram of seconds."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(_BUCKETS) + 1)
+        self.counts = [0] * len(_BOUNDS)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
@@ -32,49 +39,71 @@ class FrontMetrics:
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = defaultdict(int)
         self.seconds: dict[str, Histogram] = defaultdict(Histogram)
-        self.first: dict[str, Histogram] = defaultdict(Histogram)
-        self.tokens = {"prompt": 0, "completion": 0}
-        self.steps = 0
+        self.first_piece: dict[str, Histogram] = defaultdict(Histogram)
+        self._tokens = {"prompt": 0, "completion": 0}
+        self._steps = 0
+        self._ignored = 0
+        self._named: set[str] = set()
+
+    def add(self, prompt: int, completion: int, steps: int) -> None:
+        """Count an answer's tokens and denoising steps."""
+        self._tokens["prompt"] += prompt
+        self._tokens["completion"] += completion
+        self._steps += steps
+
+    def ignore(self, warnings: Iterable[str]) -> None:
+        """Count the fields of a request that were left out, and log the first of each name."""
+        for warning in warnings:
+            self._ignored += 1
+            name = re.sub(r"\[\d+\]", "", warning)[:200]
+            if name not in self._named and len(self._named) < _MOST_NAMED:
+                self._named.add(name)
+                log.info("ignored, from now on without a word: %s", name)
 
     def text(self, in_flight: int) -> str:
         """Return all metrics as text."""
-        name = "canvasrt_openai"
-        lines = _head(f"{name}_requests_total", "counter", "Requests by endpoint and status")
-        for (endpoint, status), count in sorted(self.requests.items()):
-            labels = f'endpoint="{endpoint}",status="{status}"'
-            lines.append(f"{name}_requests_total{{{labels}}} {count}")
-        lines += _head(f"{name}_requests_in_flight", "gauge", "Requests being answered")
-        lines.append(f"{name}_requests_in_flight {in_flight}")
-        lines += _head(f"{name}_tokens_total", "counter", "Tokens of answered requests")
-        lines += [f'{name}_tokens_total{{kind="{k}"}} {n}' for k, n in self.tokens.items()]
-        lines += _head(f"{name}_denoising_steps_total", "counter", "Their denoising steps")
-        lines.append(f"{name}_denoising_steps_total {self.steps}")
-        whole = "Seconds of a whole request"
-        lines += _histograms(f"{name}_request_seconds", whole, self.seconds)
-        first = "Seconds until the first piece of a streamed answer"
-        lines += _histograms(f"{name}_first_piece_seconds", first, self.first)
+        requests = {
+            f'{{endpoint="{endpoint}",status="{status}"}}': count
+            for (endpoint, status), count in sorted(self.requests.items())
+        }
+        tokens = {f'{{kind="{kind}"}}': count for kind, count in self._tokens.items()}
+        lines = [
+            *_metric("requests_total", "counter", "Requests by endpoint and status", requests),
+            *_metric("requests_in_flight", "gauge", "Requests being answered", {"": in_flight}),
+            *_metric("tokens_total", "counter", "Tokens of answered requests", tokens),
+            *_metric(
+                "denoising_steps_total", "counter", "Their denoising steps", {"": self._steps}
+            ),
+            *_metric("ignored_fields_total", "counter", "Fields left out", {"": self._ignored}),
+            *_histograms("request_seconds", "Seconds of a whole request", self.seconds),
+            *_histograms(
+                "first_piece_seconds",
+                "Seconds until the first piece of a streamed answer",
+                self.first_piece,
+            ),
+        ]
         return "\n".join([*lines, ""])
 
 
-def _head(name: str, kind: str, about: str) -> list[str]:
-    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+def _metric(name: str, kind: str, about: str, values: dict[str, int]) -> list[str]:
+    name = f"canvasrt_openai_{name}"
+    shown = [f"{name}{labels} {value}" for labels, value in values.items()]
+    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", *shown]
 
 
 def _histograms(name: str, about: str, found: dict[str, Histogram]) -> list[str]:
-    lines = _head(name, "histogram", about)
+    lines, name = _metric(name, "histogram", about, {}), f"canvasrt_openai_{name}"
     for endpoint, histogram in sorted(found.items()):
-        total = 0
-        bounds = (*map(str, _BUCKETS), "+Inf")
-        for bound, count in zip(bounds, histogram.counts, strict=True):
-            total += count
-            lines.append(f'{name}_bucket{{endpoint="{endpoint}",le="{bound}"}} {total}')
-        lines.append(f'{name}_sum{{endpoint="{endpoint}"}} {histogram.sum:.6f}')
-        lines.append(f'{name}_count{{endpoint="{endpoint}"}} {total}')
+        totals, label = list(accumulate(histogram.counts)), f'endpoint="{endpoint}"'
+        for bound, total in zip(_BOUNDS, totals, strict=True):
+            lines.append(f'{name}_bucket{{{label},le="{bound}"}} {total}')
+        lines.append(f"{name}_sum{{{label}}} {histogram.sum:.6f}")
+        lines.append(f"{name}_count{{{label}}} {totals[-1]}")
     return lines
 
 
 class TritonMetrics:
-    """Triton's metrics, which are read once at a time: those who ask meanwhile get the same."""
+    """Reads Triton's metrics. Callers that ask during a read share its result."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -84,11 +113,13 @@ class TritonMetrics:
         """Return the text of the metrics endpoint; empty without an answer."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
-        return await asyncio.shield(self._reading)  # which goes on when one of its callers leaves
+        return await asyncio.shield(
+            self._reading
+        )  # a caller that disconnects does not cancel the read
 
     async def _read(self) -> str:
         try:
-            # Nothing else uses the event loop's own threads.
+            # The event loop's own threads have no other use.
             return await asyncio.to_thread(_fetch, self._url)
         finally:
             self._reading = None

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from canvasrt.containers.openai.connections import Places
-from canvasrt.containers.openai.disconnect import Disconnected
 from canvasrt.containers.openai.errors import ApiError, too_late, unavailable
+from canvasrt.containers.openai.health import HEALTH, ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.origin import Origin
-from canvasrt.containers.openai.state import ServerState
+from canvasrt.containers.openai.streaming import Disconnected
 from canvasrt.containers.tensors import ARRIVED, OWNER
 
 log = logging.getLogger("canvasrt.openai.access")
@@ -31,10 +31,10 @@ MORE = "canvasrt.more"  # in a request's scope: counts further answers of its ca
 BEGIN = "canvasrt.begin"  # in a request's scope: when its body was complete, in monotonic seconds
 AT_END = "canvasrt.at_end"  # in a request's scope: an ExitStack that ends after the response
 _ID = re.compile(rb"[\w.:/+=@-]{1,128}", re.ASCII)
-_HEALTH = ("/v1/health/live", "/v1/health/ready")
-# Seconds after a request's time: whoever calls the model says first that it is over.
+# Seconds added to a request's time here, so that the code that calls the model reports its end
+# first.
 _GRACE = 1.5
-_QUIET = (*_HEALTH, "/v1/metrics")
+_QUIET = (*HEALTH, "/v1/metrics", "/metrics")
 
 
 class Middleware:
@@ -63,8 +63,10 @@ class Middleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET; the server below leaves out the body
+            scope = {**scope, "method": "GET"}
         exchange = _Exchange(scope, receive, send, self._max_body)
-        if scope.get("client") in self._places.reserved and scope["path"] not in _HEALTH:
+        if scope.get("client") in self._places.reserved and scope["path"] not in HEALTH:
             exchange.refusal = too_many_connections()
         exchange.origin, exchange.timeout = self._origin, self._timeout
         counts = scope["method"] == "POST"
@@ -131,8 +133,8 @@ class _Exchange:
             await self._fail(internal_error(self.id))
 
     async def _answer(self, app: ASGIApp) -> None:
-        """Run the application until its time is over; once the answer has begun, its own errors say
-        so."""
+        """Run the application until its time is over. Once the answer has begun, its own errors
+        report that."""
         try:
             async with asyncio.timeout(None) as self._timer:
                 await app(self._scope, self.receive, self.send)
@@ -186,13 +188,13 @@ class _Exchange:
 
 
 def parameters_of(request: Request) -> dict[str, int | str]:
-    """Return what the models must know of a request: who asks, and since when."""
+    """Return a request's parameters for the models: its caller and its beginning."""
     begin = request.scope.get(BEGIN, time.monotonic())
     return {OWNER: str(request.scope.get(CALLER, "")), ARRIVED: int(begin * 1e6)}
 
 
 def _given_id(scope: Scope) -> str:
-    """Return the caller's own id for a request, if it is one that fits a log line."""
+    """Return the caller's own id for a request, if it fits a log line."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return given.decode() if _ID.fullmatch(given) else ""
 

@@ -1,273 +1,163 @@
-"""Ollama's `/api/chat`, `/api/generate`, `/api/tags` and `/api/version`, over the same answers."""
+"""Ollama's `/api/chat`, `/api/generate`, `/api/tags` and `/api/version`, over the same
+generations."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar
 
-from fastapi import FastAPI
-from pydantic import ValidationError
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from pydantic import Field, ValidationError
+from typing_extensions import TypedDict
 
-import canvasrt
 from canvasrt.containers.client.triton import StreamEvent
-from canvasrt.containers.openai.aside import Aside
-from canvasrt.containers.openai.auth import Keys
-from canvasrt.containers.openai.completions import Completions, Run, streamed
-from canvasrt.containers.openai.disconnect import unless_disconnected
-from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.event_stream import EventStream
-from canvasrt.containers.openai.parse_answer import AnswerReader, Piece
-from canvasrt.containers.openai.part_limits import check_parts
-from canvasrt.containers.openai.schema import (
-    LEFT_OUT,
+from canvasrt.containers.openai.body import (
+    OWN,
+    Body,
+    MaybeMessages,
+    about,
+    check_parts,
+    settle,
+)
+from canvasrt.containers.openai.chat import (
     ChatRequest,
     CompletionRequest,
-    body_error,
-    note,
+    chat_generation,
+    completion_generation,
 )
-from canvasrt.containers.untrusted import load_json
-from canvasrt.errors import CanvasError
+from canvasrt.containers.openai.endpoint import Endpoint
+from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation
+from canvasrt.containers.openai.fields import OLLAMA, Table
+from canvasrt.containers.openai.generation import (
+    Answer,
+    Generation,
+    Reply,
+    Served,
+    finish_reason,
+)
+from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.types import Json
 
-# Ollama's options → the fields of a chat. Those without a meaning here cannot change an answer.
-_OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-_IGNORED = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap")
-Read = Callable[[dict[str, Any], "list[str] | None"], ChatRequest | CompletionRequest]
-_FIELDS = ("model", "stream", "options", "keep_alive", "think")
+# Options that may be set → the fields of a chat.
+_OPTIONS = {"num_predict": "max_tokens"} | {
+    name: name for name in ("seed", "stop", "logit_bias", "canvas", *(each.name for each in OWN))
+}
 
 
-class ChatRoutes(Protocol):
-    """What the routes need of the front end."""
+class OllamaRequest(Body):
+    """What the bodies of both operations share."""
+
+    table: ClassVar[Table] = OLLAMA
+
+    stream: Annotated[bool | None, about("Send lines of JSON as text becomes final.")] = True
+    options: Annotated[dict[str, Any] | None, about("Settings of the sampler.")] = None
+    think: Annotated[Any, about("Whether the model thinks before it answers, or how much.")] = None
+    keep_alive: Any = None
+    format: Annotated[Any, about("`json`, or the schema of the answer.")] = None
 
     @property
-    def models(self) -> tuple[str, ...]: ...
+    def name(self) -> str:
+        """The model's name, without Ollama's tag."""
+        return self.model.removesuffix(":latest")
 
-    @property
-    def lenient(self) -> bool: ...
-
-    keys: Keys
-
-    def admit(self, request: Request) -> Completions: ...
-
-    aside: Aside
+    def check_model(self, served: Collection[str]) -> None:
+        if self.name not in served:
+            message = f"model {self.model!r} not found"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
 
-class _Lines(EventStream):
-    media_type = "application/x-ndjson"
+class OllamaChat(OllamaRequest):
+    """The body of `/api/chat`."""
+
+    messages: MaybeMessages = Field(default_factory=list)
+    tools: list[Any] | None = None
 
 
-def add_ollama(app: FastAPI, front: ChatRoutes) -> None:
-    """Add the routes."""
+class OllamaPrompt(OllamaRequest):
+    """The body of `/api/generate`. A raw prompt is continued without a chat template, thoughts and calls."""
 
-    @app.post("/api/chat")
-    async def chat(request: Request) -> Response:
-        return await _guarded(lambda: _reply(front, request, _chat))
-
-    @app.post("/api/generate")
-    async def generate(request: Request) -> Response:
-        return await _guarded(lambda: _reply(front, request, _generate))
-
-    @app.get("/api/tags")
-    async def tags(request: Request) -> Response:
-        front.keys.check(request.headers.get("authorization"))
-        models = [{"name": name, "model": name, "details": {}} for name in front.models]
-        return JSONResponse({"models": models})
-
-    @app.get("/api/version")
-    async def version() -> Response:
-        return JSONResponse({"version": canvasrt.__version__})
+    prompt: str | None = None
+    system: str | None = None
+    images: list[Any] | None = None
+    raw: bool | None = None
 
 
-async def _guarded(reply: Callable[[], Any]) -> Response:
-    """Return a reply, with errors in Ollama's form."""
+class OllamaError(TypedDict):
+    """An error, in words."""
+
+    error: str
+
+
+class OllamaAnswer(TypedDict):
+    """The last line of an answer, or all of it."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: str
+    total_duration: int
+    prompt_eval_count: int
+    eval_count: int
+
+
+def chat(body: OllamaChat) -> Generation:
+    """Return a chat's generation. ApiError for a wrong or unsupported field."""
+    if not body.messages:
+        return Generation({})  # only loads the model
+    fields: Json = {"messages": _messages(body.messages)}
+    if body.tools:
+        fields["tools"] = body.tools
+    return chat_generation(_read(ChatRequest, body, fields))
+
+
+def generate(body: OllamaPrompt) -> Generation:
+    """Return a prompt's generation. ApiError for a wrong or unsupported field."""
+    prompt = body.prompt or ""
+    if not (prompt or body.images):
+        return Generation({})  # only loads the model
+    if body.raw:
+        return completion_generation(_read(CompletionRequest, body, {"prompt": prompt}))
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    check_parts([{"images": body.images}], "images")
+    user = {"role": "user", "content": prompt, "images": body.images}
+    return chat_generation(_read(ChatRequest, body, {"messages": _messages([*system, user])}))
+
+
+def _read(kind: Any, body: OllamaRequest, fields: Json) -> Any:
+    """Return OpenAI's request for these fields and the options."""
     try:
-        response: Response = await reply()
-    except ApiError as error:
-        return JSONResponse({"error": error.message}, error.status, error.headers)
-    return response
-
-
-async def _reply(
-    front: ChatRoutes,
-    request: Request,
-    read: Read,
-) -> Response:
-    completions = front.admit(request)
-    raw = await request.body()
-    body, generation = await front.aside.run(len(raw), _parsed, front, read, raw)
-    run = await completions.start(request, generation)
-    answer = _Answer(body, run, request.url.path, generation.ignored)
-    if body.get("stream", True):
-        return await streamed(request, answer.lines(), _Lines)
-    return JSONResponse(await unless_disconnected(request.receive, answer.whole()))
-
-
-def _parsed(
-    front: ChatRoutes, read: Read, raw: bytes
-) -> tuple[dict[str, Any], ChatRequest | CompletionRequest]:
-    """Return a body, and the request in it."""
-    body = _body(raw)
-    name = str(body.get("model", "")).removesuffix(":latest")
-    if name not in front.models:
-        raise ApiError(404, f"model {body.get('model')!r} not found", param="model")
-    ignored: list[str] | None = [] if front.lenient else None
-    return body, _generation(read, {**body, "model": name}, ignored)
-
-
-def _generation(
-    read: Read, body: dict[str, Any], ignored: list[str] | None
-) -> ChatRequest | CompletionRequest:
-    """Return the request in a body; with `ignored`, without the options that are not supported."""
-    try:
-        generation = read(body, ignored)
+        request = kind.model_validate(fields | {"model": body.name, **_settings(body)})
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        names = {str(each["loc"][-1]) for each in found}
-        if ignored is None or any(each["type"] not in LEFT_OUT for each in found):
-            raise body_error(error) from None
-        kept = {k: v for k, v in body["options"].items() if _OPTIONS.get(k, k) not in names}
-        for name in sorted(set(body["options"]) - set(kept)):
-            note(ignored, f"options.{name} is not supported.")
-        try:
-            generation = read({**body, "options": kept}, ignored)
-        except ValidationError as again:
-            raise body_error(again) from None
-    generation._ignored = ignored
-    return generation
+        raise from_validation(error) from None
+    request._ignored = body.ignored
+    return request
 
 
-class _Answer:
-    """One answer in Ollama's shape, which differs between chats and completions."""
-
-    def __init__(
-        self, body: dict[str, Any], run: Run, path: str, ignored: list[str] | None
-    ) -> None:
-        self._ignored = ignored
-        self._model = body["model"]
-        self._run = run
-        self._chat = path.endswith("/chat")
-        # A raw prompt is continued as it is, without thoughts and calls.
-        self._reader: AnswerReader | None = None if body.get("raw") else run.reader()
-        self._begin = time.perf_counter_ns()
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
-        final: StreamEvent | None = None
-        try:
-            async with self._run.answers() as answers:
-                async for number, event in answers:
-                    if event.event == "final":
-                        final = event
-                        self._run.count(number, event)
-        except (ApiError, CanvasError) as error:
-            raise self._run.named(error) from error
-        assert final is not None
-        return self._line(self._pieces(final.text, final=True)) | self._end(final)
-
-    async def lines(self) -> AsyncIterator[bytes]:
-        """Yield the answer as lines of JSON. ApiError only before the first."""
-        begun = False
-        try:
-            async with self._run.answers() as answers:
-                async for number, event in answers:
-                    if not begun:
-                        begun = True
-                        self._run.first_piece()
-                    final = event.event == "final"
-                    pieces = self._pieces("" if final else event.text, final)
-                    if final:
-                        self._run.count(number, event)
-                        yield _encoded(self._line(pieces) | self._end(event))
-                    elif pieces:
-                        yield _encoded(self._line(pieces))
-        except (ApiError, CanvasError) as error:
-            failure = self._run.named(error)
-            if not begun:
-                raise failure from error
-            yield _encoded({"error": failure.message})
-
-    def _pieces(self, text: str, final: bool) -> list[Piece]:
-        if self._reader is None:
-            return [Piece("content", text)] if text else []
-        return self._reader.put(text, final)
-
-    def _line(self, pieces: list[Piece]) -> dict[str, Any]:
-        said, thought = (
-            "".join(piece.text for piece in pieces if piece.kind == kind)
-            for kind in ("content", "reasoning")
-        )
-        calls = [
-            {"function": {"name": each.call.name, "arguments": json.loads(each.call.arguments)}}
-            for each in pieces
-            if each.call is not None
-        ]
-        more = ({"thinking": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        line = {"model": self._model, "created_at": now, "done": False}
-        if self._chat:
-            return {**line, "message": {"role": "assistant", "content": said, **more}}
-        return {**line, "response": said, **more}
-
-    def _end(self, final: StreamEvent) -> dict[str, Any]:
-        more = {"canvasrt": {"warnings": self._ignored}} if self._ignored else {}
-        return {
-            **more,
-            "done": True,
-            "done_reason": final.finish_reason,
-            "total_duration": time.perf_counter_ns() - self._begin,
-            "prompt_eval_count": len(final.prompt_token_ids),
-            "eval_count": len(final.token_ids),
-        }
+def _settings(body: OllamaRequest) -> Json:
+    fields: Json = {}
+    for name, value in (body.options or {}).items():
+        if name in _OPTIONS:
+            fields[_OPTIONS[name]] = value
+        else:
+            settle(f"options.{name}", value, OLLAMA, body.ignored)
+    for name in ("max_tokens", "seed"):
+        value = fields.get(name)
+        if isinstance(value, int) and value < 0:  # as many as there is room for, and any seed
+            del fields[name]
+    if isinstance(body.think, str):
+        fields["reasoning_effort"] = body.think
+    elif body.think is not None and not getattr(body, "raw", False):
+        fields["enable_thinking"] = body.think
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif body.format not in (None, ""):
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+    return fields
 
 
-def _chat(body: dict[str, Any], ignored: list[str] | None) -> ChatRequest:
-    _known(body, ignored, "messages", "tools")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        raise bad_request("messages must be a list of messages", "messages")
-    check_parts(messages, "messages")
-    fields = _shared(body) | {"messages": _messages(messages)}
-    if body.get("tools"):
-        fields["tools"] = body["tools"]
-    return ChatRequest.model_validate(fields)
-
-
-def _generate(body: dict[str, Any], ignored: list[str] | None) -> ChatRequest | CompletionRequest:
-    _known(body, ignored, "prompt", "system", "images", "raw")
-    prompt = body.get("prompt") or ""
-    if body.get("raw"):
-        return CompletionRequest.model_validate(_shared(body) | {"prompt": prompt})
-    system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-    check_parts([{"images": body.get("images")}], "images")
-    user = {"role": "user", "content": prompt, "images": body.get("images")}
-    return ChatRequest.model_validate(_shared(body) | {"messages": _messages([*system, user])})
-
-
-def _shared(body: dict[str, Any]) -> dict[str, Any]:
-    options = body.get("options") or {}
-    if not isinstance(options, dict):
-        raise bad_request("options must be an object", "options")
-    fields: dict[str, Any] = {
-        _OPTIONS.get(str(name), str(name)): value
-        for name, value in options.items()
-        if name not in _IGNORED
-    }
-    most = fields.get("max_tokens")
-    if isinstance(most, int) and most < 0:  # as many as there is room for
-        del fields["max_tokens"]
-    think = body.get("think")
-    if isinstance(think, str):
-        fields["reasoning_effort"] = think
-    elif think is not None and not body.get("raw"):
-        fields["enable_thinking"] = think
-    return {"model": body["model"], **fields}
-
-
-def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(messages: list[Json]) -> list[Json]:
     """Return OpenAI's messages. Ollama's calls have no ids: results answer them in order."""
     read, open_calls = [], iter(())
     for number, message in enumerate(messages):
@@ -292,7 +182,7 @@ def _messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return read
 
 
-def _call(call: Any, id: str) -> dict[str, Any]:
+def _call(call: Any, id: str) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise bad_request("a tool call has no function", "messages")
@@ -304,26 +194,81 @@ def _call(call: Any, id: str) -> dict[str, Any]:
     }
 
 
-def _known(body: dict[str, Any], ignored: list[str] | None, *names: str) -> None:
-    """Raise ApiError for a field that is not supported and would change the answer, or note it in
-    `ignored`."""
-    for name, value in body.items():
-        if name not in (*_FIELDS, *names) and value not in (None, "", [], {}):
-            error = bad_request(f"{name} is not supported.", name, "unsupported_parameter")
-            if ignored is None:
-                raise error
-            note(ignored, error.message)
+class GenerateReply(Reply):
+    """Answers to prompts, as lines of JSON."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
+        super().__init__(body, asked, seed, served)
+        self._begin = time.perf_counter_ns()
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        return self.close(0, answers[0])[0] if answers else self._loaded()
+
+    def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:
+        return [self._line(pieces)] if pieces else []
+
+    def close(self, index: int, answer: Answer) -> list[Json]:
+        final, ignored = answer.final, self.asked.ignored
+        end = {
+            **({"canvasrt": {"warnings": ignored}} if ignored else {}),
+            "done": True,
+            "done_reason": finish_reason(final),
+            **self._durations(),
+            "prompt_eval_count": len(final.prompt_token_ids),
+            "eval_count": len(final.token_ids),
+        }
+        return [self._line(answer.pieces) | end]
+
+    def end(self) -> list[Json]:
+        nothing = self.asked.messages is None and not self.asked.prompts
+        return [self._loaded()] if nothing else []
+
+    def failed(self, error: ApiError) -> list[Json]:
+        return [{"error": error.message}]
+
+    def encode(self, chunk: Json) -> bytes:
+        return json.dumps(chunk, ensure_ascii=False).encode() + b"\n"
+
+    def text(self, text: str, more: Json) -> Json:
+        """Return the fields of a line."""
+        return {"response": text, **more}
+
+    def _loaded(self) -> Json:
+        """Return the answer to nothing, which loads or unloads the model elsewhere."""
+        reason = "unload" if self.body.keep_alive == 0 else "load"
+        return self._line([]) | {"done": True, "done_reason": reason} | self._durations()
+
+    def _durations(self) -> Json:
+        """Return nanoseconds. Encoding the prompt counts with the answer."""
+        taken = time.perf_counter_ns() - self._begin
+        parts = {"load_duration": 0, "prompt_eval_duration": 0, "eval_duration": taken}
+        return {"total_duration": taken, **parts}
+
+    def _line(self, pieces: list[Piece]) -> Json:
+        thought = text_of(pieces, "reasoning")
+        calls = [
+            {"function": {"name": each.call.name, "arguments": json.loads(each.call.arguments)}}
+            for each in pieces
+            if each.call is not None
+        ]
+        more = ({"thinking": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        line = {"model": self.body.model, "created_at": now, "done": False}
+        return line | self.text(text_of(pieces, "content"), more)
 
 
-def _body(data: bytes) -> dict[str, Any]:
-    try:
-        body = load_json(data)
-    except ValueError as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise bad_request("the body must be a JSON object")
-    return body
+class ChatLines(GenerateReply):
+    """Answers to chats, as lines of JSON."""
+
+    def text(self, text: str, more: Json) -> Json:
+        return {"message": {"role": "assistant", "content": text, **more}}
 
 
-def _encoded(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+def _endpoint(path: str, about: str, body: Any, parse: Callable[..., Any], reply: Any) -> Endpoint:
+    return Endpoint(path, about, body, parse, reply, OllamaAnswer, True, error=OllamaError)
+
+
+CHAT = _endpoint("/api/chat", "Ollama's chats.", OllamaChat, chat, ChatLines)
+GENERATE = _endpoint("/api/generate", "Ollama's prompts.", OllamaPrompt, generate, GenerateReply)

@@ -1,4 +1,4 @@
-"""The options of `canvasrt serve` for the OpenAI front end, and what else its process gets."""
+"""Options of `canvasrt serve` for the OpenAI front end, and the settings of its process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from canvasrt.containers.names import ALLOWED_HOSTS, API_PORT
+from canvasrt.errors import CanvasError
 from canvasrt.option import limit_option, option, port_option, read_names, read_port, read_switch
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-# What the supervisor tells the front end of the server behind it.
+# The phases of the server behind the front end, as the supervisor reports them.
 ServerPhase = Literal["starting", "building", "loading", "serving", "failed", "stopping"]
 
 
@@ -26,15 +27,14 @@ def read_level(text: str) -> str:
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """Where the OpenAI front end listens, and what it says about the model. Port 0 takes a free
-    one."""
+    """The OpenAI front end's addresses, limits and model names. Port 0 takes a free one."""
 
     host: str = field(
         default="127.0.0.1",
         metadata=option("Address to listen on; 0.0.0.0 for all interfaces.", metavar="ADDRESS"),
     )
-    # Host headers that a server without keys answers to; none stands for loopback's names on
-    # loopback, and for any elsewhere.
+    # Host headers that a server without keys accepts. Empty: loopback's names on loopback, any name
+    # elsewhere.
     hosts: tuple[str, ...] = field(
         default=(),
         metadata=option(
@@ -107,6 +107,10 @@ class FrontOptions:
             "Ignore unsupported parameters, with a warning in the reply, instead of refusing them."
         ),
     )
+    strict: bool = field(
+        default=False,
+        metadata=option("Refuse unknown parameters, instead of ignoring them with a warning."),
+    )
     allow_remote_images: bool = field(
         default=False,
         metadata=option(
@@ -126,6 +130,10 @@ class FrontOptions:
     )
     max_body: int = 16 * 2**20  # bytes; a context of 256k tokens, as ids, takes 2 MB
 
+    def __post_init__(self) -> None:
+        if self.lenient and self.strict:
+            raise CanvasError("--lenient and --strict contradict each other", "give one of them")
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FrontOptions:
         """Return the inverse of `asdict`, whose tuples are lists in JSON."""
@@ -137,7 +145,7 @@ class FrontOptions:
 
 @dataclass(frozen=True)
 class FrontSettings:
-    """What the supervisor hands to the front end's process. Sockets are inherited file descriptors."""
+    """The settings that the supervisor hands to the front end's process. Sockets are inherited file descriptors."""
 
     socket: int
     grpc: str  # host:port

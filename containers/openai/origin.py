@@ -1,7 +1,7 @@
 """Which web pages may call the server: those of the allowed origins (CORS).
 
-Without keys, other pages cannot even send a request that runs: they can post to loopback, but not as JSON, and not
-under its name.
+Without keys, other pages cannot run a request: they can post to loopback, but neither as JSON nor under its name. Browsers tell
+such a post's origin; other clients may leave out the content type.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from starlette.types import Scope
 
 from canvasrt.containers.names import LOOPBACK
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.health import HEALTH
 from canvasrt.containers.openai.options import FrontOptions
-
-_OPEN = ("/v1/health/live", "/v1/health/ready")  # probes call them by address
 
 
 class Origin:
-    """What requests without a key must look like. A server with keys needs none of this: pages do
-    not know them."""
+    """The rules for requests without a key. A server with keys needs none: pages do not know the
+    keys."""
 
     def __init__(self, options: FrontOptions) -> None:
         hosts = options.hosts or (LOOPBACK if options.host in LOOPBACK else ())
@@ -29,8 +28,8 @@ class Origin:
         self._keyless = not options.keys
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError 403 for a foreign Host, and 415 for a body that is not JSON."""
-        if not self._keyless or scope["path"] in _OPEN:
+        """Raise ApiError 403 for a foreign Host, and 415 for a page's body that is not JSON."""
+        if not self._keyless or scope["path"] in HEALTH:
             return
         headers = dict(scope["headers"])
         if self._hosts and (host := _host(headers)) not in self._hosts:
@@ -40,7 +39,8 @@ class Origin:
                 code="host_not_allowed",
             )
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != b"application/json":
+        page = b"origin" in headers or b"sec-fetch-site" in headers
+        if scope["method"] == "POST" and page and kind != b"application/json":
             raise ApiError(
                 415,
                 "Send the body as JSON, with Content-Type: application/json.",

@@ -1,11 +1,11 @@
-"""Takes a model's text apart into thoughts, tool calls and what is said to the caller."""
+"""Parses a model's text into reasoning, tool calls and answer text."""
 
 from __future__ import annotations
 
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from canvasrt.containers.openai.tool_arguments import CallError, read_arguments
 
 _OPENING = re.compile("|".join(map(re.escape, CONTROL_TOKENS)))
 _NAME = re.compile(r"\s*call:([\w.:-]+)\s*(?=\{)")
-# The channel's name, which stands before the thought.
+# The channel's name, which precedes the thought.
 _CHANNEL = "thought\n"
 
 
@@ -27,27 +27,40 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the call as a message has it."""
+        """Return the call in the form of a message."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text for the caller or of a thought, or a whole call and its number."""
+    """Answer text, reasoning text, or a complete tool call with its index."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
     call: ToolCall | None = None
-    number: int = 0
+    index: int = 0
 
 
-class AnswerReader:
-    """Takes an answer's text in pieces, with the model's control tokens in it.
+def text_of(pieces: Iterable[Piece], kind: str) -> str:
+    """Return the text of all pieces of a kind, joined."""
+    return "".join(piece.text for piece in pieces if piece.kind == kind)
 
-    Spaces around thoughts and calls are the syntax's, and are dropped. A call comes out once it is
-    whole. One that the token limit cuts short is dropped, since its arguments would not be JSON;
-    one that cannot be read comes out as text.
+
+class PlainText:
+    """Parses a text without syntax: all of it is answer text."""
+
+    def put(self, text: str, final: bool = False) -> list[Piece]:
+        """Return the text as a piece, unless it is empty."""
+        return [Piece("content", text)] if text else []
+
+
+class AnswerParser:
+    """Parses an answer that arrives in pieces, with the model's control tokens in it.
+
+    Spaces around thoughts and calls belong to the syntax, and are dropped. A call comes out once it is
+    complete. A call that the token limit cuts short is dropped, since its arguments would not be
+    JSON; an unparsable one comes out as text.
     """
 
     def __init__(
@@ -60,13 +73,13 @@ class AnswerReader:
         self._tools = tools
         self._parallel = parallel
         self._region: Literal["content", "thought", "call"] = "content"
-        self._text = ""  # not taken apart yet
-        self._begun = False  # the region has given text
-        self._plain = True  # nothing but content so far: its spaces are the caller's
+        self._text = ""  # not parsed yet
+        self._begun = False  # the region has produced text
+        self._plain = True  # only content so far, whose spaces are kept
         self.calls = 0
 
     def put(self, text: str, final: bool = False) -> list[Piece]:
-        """Return what `text` completes; after the `final` one, nothing is left."""
+        """Return the pieces that `text` completes; after the `final` text, none are left."""
         self._text += text
         pieces: list[Piece] = []
         while self._step(pieces, final):
@@ -98,7 +111,7 @@ class AnswerReader:
         self._say(pieces, self._text[: mark.start()].rstrip())
         self._text = self._text[mark.end() :]
         self._plain = False
-        if mark[0] in (THOUGHT, CALL):  # the others are strays, and nobody's text
+        if mark[0] in (THOUGHT, CALL):  # other marks are strays, which are dropped
             self._enter("thought" if mark[0] == THOUGHT else "call")
         return True
 
@@ -117,7 +130,7 @@ class AnswerReader:
         if found or final:
             given, self._text = body.rstrip(), rest
         elif not self._begun and _CHANNEL.startswith(body):
-            return False  # perhaps only a part of the channel's name
+            return False  # this may be only a part of the channel's name
         else:
             keep = _held(body, (THOUGHT_END,))
             given, self._text = body[: len(body) - keep], body[len(body) - keep :]
@@ -133,11 +146,11 @@ class AnswerReader:
     def _call(self, pieces: list[Piece], body: str, whole: bool) -> None:
         call = self._read(body)
         if call is None:
-            if whole:  # a call that was cut short is nobody's text
+            if whole:  # a call that was cut short is dropped
                 self._say(pieces, body.replace(QUOTE, '"').strip())
             return
         if self._parallel or not self.calls:
-            pieces.append(Piece("call", call=call, number=self.calls))
+            pieces.append(Piece("call", call=call, index=self.calls))
             self.calls += 1
 
     def _read(self, body: str) -> ToolCall | None:
@@ -151,39 +164,9 @@ class AnswerReader:
         return ToolCall(name[1], json.dumps(arguments, ensure_ascii=False))
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A whole answer, taken apart."""
-
-    content: str
-    reasoning: str
-    calls: tuple[ToolCall, ...]
-
-    @classmethod
-    def read(cls, reader: AnswerReader, text: str) -> Answer:
-        """Take a whole text apart."""
-        pieces = reader.put(text, final=True)
-        joined = {
-            kind: "".join(piece.text for piece in pieces if piece.kind == kind)
-            for kind in ("content", "reasoning")
-        }
-        calls = tuple(piece.call for piece in pieces if piece.call is not None)
-        return cls(joined["content"], joined["reasoning"], calls)
-
-    def to_message(self) -> dict[str, Any]:
-        """Return the answer as a chat's message."""
-        content = None if self.calls and not self.content else self.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = [call.to_json() for call in self.calls]
-        return message
-
-
 def _held(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters at the end may be dropped once more text is known: spaces, which
-    a mark may follow, and the beginning of a mark."""
+    """Return how many characters at the end later text may turn into syntax: spaces, which a mark
+    may follow, and the beginning of a mark."""
     begun = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
     )

@@ -1,19 +1,19 @@
-"""Shares the event loop between connections that have much to parse."""
+"""Shares the event loop fairly between connections with large bodies to parse."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from time import perf_counter
 from typing import Protocol
 
-# Seconds of parsing between two looks of the event loop at its sockets: of all connections, and of one.
+# Seconds of parsing before the event loop polls its sockets again: for all connections together, and for one.
 TURN, SLICE = 0.01, 0.002
 
 
 class Parsing(Protocol):
     """A connection with something to parse."""
 
-    def proceed(self) -> None: ...
+    def read_on(self) -> None: ...
 
 
 class Turns:
@@ -22,45 +22,35 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: dict[Parsing, None] = {}
         self._current: Parsing | None = None
-        self._ends = self._slice_ends = 0.0
-        self._begun = False
+        self._ends = 0.0  # the current one's turn
+        self._due = False
 
-    def take(self, connection: Parsing) -> bool:
-        """Return whether a connection may parse one more piece now. If not, its `proceed` is called
-        when it may."""
-        if connection in self._waiting:
-            return False
-        if not self._begun:
-            self._begin()
-        now = time.perf_counter()
-        if connection is not self._current:
-            self._current, self._slice_ends = connection, min(self._ends, now + SLICE)
-        if now < self._slice_ends:
+    def has(self, connection: Parsing) -> bool:
+        """Return whether it is a connection's turn. If not, its `read_on` is called when it is."""
+        if connection is self._current and perf_counter() < self._ends:
             return True
         self._waiting[connection] = None
+        self._call_next()
         return False
 
-    def waits(self, connection: Parsing) -> bool:
+    def is_waiting(self, connection: Parsing) -> bool:
         """Return whether a connection waits for its turn."""
         return connection in self._waiting
 
     def leave(self, connection: Parsing) -> None:
         """Forget a connection."""
         self._waiting.pop(connection, None)
-        if self._current is connection:
-            self._current = None
 
-    def _begin(self) -> None:
-        self._begun = True
-        self._ends = time.perf_counter() + TURN
-        asyncio.get_running_loop().call_soon(self._next)
+    def _call_next(self) -> None:
+        if self._waiting and not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        self._begun, self._current = False, None
-        if not self._waiting:
-            return
-        self._begin()
-        while self._waiting and time.perf_counter() < self._ends:
-            connection = next(iter(self._waiting))
-            self.leave(connection)
-            connection.proceed()
+        end = perf_counter() + TURN
+        while self._waiting and (now := perf_counter()) < end:
+            self._current, self._ends = next(iter(self._waiting)), min(now + SLICE, end)
+            self.leave(self._current)
+            self._current.read_on()
+        self._current, self._due = None, False
+        self._call_next()

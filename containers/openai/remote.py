@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -24,8 +24,10 @@ MAX_IMAGE_BYTES = 20 * 2**20
 FETCH_TIMEOUT = 10.0  # seconds for one image, redirects included
 REDIRECTS = 3
 MAX_REMOTE_IMAGES = 16  # of one request
+# Of one request, as it may send itself, and of all together, from their first byte to the end of their answers.
+MAX_REQUEST_BYTES, MAX_HELD_BYTES = 48 * 2**20, 256 * 2**20
 _THREADS = 32
-# They carry an IPv4 address inside, which may be anything: 6to4, Teredo and NAT64.
+# Networks whose addresses contain an arbitrary IPv4 address: 6to4, Teredo and NAT64.
 _TUNNELS = tuple(
     ipaddress.ip_network(each)
     for each in ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")
@@ -47,6 +49,34 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
+class ImageBudget:
+    """Bytes of images that may be held: of one request, and, in its `parent`, of all."""
+
+    def __init__(self, most: int, parent: ImageBudget | None = None) -> None:
+        self._most, self._parent, self.taken = most, parent, 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> None:
+        """Count bytes as they come. Refused when they are too many, or nobody waits for them."""
+        with self._lock:
+            if self.taken + size <= self._most:
+                if self._parent is not None:
+                    self._parent.take(size)
+                self.taken += size
+                return
+        whose = "those of all requests" if self._parent is None else "the request's images"
+        raise Refused(f"{whose} are larger than {self._most // 2**20} MiB together")
+
+    def give_back(self) -> None:
+        """Count the request's images no more, and take no others."""
+        with self._lock:
+            self._most = -1
+            if self._parent is not None:
+                with self._parent._lock:
+                    self._parent.taken -= self.taken
+            self.taken = 0
+
+
 class Fetcher:
     """Fetches images by URL, on threads of its own.
 
@@ -62,32 +92,45 @@ class Fetcher:
     ) -> None:
         self._resolve = resolve or _addresses
         self._allowed = allowed
-        # Of their own: what waits for a slow server must hold up nothing else.
+        # Threads of their own, so that a slow server holds up nothing else.
+        self._held = ImageBudget(MAX_HELD_BYTES)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="canvasrt-fetch")
 
-    async def fetched(self, url: str) -> str:
-        """Return the data URL of an image, like `fetch`, without blocking."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._inlined, url)
+    @contextlib.contextmanager
+    def request(self) -> Iterator[ImageBudget]:
+        """Yield the budget of one request, whose images are held while the block runs."""
+        budget = ImageBudget(MAX_REQUEST_BYTES, self._held)
+        try:
+            yield budget
+        finally:
+            budget.give_back()
 
-    def _inlined(self, url: str) -> str:
-        return "data:;base64," + base64.b64encode(self.fetch(url)).decode()
+    async def fetched(self, url: str, budget: ImageBudget | None = None) -> str:
+        """Return the data URL of an image, like `fetch`, without blocking."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._inlined, url, budget
+        )
+
+    def _inlined(self, url: str, budget: ImageBudget | None) -> str:
+        return "data:;base64," + base64.b64encode(self.fetch(url, budget)).decode()
 
     def close(self) -> None:
         """Fetch nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def fetch(self, url: str) -> bytes:
-        """Return an image's file; blocks meanwhile. Refused says why there is none."""
+    def fetch(self, url: str, budget: ImageBudget | None = None) -> bytes:
+        """Return an image's file; blocks meanwhile. Raises Refused with the reason."""
         deadline = time.monotonic() + FETCH_TIMEOUT
+        budget = budget or ImageBudget(MAX_REQUEST_BYTES)
         for _ in range(REDIRECTS + 1):
-            found = self._get(url, deadline)
+            found = self._get(url, deadline, budget)
             if isinstance(found, bytes):
                 return found
             url = urljoin(url, found)
         raise Refused(f"it was redirected more than {REDIRECTS} times")
 
-    def _get(self, url: str, deadline: float) -> bytes | str:
-        """Return the file at a URL, or where it redirects to."""
+    def _get(self, url: str, deadline: float, budget: ImageBudget) -> bytes | str:
+        """Return the file at a URL, or the URL to which it redirects."""
         try:
             connection, path = self._connection(url)
         except ValueError as error:
@@ -104,7 +147,7 @@ class Fetcher:
                 return str(reply.getheader("Location"))
             if reply.status != 200:
                 raise Refused(f"its server answered with status {reply.status}")
-            return _body(reply, deadline)
+            return _body(reply, deadline, budget)
         except (OSError, http.client.HTTPException) as error:
             raise Refused(f"it cannot be fetched: {error or type(error).__name__}") from error
         finally:
@@ -126,7 +169,7 @@ class Fetcher:
         return kind(parts.hostname, port, address), path
 
     def _checked(self, host: str, port: int) -> str:
-        """Return an address of a host, all of whose addresses are allowed."""
+        """Return an address of a host. Raises Refused unless all of its addresses are allowed."""
         try:
             addresses = self._resolve(host, port)
         except (OSError, UnicodeError) as error:
@@ -137,7 +180,7 @@ class Fetcher:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to an address that was checked, whatever the host's name resolves to now."""
+    """A connection to a checked address, even if the host's name resolves to another one now."""
 
     def __init__(self, host: str, port: int, address: str) -> None:
         super().__init__(host, port)
@@ -149,7 +192,7 @@ class _Pinned(http.client.HTTPConnection):
         self._open = self.sock
 
     def abort(self) -> None:
-        """End the connection from another thread; what waits for it fails."""
+        """End the connection from another thread; pending reads fail."""
         if self._open is not None:
             with contextlib.suppress(OSError):
                 self._open.shutdown(socket.SHUT_RDWR)
@@ -166,13 +209,14 @@ class _PinnedTLS(_Pinned):
         self.sock = self._open = context.wrap_socket(self.sock, server_hostname=self.host)
 
 
-def _body(reply: http.client.HTTPResponse, deadline: float) -> bytes:
+def _body(reply: http.client.HTTPResponse, deadline: float, budget: ImageBudget) -> bytes:
     data = bytearray()
     while chunk := reply.read1(1 << 16):
         data += chunk
+        budget.take(len(chunk))
         if len(data) > MAX_IMAGE_BYTES:
             raise Refused(f"it is larger than {MAX_IMAGE_BYTES // 2**20} MiB")
-    _left(deadline)  # an aborted connection ends like a whole one
+    _left(deadline)  # an aborted connection looks like one that ended normally
     return bytes(data)
 
 
@@ -188,9 +232,11 @@ def _addresses(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(each[4][0]) for each in found))
 
 
-async def inline(messages: list[dict[str, Any]], fetcher: Fetcher) -> int:
+async def inline(
+    messages: list[dict[str, Any]], fetcher: Fetcher, budget: ImageBudget | None = None
+) -> int:
     """Replace the remote images of a chat with data URLs, and return how many characters these have.
-    ApiError names one that is not fetched."""
+    ApiError names an image that cannot be fetched."""
     found = [
         (f"messages[{i}].content[{j}].image_url.url", part["image_url"])
         for i, message in enumerate(messages)
@@ -204,13 +250,17 @@ async def inline(messages: list[dict[str, Any]], fetcher: Fetcher) -> int:
             "messages",
             "invalid_value",
         )
-    sizes = await asyncio.gather(*(_inline(image, where, fetcher) for where, image in found))
+    sizes = await asyncio.gather(
+        *(_inline(image, where, fetcher, budget) for where, image in found)
+    )
     return sum(sizes)
 
 
-async def _inline(image: dict[str, Any], where: str, fetcher: Fetcher) -> int:
+async def _inline(
+    image: dict[str, Any], where: str, fetcher: Fetcher, budget: ImageBudget | None
+) -> int:
     try:
-        url = await fetcher.fetched(image["url"])
+        url = await fetcher.fetched(image["url"], budget)
     except Refused as error:
         raise _refusal(where, error) from error
     image["url"] = url

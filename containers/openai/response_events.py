@@ -1,17 +1,40 @@
-"""A response and its events, built from the pieces of an answer."""
+"""A response, and the events of its stream."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.chunks import OwnFields
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.generation import (
+    Answer,
+    Generation,
+    Reply,
+    Served,
+    finish_reason,
+    own_parts,
+)
 from canvasrt.containers.openai.parse_answer import Piece, ToolCall
-from canvasrt.containers.openai.replies import block_scores, own_fields
-from canvasrt.containers.openai.responses import ResponsesRequest
+
+
+class Response(TypedDict):
+    """A response."""
+
+    id: str
+    object: str
+    status: str
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+    canvasrt: OwnFields
+
 
 ResponseEvent = dict[str, Any]
 # An item's type, the type of its content, and the name of its events, by kind of piece.
@@ -22,45 +45,51 @@ _TEXT = {
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 
-class ResponseBuilder:
-    """Follows one answer. Each method returns the events that tell a caller of it."""
+class ResponseReply(Reply):
+    """Follows one answer, item by item."""
 
-    def __init__(self, request: ResponsesRequest, seed: int) -> None:
-        self._request = request
-        self._seed = seed
+    text_field = "input"
+
+    def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
+        super().__init__(body, asked, seed, served)
         self._id = _new("resp_")
         self._created = int(time.time())
         self._output: list[dict[str, Any]] = []
-        self._open: str | None = None  # the kind of piece that the last item is made of
+        self._open: str | None = None  # the kind of piece in the last item
         self._text = ""
         self._number = 0
 
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        return self.close(0, answers[0])[-1]["response"]
+
     def begin(self) -> list[ResponseEvent]:
-        """Return the events before the answer."""
         return [
             self._event(f"response.{name}", response=self.response("in_progress"))
             for name in ("created", "in_progress")
         ]
 
-    def add(self, pieces: Sequence[Piece]) -> list[ResponseEvent]:
-        """Take more of the answer."""
+    def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[ResponseEvent]:
         return [event for piece in pieces for event in self._piece(piece)]
 
-    def end(self, final: StreamEvent) -> list[ResponseEvent]:
+    def close(self, index: int, answer: Answer) -> list[ResponseEvent]:
         """Return the last events; the very last holds the whole response."""
-        status = "incomplete" if final.finish_reason == "length" else "completed"
-        events = list(self._close())
+        pieces, final = answer
+        status = "incomplete" if finish_reason(final) == "length" else "completed"
+        events = [*self.add(index, pieces, final), *self._close()]
         return [*events, self._event(f"response.{status}", response=self.response(status, final))]
 
     def failed(self, error: ApiError) -> list[ResponseEvent]:
-        """Return the events of an answer that fails after its first event."""
         response = self.response("failed")
         response["error"] = {"code": "server_error", "message": error.message}
         return [self._event("response.failed", response=response)]
 
+    def encode(self, chunk: ResponseEvent) -> bytes:
+        data = json.dumps(chunk, ensure_ascii=False)
+        return f"event: {chunk['type']}\ndata: {data}\n\n".encode()
+
     def response(self, status: str, final: StreamEvent | None = None) -> dict[str, Any]:
         """Return the response as it is now."""
-        given = self._request.model_dump(exclude_none=True)
+        given = self.body.model_dump(exclude_none=True)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
             "id": self._id,
@@ -72,7 +101,7 @@ class ResponseBuilder:
             "instructions": given.get("instructions"),
             "max_output_tokens": given.get("max_output_tokens"),
             "metadata": given.get("metadata", {}),
-            "model": self._request.model,
+            "model": self.body.model,
             "output": list(self._output),
             "parallel_tool_calls": given.get("parallel_tool_calls", True),
             "previous_response_id": None,
@@ -86,8 +115,7 @@ class ResponseBuilder:
             "truncation": "disabled",
             "usage": _usage(final) if final else None,
             "user": given.get("user"),
-            "canvasrt": own_fields(self._seed, self._request.ignored)
-            | (block_scores(final) if final else {}),
+            "canvasrt": {**self.own_fields(), **(own_parts(final) if final else {})},
         }
 
     def _piece(self, piece: Piece) -> Iterator[ResponseEvent]:

@@ -3,22 +3,24 @@ conversation along."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel as _Model
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.functions import MAX_TOOLS, Effort
-from canvasrt.containers.openai.part_limits import MAX_MESSAGES, Messages
-from canvasrt.containers.openai.schema import (
-    ChatRequest,
-    Note,
+from canvasrt.containers.openai.body import (
+    MAX_MESSAGES,
+    Budget,
+    Messages,
     Sampling,
-    Whole,
-    body_error,
-    only,
+    Strict,
 )
+from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.endpoint import Endpoint
+from canvasrt.containers.openai.errors import ApiError, bad_request, from_validation
+from canvasrt.containers.openai.fields import RESPONSE, Table
+from canvasrt.containers.openai.generation import Generation
+from canvasrt.containers.openai.response_events import Response, ResponseReply
+from canvasrt.containers.openai.tools import MAX_TOOLS, Effort
 
 # Names of a chat's parameters → those of a response's.
 _NAMES = {
@@ -30,21 +32,16 @@ _NAMES = {
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class Reasoning(_Model):
-    """`reasoning`. Thoughts are returned as they are, so there are no summaries to choose."""
+class Reasoning(Strict):
+    """`reasoning`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     effort: Effort | None = None
-    summary: only("auto") = None  # type: ignore[valid-type]
-    generate_summary: only("auto") = None  # type: ignore[valid-type]
 
 
-class Text(_Model):
+class Text(Strict):
     """`text`: the format of the answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     format: dict[str, Any] | None = None
-    verbosity: only("medium") = None  # type: ignore[valid-type]
 
 
 def _items(value: Any) -> Any:
@@ -61,9 +58,11 @@ _Items = BeforeValidator(
 class ResponsesRequest(Sampling):
     """The body of a response."""
 
+    table: ClassVar[Table] = RESPONSE
+
     input: Annotated[Messages, _Items]
     instructions: str | None = None
-    max_output_tokens: Whole | None = None
+    max_output_tokens: Budget = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
         None
     )
@@ -74,36 +73,30 @@ class ResponsesRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     image_tokens: int | None = None
     text: Text | None = None
-    prompt_cache_retention: Note = None
-    include: only([], ["reasoning.encrypted_content"]) = None  # type: ignore[valid-type]
-
-    # What a chat has, and a response does not.
-    n: only(1) = None  # type: ignore[valid-type]
-    max_tokens: only() = None  # type: ignore[valid-type]
-    store: only(False) = None  # type: ignore[valid-type]
-    background: only(False) = None  # type: ignore[valid-type]
-    truncation: only("disabled") = None  # type: ignore[valid-type]
-    previous_response_id: only() = None  # type: ignore[valid-type]
-    conversation: only() = None  # type: ignore[valid-type]
-    prompt: only() = None  # type: ignore[valid-type]
-    max_tool_calls: only() = None  # type: ignore[valid-type]
-    logprobs: only(False) = None  # type: ignore[valid-type]
-    top_logprobs: only(0) = None  # type: ignore[valid-type]
 
     @property
     def token_budget(self) -> tuple[str, int | None]:
         return "max_output_tokens", self.max_output_tokens
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Return the chat that gives the same answer. ApiError names what is wrong or not supported."""
+def response_generation(request: ResponsesRequest) -> Generation:
+    """Return a response's generation: that of the equivalent chat."""
     body = request.model_dump(include=set(Sampling.model_fields), exclude_none=True)
     body["messages"] = _messages(request)
     body["max_completion_tokens"] = request.max_output_tokens
-    body["tools"] = [_tool(each, f"tools[{i}]") for i, each in enumerate(request.tools or ())]
+    body["tools"] = _functions(request)
     choice = request.tool_choice
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": choice.get("type"), "function": {"name": choice["name"]}}
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [
+            {"type": "function", "function": {"name": each.get("name")}}
+            for each in (tools if isinstance(tools, list) else ())
+            if isinstance(each, dict)
+        ]
+        allowed = {"mode": choice.get("mode"), "tools": named}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     body["tool_choice"] = choice
     body["reasoning_effort"] = request.reasoning.effort if request.reasoning else None
     for name in ("parallel_tool_calls", "enable_thinking", "chat_template_kwargs", "image_tokens"):
@@ -112,9 +105,11 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     try:
         chat = ChatRequest.model_validate({k: v for k, v in body.items() if v is not None})
     except ValidationError as error:
-        raise renamed(body_error(error)) from None
+        raise from_validation(error) from None
     chat._ignored = request.ignored
-    return chat
+    asked = chat_generation(chat)
+    asked.budget = "max_output_tokens"
+    return asked
 
 
 def renamed(error: ApiError) -> ApiError:
@@ -122,7 +117,9 @@ def renamed(error: ApiError) -> ApiError:
     for chat, own in _NAMES.items():
         if error.param and error.param.startswith(chat):
             error.param = own + error.param[len(chat) :]
-        error.message = error.message.replace(chat, own)
+        # The word also occurs with other meanings.
+        mark = "[" if chat == "messages" else ""
+        error.message = error.message.replace(chat + mark, own + mark)
     return error
 
 
@@ -133,18 +130,24 @@ def _format(text: Text | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise bad_request(
-            f"{where} is of type {tool.get('type')!r}; only functions are supported.",
-            f"{where}.type",
-            "unsupported_parameter",
-        )
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+def _functions(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the tools that are functions. Others are for servers that run them, and are left out with a warning."""
+    found = []
+    for number, tool in enumerate(request.tools or ()):
+        if tool.get("type") == "function":
+            function = {k: v for k, v in tool.items() if k != "type"}
+            found.append({"type": "function", "function": function})
+            continue
+        where = f"tools[{number}]"
+        message = f"{where} is of type {tool.get('type')!r}; only functions are supported."
+        if request.ignored is None:
+            raise bad_request(message, f"{where}.type", "unsupported_parameter")
+        request.ignored.note(message)
+    return found
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the conversation as a chat: a thought, text and calls in a row are one message."""
+    """Return the conversation as a chat: consecutive thoughts, text and calls are one message."""
     messages: list[dict[str, Any]] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
@@ -173,7 +176,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             )
     for each in messages:
         if "tool_calls" not in each:
-            each.setdefault("content", "")  # a thought may be all there was
+            each.setdefault("content", "")  # the turn may be only a thought
     return messages
 
 
@@ -190,14 +193,14 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
 
 
 def _turn(messages: list[dict[str, Any]], fresh: str = "") -> dict[str, Any]:
-    """Return the model's turn that is being read; a new one if the last has `fresh` already."""
+    """Return the model's current turn, or a new one if that has the field `fresh` already."""
     if not messages or messages[-1]["role"] != "assistant" or fresh in messages[-1]:
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
-    """Return a part of a message as a chat has it."""
+    """Return a part of a message in the form of a chat."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in _TEXTS:
         return {"type": "text", "text": part.get("text")}
@@ -218,3 +221,15 @@ def _text(content: Any, where: str) -> str:
     if any(not isinstance(part.get("text"), str) for part in parts):
         raise bad_request(f"Invalid {where}: it must be text.", where, "invalid_type")
     return "".join(part["text"] for part in parts)
+
+
+RESPONSES = Endpoint(
+    "/v1/responses",
+    "Answer a conversation. Nothing is stored.",
+    ResponsesRequest,
+    response_generation,
+    ResponseReply,
+    Response,
+    streams=True,
+    renamed=renamed,
+)

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+import re
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
-from canvasrt.containers.openai.aside import Aside
-from canvasrt.containers.openai.disconnect import unless_disconnected
+from canvasrt.containers.openai import fields
+from canvasrt.containers.openai.body import Body, Messages
+from canvasrt.containers.openai.chat import ChatRequest
+from canvasrt.containers.openai.endpoint import Endpoint
 from canvasrt.containers.openai.errors import ApiError, bad_request
-from canvasrt.containers.openai.functions import Tools
-from canvasrt.containers.openai.messages import read_messages
-from canvasrt.containers.openai.middleware import parameters_of
-from canvasrt.containers.openai.part_limits import Messages
-from canvasrt.containers.openai.schema import ChatRequest, Strict, only
-from canvasrt.containers.openai.tools import template_inputs
-from canvasrt.containers.openai.upstream import Upstream
+from canvasrt.containers.openai.generation import Answer, Generation, Reply
+from canvasrt.containers.openai.messages import has_images
+from canvasrt.containers.openai.tools import Tools, template_inputs
 from canvasrt.runtime.sampling_params import MAX_INT32
+from canvasrt.types import Json
 
 
-class TokenizeRequest(Strict):
+class _AnyModel(Body):
+    """A body that need not name a model."""
+
+    table: ClassVar[fields.Table] = fields.TOKENIZE
+
+    model: str | None = None  # type: ignore[assignment]
+
+    def check_model(self, served: Collection[str]) -> None:
+        if self.model is not None:
+            super().check_model(served)
+
+
+class TokenizeRequest(_AnyModel):
     """The body of `POST /tokenize`: a prompt, or messages for the chat template."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
@@ -34,102 +44,124 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    continue_final_message: only(False) = None  # type: ignore[valid-type]
-    chat_template: only() = None  # type: ignore[valid-type]
-
-    def inputs(self) -> dict[str, Any]:
-        """Return the inputs of the served model. ApiError names what is wrong."""
-        if (self.prompt is None) == (self.messages is None):
-            raise bad_request("Send either prompt or messages.", "prompt", "invalid_value")
-        options = {
-            "spell": self.return_token_strs,
-            "add_generation_prompt": self.add_generation_prompt,
-        }
-        if self.prompt is not None:
-            special = self.add_special_tokens is not False
-            options["add_special_tokens"] = special
-            return {"prompt": self.prompt, "raw": True, "tokenize": json.dumps(options)}
-        if self.add_special_tokens:
-            raise bad_request(
-                "add_special_tokens is not supported with messages: the chat template writes them.",
-                "add_special_tokens",
-                "unsupported_parameter",
-            )
-        chat = read_messages(self.messages or [])
-        if chat.images:
-            raise bad_request(
-                "messages have images, whose tokens depend on their sizes; send text.",
-                "messages",
-                "unsupported_parameter",
-            )
-        request = ChatRequest(
-            model="",
-            messages=self.messages or [],
-            tools=self.tools,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-        template = {k: v for k, v in template_inputs(request).items() if k == "template"}
-        return {
-            "messages": json.dumps(chat.messages),
-            "tokenize": json.dumps(options),
-            **template,
-        }
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(_AnyModel):
     """The body of `POST /detokenize`."""
 
-    model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 
 
-class Tokens:
-    """Answers requests through one upstream. `max_context` is in tokens."""
+class Tokenized(TypedDict):
+    """Tokens."""
 
-    def __init__(self, upstream: Upstream, aside: Aside, max_context: int | None) -> None:
-        self._upstream = upstream
-        self._aside = aside
-        self._max_context = max_context
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
 
-    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
-        """Return a prompt's tokens."""
-        inputs = await self._aside.run(len(await request.body()), body.inputs)
-        ids, found = await self._ask(request, inputs)
-        return JSONResponse(
-            {
-                "count": len(ids),
-                "max_model_len": self._max_context,
-                "tokens": ids,
-                "token_strs": found.get("tokens"),
-            }
+
+class Detokenized(TypedDict):
+    """Their text."""
+
+    prompt: str
+
+
+def tokenize(body: TokenizeRequest) -> Generation:
+    """Return the generation that encodes a prompt or a chat. ApiError names the wrong field."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Send either prompt or messages.", "prompt", "invalid_value")
+    options = {
+        "spell": body.return_token_strs,
+        "add_generation_prompt": body.add_generation_prompt,
+    }
+    if body.prompt is not None:
+        options["add_special_tokens"] = body.add_special_tokens is not False
+        prompt = {"prompt": body.prompt, "raw": True}
+        return _encoding(options, prompts=[prompt])
+    if body.add_special_tokens:
+        raise bad_request(
+            "add_special_tokens is not supported with messages: the chat template writes them.",
+            "add_special_tokens",
+            "unsupported_parameter",
         )
-
-    async def detokenize(self, request: Request, body: DetokenizeRequest) -> Response:
-        """Return the text of tokens."""
-        if not body.tokens:
-            return JSONResponse({"prompt": ""})
-        if self._max_context is not None and len(body.tokens) > self._max_context:
-            raise bad_request(
-                f"tokens has {len(body.tokens)} tokens; at most {self._max_context} are allowed.",
-                "tokens",
-                "invalid_value",
-            )
-        inputs = {"prompt_ids": body.tokens, "tokenize": "{}"}
-        try:
-            _, found = await self._ask(request, inputs)
-        except ApiError as error:
-            error.param = "tokens" if error.status == 400 else error.param
-            raise
-        return JSONResponse({"prompt": found["text"]})
-
-    async def _ask(
-        self, request: Request, inputs: dict[str, Any]
-    ) -> tuple[list[int], dict[str, Any]]:
-        final = await unless_disconnected(
-            request.receive, self._final(inputs, parameters_of(request))
+    messages = body.messages or []
+    if has_images(messages):
+        raise bad_request(
+            "messages have images, whose tokens depend on their sizes; send text.",
+            "messages",
+            "unsupported_parameter",
         )
-        return list(final.prompt_token_ids), json.loads(final.text)
+    request = ChatRequest(
+        model="",
+        messages=messages,
+        tools=body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    template = {k: v for k, v in template_inputs(request).items() if k == "template"}
+    asked = _encoding(options, messages=messages)
+    asked.options |= template
+    return asked
 
-    async def _final(self, inputs: dict[str, Any], parameters: Mapping[str, int | str]) -> Any:
-        (final,) = [event async for event in self._upstream.stream(inputs, parameters)]
-        return final
+
+def detokenize(body: DetokenizeRequest) -> Generation:
+    """Return the generation that decodes tokens."""
+    return _encoding({}, prompts=[{"prompt_ids": body.tokens}] if body.tokens else [])
+
+
+def _encoding(options: Json, **prompt: Any) -> Generation:
+    tokenize = {"tokenize": json.dumps(options)}
+    return Generation(tokenize, **prompt, seed=0, plain=True, budget="")
+
+
+class TokenizeReply(Reply):
+    """A prompt's tokens."""
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        final = answers[0].final
+        return {
+            "count": len(final.prompt_token_ids),
+            "max_model_len": self.served.max_context,
+            "tokens": list(final.prompt_token_ids),
+            "token_strs": json.loads(final.text).get("tokens"),
+        }
+
+    def named(self, error: ApiError) -> ApiError:
+        return error
+
+
+class DetokenizeReply(Reply):
+    """The text of tokens."""
+
+    text_field = "tokens"
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        return {"prompt": json.loads(answers[0].final.text)["text"] if answers else ""}
+
+
+def _of_tokens(error: ApiError) -> ApiError:
+    """Return the error for a prompt that is too long, in terms of tokens."""
+    if error.code != "context_length_exceeded":
+        return error
+    count, most = re.findall(r"\d+", error.message)
+    message = f"tokens has {count} tokens; at most {most} are allowed."
+    return bad_request(message, "tokens", "invalid_value")
+
+
+TOKENIZE = Endpoint(
+    "/tokenize",
+    "Return the tokens of a prompt or a chat.",
+    TokenizeRequest,
+    tokenize,
+    TokenizeReply,
+    Tokenized,
+)
+DETOKENIZE = Endpoint(
+    "/detokenize",
+    "Return the text of tokens.",
+    DetokenizeRequest,
+    detokenize,
+    DetokenizeReply,
+    Detokenized,
+    renamed=_of_tokens,
+)

@@ -1,7 +1,7 @@
 """Arguments of a tool call as Gemma 4 writes them, `{key:<|"|>text<|"|>,n:3}`, as Python values.
 
 The model drifts from its own syntax: strings in JSON's or Python's quotes, or without any, and `=`
-for `:`. These are read as what they mean, so that arguments always become valid JSON.
+for `:`. Such forms are read by their meaning, so that arguments always become valid JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
-        self._unclosed: set[str] = set()  # marks after which no string ends
+        self._unclosed: set[str] = set()  # marks that no later mark of the same kind closes
 
     def skip(self) -> None:
         match = _SPACE.match(self.text, self.place)
@@ -125,7 +125,7 @@ class _Reader:
         return match[1]
 
     def _value(self, schema: Mapping[str, Any], depth: int, empty: bool = False) -> Any:
-        """Take a value; with `empty`, it may be nothing at all."""
+        """Take a value; with `empty`, it may be missing."""
         self.skip()
         quoted = self._quoted()
         if quoted is not None:
@@ -154,7 +154,8 @@ class _Reader:
         mark = text[begin : begin + 1]
         if mark not in ('"', "'") or mark in self._unclosed:
             return None
-        # The end is a mark before a delimiter; others belong to the text, as in 'it's'.
+        # The string ends at a mark before a delimiter; other marks belong to the text, as in
+        # 'it's'.
         match = re.compile(rf"{mark}((?:\\.|[^\\])*?){mark}(?=\s*[,:=}}\]])", re.DOTALL).match(
             text, begin
         )

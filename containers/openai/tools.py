@@ -1,28 +1,109 @@
-"""A chat's tools and thinking, as callers give them and as the chat template takes them."""
+"""Tools and thinking: translates callers' declarations for the chat template and grammars."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
 
 from canvasrt.chat_tokens import CALL
+from canvasrt.containers.openai.body import Messages, Sampling, Strict, about
 from canvasrt.containers.openai.errors import bad_request
-from canvasrt.containers.openai.functions import Function, NamedTool, Tool, ToolChoice
 from canvasrt.containers.openai.messages import has_images
-from canvasrt.containers.openai.parse_answer import AnswerReader
-from canvasrt.containers.openai.schema import ChatRequest
+
+MAX_TOOLS = 128  # as in OpenAI's API
+Name = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-def schemas(request: ChatRequest) -> dict[str, Mapping[str, Any]] | None:
-    """Return the schemas of the parameters of the tools that the model may call, by name; None if
-    it may call none."""
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class _Named(Strict):
+    name: Name
+
+
+class NamedTool(Strict):
+    """A `tool_choice` that names the function to call."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+class _Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Strict):
+    """A `tool_choice` that names the functions that may be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
+
+
+class Conversation(Sampling):
+    """A chat whose model may think and call tools."""
+
+    messages: Messages
+    tools: Annotated[Tools | None, about("Functions that the model may call.")] = None
+    tool_choice: Annotated[
+        ToolChoice | None, about("Whether it may, must, or which one it must call.")
+    ] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: Annotated[
+        bool | None, about("Whether the model thinks before it answers.")
+    ] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _allow(self) -> Conversation:
+        """Leave out the tools that may not be called."""
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = self.tool_choice.allowed_tools
+            names = {each.function.name for each in allowed.tools}
+            if foreign := names - {each.function.name for each in self.tools or ()}:
+                raise bad_request(
+                    f"tool_choice names {min(foreign)!r}, which is not one of tools.",
+                    "tool_choice",
+                    "invalid_value",
+                )
+            self.tools = [each for each in self.tools or () if each.function.name in names]
+            self.tool_choice = allowed.mode
+        return self
+
+
+def schemas(request: Conversation) -> dict[str, Mapping[str, Any]] | None:
+    """Return the parameters' schemas of the callable tools by name; None if no tool may be
+    called."""
     if not request.tools or request.tool_choice == "none":
         return None
     return {each.function.name: each.function.parameters or {} for each in request.tools}
 
 
-def check(request: ChatRequest) -> None:
+def _check(request: Conversation) -> None:
     """Raise ApiError for tools that do not fit together."""
     names = [each.function.name for each in request.tools or ()]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -43,12 +124,12 @@ def check(request: ChatRequest) -> None:
         )
 
 
-def template_inputs(request: ChatRequest) -> dict[str, Any]:
-    """Return the inputs of the model that make it think and call tools as the caller wants.
+def template_inputs(request: Conversation) -> dict[str, Any]:
+    """Return the model's inputs for the caller's choice of thinking and tools.
 
-    A call that must come is begun in the prompt, so no thought precedes it.
+    A required call is begun in the prompt, so no thought precedes it.
     """
-    check(request)
+    _check(request)
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     thinking = request.enable_thinking
     if thinking is None and request.reasoning_effort is not None:
@@ -62,7 +143,7 @@ def template_inputs(request: ChatRequest) -> dict[str, Any]:
         inputs["template"] = json.dumps(variables)
     grammar = tools_grammar(request)
     if isinstance(request.tool_choice, NamedTool):
-        # Behind a name, only the grammar can tell where the arguments begin.
+        # After a name, only the grammar knows where the arguments begin.
         brace = "" if grammar else "{"
         inputs["prefix"] = f"{CALL}call:{request.tool_choice.function.name}{brace}"
     elif request.tool_choice == "required":
@@ -72,11 +153,11 @@ def template_inputs(request: ChatRequest) -> dict[str, Any]:
     return inputs
 
 
-def tools_grammar(request: ChatRequest) -> dict[str, Any] | None:
+def tools_grammar(request: Conversation) -> dict[str, Any] | None:
     """Return the grammar that makes calls follow the tools' schemas, or None if none is wanted.
 
-    A call that must come follows its schema unless `strict` is false; one that may come, only if it
-    is true. What grammars do not support goes before them, except under `strict`.
+    A required call follows its schema unless `strict` is false, an optional one only if it is true.
+    Features that grammars do not support switch the grammar off, except under `strict`.
     """
     found = schemas(request)
     if found is None:
@@ -95,7 +176,7 @@ def tools_grammar(request: ChatRequest) -> dict[str, Any] | None:
         getattr(request, name)
         for name in ("logprobs", "settle_steps", "score_blocks", "redo_below")
     )
-    if not strict and (others or all(each.strict is False for each in functions)):
+    if not strict and others:
         return None
     return {
         "type": "tool_calls",
@@ -112,15 +193,9 @@ def _enforced(function: Function, begun: str) -> dict[str, Any]:
     return function.parameters or {}
 
 
-def reader_of(request: ChatRequest) -> Callable[[], AnswerReader]:
-    """Return what makes the readers of the request's answers."""
-    tools, parallel = schemas(request), request.parallel_tool_calls is not False
-    return lambda: AnswerReader(tools, parallel)
-
-
 def _plain(tool: Tool) -> dict[str, Any]:
     function = tool.function.model_dump(exclude_none=True, exclude={"strict"})
-    # Templates write the description without asking whether there is one.
+    # Templates write the description without checking that there is one.
     return {"type": "function", "function": {"description": "", **function}}
 
 

@@ -1,4 +1,7 @@
-"""Calls the models of a Triton server over gRPC, and turns its errors into OpenAI's."""
+"""Calls Triton's decoupled model over gRPC, and turns its errors into OpenAI's.
+
+Streams are reused, because opening one takes CPU time and a round trip.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import grpc
-import tritonclient.grpc.aio
-from tritonclient.utils import InferenceServerException
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from canvasrt.containers.client.triton import StreamEvent, direct_channel
 from canvasrt.containers.openai.errors import ApiError, bad_request, too_late, too_many, unavailable
-from canvasrt.containers.openai.triton_streams import Stream, Streams, decode, encode
 from canvasrt.containers.tensors import (
     ANSWER_MODEL,
     ANSWERS,
@@ -25,40 +25,54 @@ from canvasrt.containers.tensors import (
     ERROR_EVENT,
     ERRORS,
     HINT,
+    INPUTS,
+    OUTPUTS,
     STREAM_MODEL,
+    StreamEvent,
 )
 
 log = logging.getLogger(__name__)
 
 _PROBE = 3.0
-# Seconds after a request's time in which the model can say itself that it is over.
+# Seconds added to a request's time, in which the model itself can report its end.
 _GRACE = 1.0
 _Done = object()
+_ABSENT = "unknown model|not ready|no available versions|[Ss]tub process"
+MAX_IDLE = 64  # streams
+_OPTIONS = [
+    ("grpc.enable_http_proxy", 0),  # Triton is on this machine
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
+
+Stream = Any  # grpc.aio.StreamStreamCall
 
 
 class Upstream:
     """One Triton server, created and used on one event loop."""
 
     def __init__(self, address: str, timeout: float | None = None) -> None:
-        """`timeout` is what a request may take, in seconds from its arrival."""
+        """`timeout`: seconds that a request may take from its arrival."""
         self._timeout = timeout
-        self._client = tritonclient.grpc.aio.InferenceServerClient(
-            address, channel_args=direct_channel()
-        )
-        self._streams = Streams(address)
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._idle: list[Stream] = []  # each carries one request at a time
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._streams.close()
-        await self._client.close()
+        """End all streams, and the connection."""
+        for stream in self._idle:
+            stream.cancel()
+        self._idle.clear()
+        await self._channel.close()
 
     async def is_ready(self) -> bool:
         """Return whether both models are ready."""
         try:
             for model in (STREAM_MODEL, ANSWER_MODEL):
-                if not await self._client.is_model_ready(model, client_timeout=_PROBE):
+                asked = service_pb2.ModelReadyRequest(name=model)
+                if not (await self._stub.ModelReady(asked, timeout=_PROBE)).ready:
                     return False
-        except InferenceServerException:
+        except grpc.aio.AioRpcError:
             return False
         return True
 
@@ -69,7 +83,7 @@ class Upstream:
         parameters = parameters or {}
         request = encode(inputs, {ERRORS: 1, **parameters})
         deadline = self._deadline(parameters)
-        stream = self._streams.take()
+        stream = self._free_stream()
         last = ""
         try:
             async with asyncio.timeout_at(deadline):
@@ -92,21 +106,52 @@ class Upstream:
         except asyncio.InvalidStateError:  # the stream ended before the request was written
             raise await _end_of(stream) from None
         finally:
-            if last in ("final", ERROR_EVENT):
-                self._streams.give(stream)
+            if last in ("final", ERROR_EVENT) and len(self._idle) < MAX_IDLE:
+                self._idle.append(stream)
             else:
                 stream.cancel()
         if last == ERROR_EVENT:
             failure = json.loads(values["text"])
             raise triton_error(failure["code"], failure["message"])
 
+    def _free_stream(self) -> Stream:
+        while self._idle:
+            stream = self._idle.pop()
+            if not stream.done():
+                return stream
+        return self._stub.ModelStreamInfer()
+
     def _deadline(self, parameters: Mapping[str, int | str]) -> float | None:
-        """Return when a request's time is over, in monotonic seconds."""
+        """Return a request's deadline in monotonic seconds."""
         if self._timeout is None:
             return None
         arrived = parameters.get(ARRIVED)
         begin = arrived / 1e6 if isinstance(arrived, int) else time.monotonic()
         return begin + self._timeout + _GRACE
+
+
+def encode(inputs: Mapping[str, Any], parameters: Mapping[str, int | str]) -> Any:
+    """Return a request to the stream model. `inputs` are values by tensor name; None leaves one
+    out. CanvasError for a value that does not fit its type."""
+    request = service_pb2.ModelInferRequest(model_name=STREAM_MODEL)
+    for name, value in parameters.items():
+        if isinstance(value, str):
+            request.parameters[name].string_param = value
+        else:
+            request.parameters[name].int64_param = value
+    for name, value in inputs.items():
+        if value is not None:
+            tensor = INPUTS[name]
+            array = tensor.encode(value)
+            request.inputs.add(name=name, datatype=tensor.datatype, shape=array.shape)
+            request.raw_input_contents.append(tensor.to_wire(array))
+    return request
+
+
+def decode(response: Any) -> dict[str, Any]:
+    """Return the outputs of one response by name: text, numbers, or lists of them."""
+    pairs = zip(response.outputs, response.raw_output_contents, strict=True)
+    return {output.name: OUTPUTS[output.name].from_wire(raw) for output, raw in pairs}
 
 
 async def _end_of(stream: Stream) -> ApiError:
@@ -120,7 +165,7 @@ async def _end_of(stream: Stream) -> ApiError:
 class Answers:
     """Iterates over the events of several requests as they come, each with its request's index.
 
-    As an asynchronous context manager, it cancels at the end what is still running.
+    As an asynchronous context manager, it cancels the running ones at its end.
     """
 
     def __init__(
@@ -170,7 +215,7 @@ class Answers:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # gRPC also raises this for a call that was ended on this side.
+            # gRPC also raises this for a call that this side ended.
             self._queue.put_nowait(triton_error("CANCELLED", "the call was cancelled"))
         except Exception as error:
             self._queue.put_nowait(error)
@@ -187,7 +232,7 @@ def triton_error(code: str, details: str) -> ApiError:
         return ApiError(504, _sentence(message), code="request_timeout")
     if code == "UNAVAILABLE" and HINT in details:  # from the model itself
         return unavailable(_sentence(message), "overloaded")
-    absent = re.search("unknown model|not ready|no available versions", details)
+    absent = re.search(_ABSENT, details)
     if absent or code in ("UNAVAILABLE", "CANCELLED"):
         log.warning("Triton is unavailable: %s: %s", code, details)
         return unavailable("The model is currently unavailable.", "model_not_ready")

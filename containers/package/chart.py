@@ -31,8 +31,8 @@ def write_chart(
 ) -> None:
     """Write the chart to the new folder `out`.
 
-    `image` is `[REGISTRY/]NAME[:TAG]`. Engines built on their GPU get a StatefulSet, whose volumes
-    keep them over restarts; others are in the image. The autoscaler's limit depends on `max_batch`,
+    `image` is `[REGISTRY/]NAME[:TAG]`. On a GPU it is a StatefulSet, whose volumes keep what is built or compiled there
+    over restarts. The autoscaler's limit depends on `max_batch`,
     how many canvases are denoised together, and the resources on `sizes`; None keeps the template's
     values.
     """
@@ -60,12 +60,12 @@ def _values(
         "node.arch": ARCHITECTURES.get(target.host, "amd64"),
         "node.capability": f'"{target.capability_text if on_gpu else ""}"',
         "node.memoryMiB": int(_REPORTED * target.memory / 2**20) if target.memory else 0,
-        "kind": "Deployment" if target.builds_anywhere else "StatefulSet",
+        "kind": "StatefulSet" if on_gpu else "Deployment",
     }
     if max_batch is not None:
         values["autoscaling.activeCanvases"] = max(1, max_batch * 3 // 4)
     if sizes is not None:
-        values |= _resources(sizes, on_volume=not target.builds_anywhere)
+        values |= _resources(sizes, on_volume=on_gpu)
     return values
 
 

@@ -22,6 +22,7 @@ from canvasrt.containers.names import (
     METRICS_PORT,
     ROOT,
 )
+from canvasrt.containers.package.sizes import sizes_of, target_of
 from canvasrt.hashes import canonical
 from canvasrt.targets import find_target
 
@@ -31,8 +32,8 @@ PORTS = (API_PORT, GRPC_PORT, METRICS_PORT, HTTP_PORT)
 # Seconds that requests in flight may take at shutdown, and that `docker stop` must wait.
 CONTAINER_EXIT_TIMEOUT = 30
 STOP_GRACE = 45
-# The arguments of `docker run` unless others are given. `serve` finds the package's folder by
-# itself, so that NIM_MODEL_PATH can name another.
+# The default arguments of `docker run`. `serve` finds the package's folder itself, so that
+# NIM_MODEL_PATH can name another one.
 COMMAND = (
     "serve",
     "--host",
@@ -54,8 +55,8 @@ def created() -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """The health check, in seconds. A check may call twice. The start period covers loading, and
-    building engines at the first start."""
+    """The health check, in seconds. A check may call twice. The start period covers loading, and what the first start builds
+    or compiles."""
 
     interval: int = 10
     timeout: int = 2 * CHECK_TIMEOUT + 4
@@ -144,7 +145,9 @@ def settings_for(manifests: Sequence[Manifest]) -> ImageSettings:
     }
     if source := _source():
         labels["org.opencontainers.image.source"] = source
-    return ImageSettings(labels, gpu=backends != {"onnxruntime"})
+    gpu = backends != {"onnxruntime"}
+    startup = max(sizes_of(each, target_of(each)).startup for each in manifests)
+    return ImageSettings(labels, gpu, Health(start_period=startup))
 
 
 def target_name(manifest: Manifest) -> str:

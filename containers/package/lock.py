@@ -65,7 +65,7 @@ def _pins(python: str, architecture: str) -> list[Pin]:
 
 
 def _read(pins: Iterable[Pin], python: str, architecture: str) -> dict[str, list[str]]:
-    """Return the wheel of each pin. What has none for this platform is left out."""
+    """Return the wheel of each pin; pins without one for this platform are left out."""
     left = {str(pin): pin for pin in pins}
     while True:
         entries, missing = _resolve(list(left), platform_options(python, architecture))
@@ -81,7 +81,7 @@ def _read(pins: Iterable[Pin], python: str, architecture: str) -> dict[str, list
 
 
 def _resolve(pins: list[str], options: list[str]) -> tuple[list[dict[str, Any]], str | None]:
-    """Ask pip which files it would install; also return the first pin that has none."""
+    """Ask pip which files it would install; also return the first pin without a file."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from canvasrt.containers.package import releases
+from canvasrt.containers.package.sbom import Installed
 from canvasrt.errors import UsageError
 from canvasrt.option import option
-
-if TYPE_CHECKING:
-    from canvasrt.containers.package.sbom import Installed
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,10 @@ class PackageOptions:
     base: str = releases.DEFAULT_BASE
     python: str = "3.12"
     tensorrt: str | None = None
-    # Get every wheel, to know its hash.
+    # Fetch every wheel, to know its hash.
     fetch: bool = False
     base_digest: str = ""  # its SHA-256, where it is known
-    # What the base image contains, if it was read.
+    # The packages of the base image, if it was read.
     contents: Sequence[Installed] = ()
 
     def __post_init__(self) -> None:

@@ -21,14 +21,14 @@ from canvasrt.containers.package.render import render_files
 from canvasrt.containers.package.repository import write_repository
 from canvasrt.containers.package.requirements import Pin, requirements, write_requirements
 from canvasrt.containers.package.sbom import SBOM, write_sbom
-from canvasrt.containers.package.sizes import sizes_of
+from canvasrt.containers.package.sizes import sizes_of, target_of
 from canvasrt.containers.package.wheel import write_wheel
 from canvasrt.containers.processes import run_name
 from canvasrt.containers.tensors import STREAM_MODEL
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.hashes import HashProgress, hash_files
+from canvasrt.hashes import hash_files
 from canvasrt.staging import link_or_copy, staging
-from canvasrt.targets import TARGETS, Target, find_target
+from canvasrt.targets import Target
 
 _RUNTIMES = ("onnxruntime-gpu", "onnxruntime", "tensorrt-rtx")
 
@@ -39,7 +39,6 @@ def package(
     *,
     max_batch: int | None = None,
     options: PackageOptions | None = None,
-    progress: HashProgress | None = None,
 ) -> Bundle:
     """Write the package of one bundle, or of several for different targets, to `out`.
 
@@ -49,8 +48,10 @@ def package(
     that is not empty; then nothing is written.
     """
     options = options or PackageOptions(max_batch=max_batch).on(releases.DEFAULT_BASE)
-    bundles = _load(source, progress)
+    bundles = _load(source)
     manifests = [bundle.manifest for bundle in bundles.values()]
+    if options.base == releases.DEFAULT_BASE:
+        options = options.on(releases.base_for(each.target for each in manifests))
     for manifest in manifests:
         releases.check_tensorrt(manifest.target, options.tensorrt, options.base)
     architecture = architecture_of(manifests) or "amd64"
@@ -124,14 +125,12 @@ def repository_of(bundle: Bundle, engines: Path | None = None) -> Iterator[Path]
         yield folder / MODEL_REPOSITORY
 
 
-def _load(
-    source: Path | str | Sequence[Path | str], progress: HashProgress | None
-) -> dict[str, Bundle]:
+def _load(source: Path | str | Sequence[Path | str]) -> dict[str, Bundle]:
     """Load the bundles, by folder in the package: `engines`, or `engines/<target>` for several."""
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     if not paths:
         raise UsageError("no bundle was given", "give a folder that `canvasrt build` wrote")
-    bundles = [load_bundle(path, kind=("engines", "graphs"), progress=progress) for path in paths]
+    bundles = [load_bundle(path, kind=("engines", "graphs")) for path in paths]
     if len(bundles) == 1:
         return {ENGINES: bundles[0]}
     placed: dict[str, Bundle] = {}
@@ -168,7 +167,7 @@ def _copy(bundle: Bundle, out: Path) -> None:
 
 
 def _open_to_all(folder: Path) -> None:
-    """Let every user read what goes into an image, whatever the umask was.
+    """Let every user read the files of an image, whatever the umask was.
 
     In an image the files belong to root, and another user serves them. The package's own folder
     keeps its mode. A link to a file that is closed in the cache becomes a copy.
@@ -188,7 +187,7 @@ def _open_to_all(folder: Path) -> None:
 def _write_image_part(
     folder: Path, bundles: Mapping[str, Bundle], options: PackageOptions, pins: Sequence[Pin]
 ) -> None:
-    """Write the manifest and the bill of materials of what goes into the image."""
+    """Write the manifest and the bill of materials of the image's content."""
     copied = bundles if options.engines == "copy" else {}
     known = _known(copied)
     for place in copied:
@@ -263,20 +262,11 @@ def _write_texts(
 
 
 def _charts(manifests: Sequence[Manifest]) -> dict[str, Target]:
-    """Return the targets by their charts' folders: `chart`, or `chart/<target>` for several.
-
-    Graphs may suit several GPUs; their chart is for the first, and its values say which.
-    """
-    found = {}
-    for manifest in manifests:
-        precision = manifest.options.get("precision", "fp32")
-        name = manifest.target["name"] if manifest.target else None
-        fitting = (
-            each for each in TARGETS if each.builder == "tensorrt" and precision in each.precisions
-        )
-        target = find_target(name) if name else next(fitting, find_target("cpu"))
-        found[CHART if len(manifests) == 1 else f"{CHART}/{target_name(manifest)}"] = target
-    return found
+    """Return the targets by their charts' folders: `chart`, or `chart/<target>` for several."""
+    return {
+        CHART if len(manifests) == 1 else f"{CHART}/{target_name(each)}": target_of(each)
+        for each in manifests
+    }
 
 
 def _write_manifest(
@@ -288,8 +278,8 @@ def _write_manifest(
 ) -> Manifest:
     """Write the package's manifest: that of its engines, with the files' new paths.
 
-    With several bundles, the details are in each one's own manifest. `described` are the package's
-    bundles, if they are not inside (mounted engines).
+    If there are several, their own manifests have the details. `described` are bundles outside the
+    package (mounted engines).
     """
     described = described or placed
     first = next(iter(described.values())).manifest

@@ -52,9 +52,16 @@ _PYTHON_3_12_SINCE = (24, 12)
 _TRITON = re.compile(r"(?:^|/)tritonserver:(\d\d\.\d\d[^\s@]*)(?:@sha256:[0-9a-f]{64})?$")
 
 
+def base_for(targets: Iterable[Mapping[str, Any] | None]) -> str:
+    """Return the image to build on unless another is given: the newest with the engines' TensorRT, if one is known."""
+    needed = {each["builder_version"] for each in targets if each and each["backend"] == "tensorrt"}
+    fitting = [tag for tag, version in TENSORRT.items() if {version} == needed]
+    return f"{REPOSITORY}:{max(fitting)}" if fitting else DEFAULT_BASE
+
+
 def digest_of_name(name: str) -> str:
-    """Return the SHA-256 in an image's name, with which it always means the same image; empty
-    without one. UsageError for a malformed one."""
+    """Return the SHA-256 in an image's name, which pins the image; empty without one. UsageError
+    for a malformed one."""
     match = _DIGEST.search(name)
     if match is None and "@" in name:
         raise UsageError(

@@ -12,7 +12,7 @@ from canvasrt.containers.package import image_settings as image
 from canvasrt.containers.package.sizes import TEMPORARY
 
 _TEMPLATES = Path(__file__).parent.parent / "templates"
-_SERVICE = "canvasrt"  # what other services of the compose file call the server
+_SERVICE = "canvasrt"  # the server's name for other services of the compose file
 # Template → its path in the package.
 _FILES = {
     "Dockerfile": "Dockerfile",

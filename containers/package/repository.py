@@ -9,9 +9,9 @@ from pathlib import Path
 from canvasrt.containers.tensors import ANSWER_MODEL, STREAM_MODEL, Tensor, inputs_of, outputs_of
 
 _MODEL_PY = '''\
-"""Loaded by Triton's Python backend; the work is done in canvasrt.containers.triton.backend."""
+"""Loaded by Triton's Python backend; the work is done in canvasrt.containers.triton."""
 
-from canvasrt.containers.triton.backend import {name} as TritonPythonModel  # noqa: F401
+from canvasrt.containers.triton.{module} import {name} as TritonPythonModel  # noqa: F401
 '''
 
 
@@ -23,8 +23,12 @@ def write_repository(folder: Path, engines: str, *, max_batch: int | None = None
     """
     options = {"engines": engines, "max_batch": max_batch}
     parameters = {name: str(value) for name, value in options.items() if value is not None}
-    _write_model(folder / STREAM_MODEL, "StreamModel", model_config(STREAM_MODEL, parameters))
-    _write_model(folder / ANSWER_MODEL, "AnswerModel", model_config(ANSWER_MODEL, {}))
+    _write_model(
+        folder / STREAM_MODEL, "backend", "StreamModel", model_config(STREAM_MODEL, parameters)
+    )
+    _write_model(
+        folder / ANSWER_MODEL, "answer_model", "AnswerModel", model_config(ANSWER_MODEL, {})
+    )
 
 
 def model_config(model: str, parameters: dict[str, str]) -> str:
@@ -51,7 +55,9 @@ def _tensor(kind: str, tensor: Tensor, optional: bool = False) -> str:
     )
 
 
-def _write_model(folder: Path, name: str, config: str) -> None:
+def _write_model(folder: Path, module: str, name: str, config: str) -> None:
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
-    (folder / "1" / "model.py").write_text(_MODEL_PY.format(name=name), encoding="utf-8")
+    (folder / "1" / "model.py").write_text(
+        _MODEL_PY.format(module=module, name=name), encoding="utf-8"
+    )

@@ -46,6 +46,7 @@ _OF_BUILDER = {
     ),
     "tensorrt": ("tensorrt-cu13-bindings",),
 }
+_PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9A-Za-z][0-9A-Za-z.+!_-]* (?:[0-9a-f]{64})?")
 # Both builds of ONNX Runtime provide the same module.
 _INSTEAD = {"onnxruntime": "onnxruntime-gpu"}
 
@@ -64,12 +65,18 @@ class Pin:
 
     @property
     def line(self) -> str:
-        """The line of a requirements file."""
+        """The line of a requirements file. CanvasError for a name, version or hash that pip would
+        misread."""
+        if not _PIN.fullmatch(f"{self} {self.sha256}"):
+            raise CanvasError(
+                f"{str(self)!r} cannot be installed: it names no distribution and version",
+                "build the engines again with this version of canvasrt",
+            )
         return f"{self} --hash=sha256:{self.sha256}" if self.sha256 else str(self)
 
 
 def write_requirements(folder: Path, pins: Iterable[Pin]) -> None:
-    """Write two files for pip: those with a hash, and those without, which it must not mix."""
+    """Write two files for pip, which must not mix them: pins with a hash, and pins without."""
     pins = list(pins)
     for name, wanted in ((HASHED, True), (UNHASHED, False)):
         lines = [f"{pin.line}\n" for pin in pins if bool(pin.sha256) == wanted]

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import canvasrt
-from canvasrt.bundle import Manifest
-from canvasrt.containers.package.image_settings import checkpoint_hash, created, target_name
-from canvasrt.containers.package.requirements import Pin
 from canvasrt.extras import require
+
+if TYPE_CHECKING:
+    from canvasrt.bundle import Manifest
+    from canvasrt.containers.package.requirements import Pin
 
 SBOM = "sbom.cdx.json"
 _NAMESPACE = uuid.UUID("6c1ef1a1-6f2c-5d0e-9b43-7b4a1c0b6a55")
@@ -56,6 +57,8 @@ def write_sbom(
     `contents` are the packages of the base image, if that was read, and `base_digest` its SHA-256, if
     that is known.
     """
+    from canvasrt.containers.package.image_settings import created
+
     require("cyclonedx", "serve")
     from cyclonedx.model.bom import Bom, BomMetaData
     from cyclonedx.output import make_outputter
@@ -137,6 +140,8 @@ def _licenses(text: str) -> list[Any]:
 def _model(manifest: Manifest) -> Any:
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.component import Component, ComponentType
+
+    from canvasrt.containers.package.image_settings import checkpoint_hash, target_name
 
     facts = {
         "target": target_name(manifest),

@@ -1,29 +1,35 @@
-"""What serving takes of a node, by target and model: memory, CPU, disk, and time to start."""
+"""The resources that serving takes on a node, by target and model: memory, CPU, disk, and time to
+start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from canvasrt.build import memory
-from canvasrt.build.needs import builder_memory
+from canvasrt.build.experts import SLOTS, find_experts
+from canvasrt.build.memory import CONTEXT_ON_HOST, Estimate, Weights, estimate
+from canvasrt.build.needs import builder_needs
 from canvasrt.bundle import Manifest
-from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SORTED
-from canvasrt.targets import Target
+from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_BATCH, MAX_CONTEXT, PREFILL_CHUNK, SLOTTED
+from canvasrt.pass_shapes import PassPlan, plan_passes
+from canvasrt.targets import TARGETS, Target, find_target
 
 MIB, GIB = 1 << 20, 1 << 30
 # Triton, its stubs, the front end and the supervisor took 0.19 GB together with the demo model,
 # after eight requests (proportional set size, 2 cores).
 OVERHEAD = GIB
-# The tokenizer and the grammars' index took 0.63 GB for 262,144 made-up tokens, in the model's process and in the one
-# that tries grammars. A fork of that may take 1 GiB.
+# The tokenizer and the grammars' index took 0.63 GB for 262,144 made-up tokens, in the model's process and in the sandbox
+# process. A fork of the sandbox may take 1 GiB.
 PER_TOKEN = 2 * 2500
 TRIAL = GIB
 # A server writes 2 MB below /tmp: the models' repository and the Python backend's folder.
 TEMPORARY = 256 * MIB
 # Triton's Python backend took 4 MB; a region of its shared memory is 1 MB per model to begin with.
 SHARED = GIB
-# Only a server that builds engines writes to the cache.
-_UNUSED_CACHE = GIB
+# Only servers that build engines or compile kernels write to the cache. Of compiled kernels, 0.3 GB are expected; new ones are
+# written beside the old ones.
+_UNUSED_CACHE, _COMPILED = GIB, 4 * GIB
+# TensorRT-RTX compiles kernels on the GPU when a shape is first used: a guess, per shape and layer.
+_COMPILE_SECONDS = 0.5
 _OTHER_CACHE = 5 * GIB
 # Reading engines from a slow network disk, first to hash them and then to load them.
 _READ = 100 * 10**6  # bytes per second
@@ -57,13 +63,16 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
     """
     on_cpu = target.capability is None
     builds = manifest.kind == "graphs" and not on_cpu
-    weights = _segments(manifest, on_cpu)
-    total = sum(weights.values())
+    weights = _weights(manifest, on_cpu)
+    total = sum(weights.segments().values())
     need = _serving_memory(manifest, on_cpu, max_batch)
     startup = _START + 2 * total / _READ
+    compiles = target.builder == "tensorrt-rtx"
+    if compiles:
+        shapes = {each.sizes for each in _passes(manifest, max_batch)}
+        startup += _COMPILE_SECONDS * len(shapes) * len(manifest.model.layers)
     if builds:
-        kinds = (_formats(manifest) or {}).values()
-        need = max(need, *(builder_memory(*each, kinds) for each in weights.items()))
+        need = max(need, *builder_needs(weights, SLOTS).values())
         startup += total / 1e9 * BUILD_SECONDS_PER_GB
     return ReplicaSizes(
         memory=overhead(manifest) + need,
@@ -71,57 +80,64 @@ def sizes_of(manifest: Manifest, target: Target, max_batch: int | None = None) -
         shared=SHARED,
         temporary=TEMPORARY,
         # After an upgrade, new engines are built beside the old ones.
-        cache=round(2.2 * total) + _OTHER_CACHE if builds else _UNUSED_CACHE,
+        cache=round(2.2 * total) + _OTHER_CACHE
+        if builds
+        else (_COMPILED if compiles else _UNUSED_CACHE),
         startup=round(startup),
     )
 
 
+def target_of(manifest: Manifest) -> Target:
+    """Return the target of engines. Graphs may suit several GPUs: that of the first."""
+    if manifest.target:
+        return find_target(manifest.target["name"])
+    precision = manifest.options.get("precision", "fp32")
+    fitting = (
+        each for each in TARGETS if each.builder == "tensorrt" and precision in each.precisions
+    )
+    return next(fitting, find_target("cpu"))
+
+
 def overhead(manifest: Manifest) -> int:
-    """Return what all processes take beside the model."""
+    """Return the memory of all processes without the model."""
     return OVERHEAD + TRIAL + PER_TOKEN * manifest.model.vocab_size
 
 
-def estimate_of(
-    manifest: Manifest, context: int, batch: int, on_cpu: bool = False
-) -> memory.Estimate:
+def estimate_of(manifest: Manifest, max_batch: int | None = None, on_cpu: bool = False) -> Estimate:
     """Estimate the memory that serving takes on the device, from the bundle's formats and cache."""
-    return memory.estimate(
-        manifest.model,
-        _precision(manifest),
-        context,
-        batch,
-        on_cpu=on_cpu,
-        formats=_formats(manifest),
-        kv_cache=(manifest.options.get("recipe") or {}).get("kv_cache"),
-        layers_per_segment=_layers(manifest),
-        prefill_chunk=int(manifest.options.get("prefill_chunk") or PREFILL_CHUNK),
-        sees=manifest.options.get("vision", True),
-        sorts_rows=manifest.options.get("experts") == SORTED,
+    options, weights = manifest.options, _weights(manifest, on_cpu)
+    model = weights.model if options.get("vision", True) else replace(weights.model, vision=None)
+    experts = find_experts(options.get("experts", SLOTTED))
+    kv_cache = (options.get("recipe") or {}).get("kv_cache")
+    return estimate(replace(weights, model=model), _passes(manifest, max_batch), kv_cache, experts)
+
+
+def _passes(manifest: Manifest, max_batch: int | None) -> PassPlan:
+    """Return the plan of passes that a bundle was, or would be, built with."""
+    options = manifest.options
+    context = int(
+        options.get("max_context") or min(manifest.model.max_position_embeddings, MAX_CONTEXT)
     )
+    batch = int(max_batch or options.get("max_batch") or MAX_BATCH)
+    chunk = int(options.get("prefill_chunk") or PREFILL_CHUNK)
+    experts = find_experts(options.get("experts", SLOTTED))
+    return plan_passes(manifest.model, context, batch, chunk, experts.in_engines)
 
 
 def _serving_memory(manifest: Manifest, on_cpu: bool, max_batch: int | None) -> int:
-    """Return the host's share: everything on a CPU; for a GPU, the file that is being loaded."""
-    if not on_cpu:
-        return max((entry["bytes"] for entry in manifest.files.values()), default=0)
-    limit = min(manifest.model.max_position_embeddings, MAX_CONTEXT)
-    context = int(manifest.options.get("max_context") or limit)
-    batch = int(max_batch or manifest.options.get("max_batch") or MAX_BATCH)
-    return estimate_of(manifest, context, batch, on_cpu=True).total
+    """Return the host's share: everything on a CPU; for a GPU, the file that is being loaded, and contexts."""
+    need = estimate_of(manifest, max_batch, on_cpu)
+    if on_cpu:
+        return need.total
+    loaded = max((entry["bytes"] for entry in manifest.files.values()), default=0)
+    return loaded + CONTEXT_ON_HOST * need.contexts
 
 
-def _segments(manifest: Manifest, on_cpu: bool) -> dict[str, int]:
-    return memory.segment_bytes(
-        manifest.model, _precision(manifest), _layers(manifest), _formats(manifest), on_cpu
-    )
-
-
-def _precision(manifest: Manifest) -> str:
-    return manifest.options.get("precision", "fp32")
-
-
-def _layers(manifest: Manifest) -> int:
-    return int(manifest.options.get("layers_per_segment") or LAYERS_PER_SEGMENT)
+def _weights(manifest: Manifest, on_cpu: bool) -> Weights:
+    options = manifest.options
+    layers = int(options.get("layers_per_segment") or LAYERS_PER_SEGMENT)
+    precision = options.get("precision", "fp32")
+    return Weights(manifest.model, precision, _formats(manifest), layers, on_cpu)
 
 
 def _formats(manifest: Manifest) -> dict[str, str] | None:

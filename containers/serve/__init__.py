@@ -1,1 +1,2 @@
-"""What runs around Triton: `canvasrt serve` and what it starts, watches and stops."""
+"""The supervisor around Triton: `canvasrt serve`, and the processes that it starts, watches and
+stops."""

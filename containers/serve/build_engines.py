@@ -1,23 +1,34 @@
 """Builds engines in a process of its own: its memory returns to the system, and its crash is not the server's.
 
-The job is a JSON object in the first argument. Lines of output that are JSON objects report:
-`{"doing": WHAT, "done": N, "total": M}` per percent of each kind of work, and at the end
+The process gets a job as JSON in its first argument. Lines of its output that are JSON objects
+report: `{"doing": WHAT, "done": N, "total": M}` per percent of each kind of work, and at the end
 `{"error": MESSAGE, "hint": HINT}` if it failed. Other lines are the builder's log.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import signal
+import subprocess
 import sys
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from canvasrt.containers.processes import child_environment, die_with_parent
 from canvasrt.defaults import MAX_BATCH
 from canvasrt.errors import CanvasError
+from canvasrt.progress import Progress, listener
 from canvasrt.staging import raise_exit, system_error
 
+log = logging.getLogger(__name__)
+
 _MODULE = "canvasrt.containers.serve.build_engines"
+LOOK_EVERY = 0.2
+_GRACE = 5.0  # seconds for a build to clean up after itself
 
 
 @dataclass(frozen=True)
@@ -39,20 +50,90 @@ class EngineBuild:
         return [sys.executable, "-m", _MODULE, json.dumps(asdict(self))]
 
 
-def report_in(line: str) -> dict[str, Any] | None:
-    """Return the report that a line of output holds; None for another line."""
+@dataclass(frozen=True)
+class Wait:
+    """How to wait for engines: `stop` ends the wait, `notify` gets a line about its reason, and
+    `meanwhile` is called repeatedly."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    notify: Callable[[str], None] = lambda detail: None
+    meanwhile: Callable[[], None] = lambda: None
+
+    def look(self) -> bool:
+        """Wait for a moment; return whether to stop."""
+        self.meanwhile()
+        return self.stop.wait(LOOK_EVERY)
+
+
+def run_build(job: EngineBuild, what: str, cache: Path, wait: Wait) -> None:
+    """Build in a child process, until it is done or is to stop.
+
+    `cache` is canvasrt's folder for what builds share. CanvasError, which says that `what` cannot
+    be built, when the build fails.
+    """
+    process = subprocess.Popen(
+        job.command(),
+        env={**child_environment(), "CANVASRT_CACHE": str(cache)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=die_with_parent(),
+    )
+    failure: dict[str, str] = {}
+    reader = threading.Thread(target=_follow, args=(process, failure, listener()), daemon=True)
+    reader.start()
     try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        while process.poll() is None:
+            if wait.look():
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+                return
+        reader.join(timeout=2)
+    finally:
+        if process.poll() is None:
+            _end(process)
+    if process.returncode:
+        how = failure.get("error") or f"it ended with exit code {process.returncode}"
+        hint = failure.get("hint", "see the build's output in the log")
+        raise CanvasError(f"cannot build {what}: {how}", hint)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _follow(process: subprocess.Popen[str], failure: dict[str, str], progress: Progress) -> None:
+    """Pass the build's progress on, log its other lines, and note why it failed."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            report = json.loads(line)
+        except ValueError:
+            report = None
+        if not isinstance(report, dict):
+            if line.strip():
+                log.info("build: %s", line.strip())
+        elif "doing" in report:
+            progress(report["doing"], report["done"], report["total"])
+        else:
+            failure.update(report)
+            log.info("build: error: %s", report.get("error"))
 
 
 def main() -> int:
     """Build the job in the first argument, and return the exit code."""
     from canvasrt.build.checks import check_memory_to_serve
-    from canvasrt.build.plan import BuildOptions
+    from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_all, plan_all
+    from canvasrt.progress import listening
     from canvasrt.targets import find_target
 
     signal.signal(signal.SIGTERM, raise_exit)
@@ -68,10 +149,11 @@ def main() -> int:
 
     try:
         options = BuildOptions(max_context=job.max_context, max_batch=job.max_batch)
-        plans = plan_all(job.source, [find_target(job.target)], job.out, options, progress)
-        if job.memory is not None:
-            check_memory_to_serve(plans[0], job.memory)
-        build_all(plans, progress)
+        with listening(progress):
+            plans = plan_all(job.source, [find_target(job.target)], job.out, options)
+            if job.memory is not None:
+                check_memory_to_serve(plans[0], job.memory)
+            build_all(plans)
     except Exception as error:
         found = error if isinstance(error, CanvasError) else system_error(error)
         if found is None:

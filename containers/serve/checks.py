@@ -1,4 +1,4 @@
-"""What is wrong with the settings of `canvasrt serve`, found before anything is built or started."""
+"""Checks the settings of `canvasrt serve` before anything is built or started."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from canvasrt.errors import CanvasError, UsageError
 def check_settings(settings: Settings) -> None:
     """Raise UsageError for options that contradict each other, and CanvasError for TLS files that
     cannot be used."""
+    _check_gpus(settings)
     _check_triton_host(settings)
     _check_tls_options(settings)
     check_distinct(_ports(settings))
@@ -38,6 +39,13 @@ def _ports(settings: Settings) -> list[PortRequest]:
     if front.health_port is not None:
         found.append(PortRequest("--health-port", front.host, front.health_port))
     return found + settings.ports.requests(settings.triton_host, front.host)
+
+
+def _check_gpus(settings: Settings) -> None:
+    if settings.devices not in (None, "all"):
+        raise UsageError(f"--devices is {settings.devices!r}", "give all, or one GPU with --device")
+    if settings.devices and settings.device:
+        raise UsageError("--device names one GPU, and --devices all takes every one", "give one")
 
 
 def _check_triton_host(settings: Settings) -> None:

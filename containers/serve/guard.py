@@ -69,7 +69,7 @@ class Guard:
 
 
 def main(run_name: str, parent: int) -> None:
-    """Wait for the parent to end, give its server some time, then kill what is left of it."""
+    """Wait for the parent to end, give its server some time, then kill its remaining processes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()

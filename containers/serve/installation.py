@@ -20,7 +20,7 @@ from canvasrt.errors import CanvasError
 VARIABLE = "CANVASRT_TRITONSERVER"
 # Before it, one request over HTTP can crash a server (CVE-2025-23310 and later ones).
 SAFE_RELEASE = (26, 7)
-_RELEASES = {"0.7.0": (24, 10)}  # of nvidia-pytriton
+_RELEASES = {"0.7.0": (24, 10)}  # nvidia-pytriton's version → Triton's release
 _STUB = "triton_python_backend_stub"
 
 

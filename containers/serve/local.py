@@ -1,10 +1,9 @@
-"""Serves a checkpoint directly: chooses what this machine runs best, and builds it once, into the cache."""
+"""Serves a checkpoint directly: chooses the best target for this machine, and builds it once, into the cache."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,9 @@ from canvasrt import extras, machine
 from canvasrt.bundle import MANIFEST
 from canvasrt.cache import cache_folder
 from canvasrt.checkpoints.locate import BUNDLED, find_checkpoint, is_hub_name
-from canvasrt.containers.serve.build_engines import EngineBuild
-from canvasrt.containers.serve.prepare import alone, run_build
+from canvasrt.containers.serve.build_engines import EngineBuild, Wait, run_build
+from canvasrt.containers.serve.prepare import alone
 from canvasrt.machine import Gpu
-from canvasrt.progress import Progress, no_progress
 from canvasrt.targets import TARGETS, Target, find_target
 
 Say = Callable[[str], None]
@@ -40,8 +38,8 @@ class Local:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether what is to be served is a checkpoint: a folder, a bundled one's name, or a
-    hub name."""
+    """Return whether the argument is a checkpoint: a folder, a bundled one's name, or a hub
+    name."""
     if path.exists():
         return (path / "config.json").exists() and not (path / MANIFEST).exists()
     return str(path) in BUNDLED or is_hub_name(str(path))
@@ -73,12 +71,13 @@ def best_target(gpus: Sequence[Gpu] | None = None) -> tuple[Target, str]:
     return find_target("cpu"), "; ".join(reasons)
 
 
-def build_local(local: Local, say: Say, progress: Progress = no_progress) -> None:
+def build_local(local: Local, say: Say) -> None:
     """Build the engines unless the cache has them.
 
     Raises CanvasError with the build's own message when it fails.
     """
-    with alone(local.engines, lambda _, detail: say(detail), threading.Event()):
+    wait = Wait(notify=say)
+    with alone(local.engines, wait):
         if local.is_built:
             return
         say(f"building {local.checkpoint} for {local.target.name}; this happens once")
@@ -89,7 +88,7 @@ def build_local(local: Local, say: Say, progress: Progress = no_progress) -> Non
             memory=_memory_for(local.target),
         )
         what = f"{local.checkpoint} for {local.target.name}"
-        run_build(job, what, local.engines.parents[1], progress)
+        run_build(job, what, local.engines.parents[1], wait)
 
 
 def _memory_for(target: Target) -> int | None:

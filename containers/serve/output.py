@@ -1,23 +1,34 @@
-"""Directs a server's output to a log file, or to a stream as text or JSON lines."""
+"""Directs a server's output to a log file, or to a stream as text or JSON lines; finds the cause of a
+failure in it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from canvasrt.containers.logs import json_line
+from canvasrt.containers.logs import json_line, lines_to
 from canvasrt.containers.serve.settings import Settings
 
 _LOOK_EVERY = 0.2
 _KEPT = 1000
-LOG_BYTES = 64 * 2**20  # of a log until it is moved to FILE.1, in place of the one there
+LOG_BYTES = 64 * 2**20  # the size at which a log is moved to FILE.1, which it replaces
 _GLOG = re.compile(r"([IWEF])\d{4} ")
+_TAIL = 2**20  # bytes at a log's end
+_CAUSES = (
+    # The traceback follows on the same line, with escaped line breaks.
+    re.compile(r"Failed to initialize Python stub: (?:CanvasError: )?(.*?)(?:\\n|\"?$)"),
+    re.compile(r"^error: (.*)"),
+    re.compile(r"^E\d{4} [^\"]*\"(.*)\""),
+    re.compile(r"(.*(?:error while loading shared libraries|GLIBC_[\d.]+' not found).*)"),
+)
 _LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
@@ -26,7 +37,8 @@ class ServerOutput:
     `descriptor`, which leads to `stream`."""
 
     def __init__(self, settings: Settings, stream: TextIO) -> None:
-        self._stream = stream
+        # Whoever reads the stream may stall, and must hold up nothing.
+        self._lines = lines_to(stream)
         self.log = settings.log_file
         self.descriptor: int | None = None
         self.recent: deque[str] = deque(maxlen=_KEPT)  # the last lines sent to the stream
@@ -55,6 +67,10 @@ class ServerOutput:
             os.close(self.descriptor)
         if self._thread is not None:
             self._thread.join(timeout=2)
+        # What is said of the run comes behind its log.
+        for handler in (self._lines, *logging.getLogger().handlers):
+            handler.flush()
+        self._lines.close()
 
     @property
     def is_seen(self) -> bool:
@@ -78,9 +94,11 @@ class ServerOutput:
     def _show(self, log: Path) -> None:
         with log.open("rb") as file:
             file.seek(self._shown)
-            self._stream.write(file.read().decode(errors="replace"))
-            self._stream.flush()
-            self._shown = file.tell()
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        for line in whole.decode(errors="replace").splitlines():
+            self._put(line)
+        self._shown += len(whole)
 
     def _pass_on(self, reader: int) -> None:
         """Pass tritonserver's lines on to the stream, and keep the last ones; JSON leaves out its
@@ -97,8 +115,7 @@ class ServerOutput:
                     self._put(json_line(level, "tritonserver", text))
 
     def _put(self, line: str) -> None:
-        self._stream.write(f"{line}\n")
-        self._stream.flush()
+        self._lines.handle(logging.makeLogRecord({"msg": line}))
 
 
 def _older(log: Path) -> Path:
@@ -111,3 +128,23 @@ def _rotate(log: Path) -> None:
     with log.open("rb+") as file, _older(log).open("wb") as older:
         shutil.copyfileobj(file, older)
         file.truncate(0)
+
+
+def last_lines(log: Path) -> list[str]:
+    """Return the lines at the end of a log; none if there is no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL))
+            return file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def cause_in(lines: Sequence[str]) -> str:
+    """Return the likely cause from the log: a model's exception, else an error of Triton."""
+    for pattern in _CAUSES:
+        for line in reversed(lines):
+            match = pattern.search(line)
+            if match:
+                return match[1].strip()[:500]
+    return ""

@@ -1,17 +1,25 @@
-"""Runs `canvasrt serve`: chooses the engines, starts, reports the addresses, waits, stops."""
+"""Runs `canvasrt serve`: chooses the engines, starts, reports the addresses, waits, stops.
+
+Three processes run: this one, which supervises, the front end (`frontend.py`), and Triton
+(`server.py`) with a process for each of its models.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from canvasrt import machine
 from canvasrt.bundle import Bundle
 from canvasrt.containers.logs import configure
+from canvasrt.containers.names import READY_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.package.package import repository_of
+from canvasrt.containers.serve.build_engines import Wait
 from canvasrt.containers.serve.checks import check_machine
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.output import ServerOutput
@@ -20,13 +28,16 @@ from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_profile, open_source
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.containers.serve.signals import StopRequest, stop_request
-from canvasrt.containers.serve.supervisor import Supervisor
 from canvasrt.errors import CanvasError
+from canvasrt.machine import Gpu
 
 log = logging.getLogger(__name__)
 
 # Called with the addresses by name, once everything answers.
 Ready = Callable[[dict[str, Any]], None]
+_LOOK_EVERY = 0.2
+_FAILED_FOR = 1.0  # seconds in which health checks see the failure
+_LAST_REPLIES = 2.0  # seconds in which the front end's callers get the error
 
 
 def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
@@ -40,74 +51,70 @@ def run_server(settings: Settings, ready: Ready, stream: TextIO) -> None:
     source = open_source(settings.bundle)
     profile = choose_profile(source, settings.profile)
     check_machine(settings)
-    settings = replace(
-        settings,
-        ports=settings.ports.with_free_ones(settings.triton_host, settings.front.host),
-        front=replace(
-            settings.front,
-            tls=settings.tls,
-            about=about(source, profile, settings.model.max_model_len),
-        ),
-    )
-    with stop_request() as stop, ServerOutput(settings, stream) as output:
-        with _front(settings, output) as front:
-            try:
-                _serve(settings, source, profile, front, output, stop, ready)
-            except CanvasError as error:
-                if output.is_seen:
-                    error.log = ()
-                raise
-
-
-@contextlib.contextmanager
-def _front(settings: Settings, output: ServerOutput) -> Iterator[FrontEnd]:
-    """Run the front end, which answers health checks while Triton is not running yet."""
-    triton = _triton(settings, Path(), output)
-    grpc = f"{triton.address}:{settings.ports.grpc}"
-    front = FrontEnd(settings.front, grpc, triton.metrics_url, output.log, triton.request_timeout)
-    try:
-        front.start()
-        log.info("alive: %s/health/live", front.health_url)
-        yield front
-    finally:
-        front.stop(grace=0)
+    about = about_model(source, profile, settings.model.max_model_len)
+    settings = replace(settings, front=replace(settings.front, tls=settings.tls, about=about))
+    if settings.ready_timeout is None:
+        settings = replace(settings, ready_timeout=max(READY_TIMEOUT, profile.startup))
+    gpus = tuple(gpu.uuid for gpu in gpus_of(settings, profile) if gpu.uuid)
+    # Triton may listen much later, so its ports are held from here on.
+    with (
+        settings.ports.held(settings.triton_host, settings.front.host) as ports,
+        stop_request() as stop,
+        ServerOutput(settings, stream) as output,
+    ):
+        settings = replace(settings, ports=ports)
+        # It answers health checks while Triton is not running yet.
+        front = FrontEnd.over(_triton(settings, Path(), output), settings.front)
+        try:
+            front.start()
+            log.info("alive: %s/health/live", front.health_url)
+            _serve(settings, source, profile, gpus, front, output, stop, ready)
+        except CanvasError as error:
+            if output.is_seen:
+                error.log = ()
+            raise
+        finally:
+            front.stop(grace=0)
 
 
 def _serve(
     settings: Settings,
     source: Bundle,
     profile: ServingProfile,
+    gpus: Sequence[str],
     front: FrontEnd,
     output: ServerOutput,
     stop: StopRequest,
     ready: Ready,
 ) -> None:
     """Prepare the engines and serve them. Damaged ones in the cache are built again, once."""
-    for mend in (profile.builds, False):
-        engines = prepare(
-            source, profile, settings.cache, front.notify, stop.requested, front.check_alive
-        )
+    wait = Wait(stop.requested, lambda detail: front.notify("building", detail), front.check_alive)
+    for may_build_again in (profile.builds, False):
+        engines = prepare(profile, settings.cache, wait)
         if engines is None:  # a stop was requested
             return
         with repository_of(source, engines) as repository:
-            supervisor = _supervisor(settings, repository, front, output, stop)
+            server = _triton(settings, repository, output, gpus)
+            supervisor = Supervisor(server, front, stop, settings.stall_timeout)
             try:
-                supervisor.start(settings.ready_timeout)
+                supervisor.start()
             except CanvasError:
-                if mend and set_aside_damaged(engines, front.notify, stop.requested):
+                if may_build_again and set_aside_damaged(engines, wait):
                     continue
                 raise
             _watch(settings, supervisor, stop, ready)
             return
 
 
-def _supervisor(
-    settings: Settings, repository: Path, front: FrontEnd, output: ServerOutput, stop: StopRequest
-) -> Supervisor:
-    return Supervisor(_triton(settings, repository, output), front, stop, settings.stall_timeout)
+def gpus_of(settings: Settings, profile: ServingProfile) -> list[Gpu]:
+    """Return the GPUs that serve: one, or with `--devices all`, every one that fits."""
+    fitting = profile.gpus(machine.gpus())
+    return fitting if settings.devices else fitting[:1]
 
 
-def _triton(settings: Settings, repository: Path, output: ServerOutput) -> Server:
+def _triton(
+    settings: Settings, repository: Path, output: ServerOutput, gpus: Sequence[str] = ()
+) -> Server:
     return Server(
         repository,
         host=settings.triton_host,
@@ -116,9 +123,12 @@ def _triton(settings: Settings, repository: Path, output: ServerOutput) -> Serve
         log=output.log,
         exit_timeout=settings.exit_timeout,
         model=settings.model,
+        cache=settings.cache,
         output=output.descriptor,
         recent=output.recent,
         options=settings.triton_options,
+        ready_timeout=READY_TIMEOUT if settings.ready_timeout is None else settings.ready_timeout,
+        gpus=gpus,
     )
 
 
@@ -137,7 +147,83 @@ def _watch(settings: Settings, supervisor: Supervisor, stop: StopRequest, ready:
         )
 
 
-def about(source: Bundle, profile: ServingProfile, max_model_len: int | None) -> dict[str, Any]:
+class Supervisor:
+    """Supervises one Triton and its front end: both run or neither does.
+
+    A front end that dies is replaced, since it holds no state. When Triton or a model's process
+    dies, or makes no progress for `stall_timeout` seconds, everything ends with an error;
+    restarting is up to what runs the container.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        front: FrontEnd,
+        stop: StopRequest,
+        stall_timeout: float = STALL_TIMEOUT,
+    ) -> None:
+        self.server = server
+        self.front = front
+        self._stop = stop
+        self._stall_timeout = stall_timeout
+        self._failed = 0.0  # when
+
+    def start(self) -> None:
+        """Start Triton and accept requests once it is ready. CanvasError when it does not become
+        ready."""
+        self.front.notify("loading")
+        try:
+            self.server.start()
+            self.server.wait_ready(self._stop.requested, self.front.check_alive)
+        except BaseException:
+            self.server.stop(force=_at_once())
+            raise
+        if not self._stop.requested.is_set():
+            self.front.notify("serving", self.server.evidence)
+            self.front.wait_acknowledged()
+
+    def watch(self) -> None:
+        """Wait for a request to stop. CanvasError when Triton ends or hangs, or the front end cannot
+        be kept running."""
+        try:
+            while not self._stop.requested.wait(_LOOK_EVERY):
+                self.server.check_alive()
+                self.server.check_progress(self._stall_timeout)
+                self.front.check_alive()
+        except CanvasError:
+            self.front.notify("failed")
+            self._failed = time.monotonic()
+            raise
+
+    def stop(self, grace: float) -> bool:
+        """Refuse new requests, let those in flight finish within `grace` seconds, and end both
+        processes.
+
+        Return whether all finished.
+        """
+        if self._failed:
+            # Triton first, so that its callers are told, and the front end once they were.
+            finished = self.server.stop(force=_at_once())
+            time.sleep(max(0.0, self._failed + _FAILED_FOR - time.monotonic()))
+            return self.front.stop(_LAST_REPLIES) and finished
+        deadline = time.monotonic() + grace
+        # A dead Triton can answer no request in flight.
+        force = self._stop.forced if self.server.is_running else _at_once()
+        # The front end first: its requests still need Triton.
+        finished = self.front.stop(grace, force)
+        self.server.exit_timeout = max(0.0, deadline - time.monotonic())
+        return self.server.stop(force=force) and finished
+
+
+def _at_once() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def about_model(
+    source: Bundle, profile: ServingProfile, max_model_len: int | None
+) -> dict[str, Any]:
     """Return what `/v1/metadata` says about the model."""
     manifest = source.manifest
     return {
@@ -153,18 +239,16 @@ def about(source: Bundle, profile: ServingProfile, max_model_len: int | None) ->
 
 def _addresses(server: Server, front: FrontEnd) -> dict[str, Any]:
     """Return the addresses of everything that listens."""
-    host, ports = server.address, server.ports
-    data: dict[str, Any] = {
+    return {
         "openai": front.url,
         "health": front.health_url.removesuffix("/v1"),
-        "http": f"{host}:{ports.http}",
-        "grpc": f"{host}:{ports.grpc}",
+        "http": f"{server.address}:{server.ports.http}",
+        "grpc": f"{server.address}:{server.ports.grpc}",
         "metrics": server.metrics_url,
         "log": str(server.log) if server.log else None,
         "pid": server.pid,
         "front_end_pid": front.pid,
     }
-    return data
 
 
 def decisions(settings: Settings) -> dict[str, Any]:
@@ -175,6 +259,7 @@ def decisions(settings: Settings) -> dict[str, Any]:
         "bundle": str(source.path),
         "profile": profile.to_json(),
         "builds_first": profile.builds,
+        "gpus": [gpu.to_json() for gpu in gpus_of(settings, profile)],
         "host": settings.front.host,
         "triton_host": settings.triton_host,
         "ports": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import os
 import re
 import shutil
@@ -18,8 +19,12 @@ from typing import IO
 
 from canvasrt.containers.heartbeat import reason_left
 from canvasrt.containers.names import (
+    EVIDENCE_VARIABLE,
+    EXIT_TIMEOUT,
+    GPUS_VARIABLE,
     HEARTBEAT_VARIABLE,
     LOOPBACK,
+    READY_TIMEOUT,
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
@@ -29,22 +34,25 @@ from canvasrt.containers.processes import (
     die_with_parent,
     end_group,
     is_running,
+    protect_shm,
     remove_shm,
     remove_stale,
     run_name,
 )
 from canvasrt.containers.serve.guard import Guard
 from canvasrt.containers.serve.installation import Installation, find_installation
-from canvasrt.containers.serve.logtail import cause_in, last_lines
+from canvasrt.containers.serve.output import cause_in, last_lines
 from canvasrt.containers.serve.stall import StallWatch
-from canvasrt.containers.serve.timeouts import EXIT_TIMEOUT, READY_TIMEOUT
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, EngineError, StalledError
+from canvasrt.machine import VISIBLE
 
 UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight
 PROBE_TIMEOUT = 5.0
 # Files in the scratch folder.
-_STOPPING, _HEARTBEAT, _REASON = "stopping", "heartbeat", "reason"
+_STOPPING, _HEARTBEAT, _REASON, _EVIDENCE = "stopping", "heartbeat", "reason", "evidence"
+_FILES = {STOPPING_VARIABLE: _STOPPING, HEARTBEAT_VARIABLE: _HEARTBEAT, REASON_VARIABLE: _REASON}
+_FILES[EVIDENCE_VARIABLE] = _EVIDENCE
 # These change the server, or make it read and write shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
 # The header that would open them. Arguments keep no secret, so it is one that cannot be sent.
@@ -70,9 +78,12 @@ class Server:
         log: Path | None = None,
         exit_timeout: float = EXIT_TIMEOUT,
         model: ModelOptions | None = None,
+        cache: Path | None = None,
         output: int | None = None,
         recent: Sequence[str] = (),
         options: Sequence[str] = (),
+        ready_timeout: float = READY_TIMEOUT,
+        gpus: Sequence[str] = (),
     ) -> None:
         """Prepare a server; nothing is started yet.
 
@@ -80,7 +91,9 @@ class Server:
         its release may be reached from this machine only.
         log: a file to append the server's output to; None sends it to stderr, or to the descriptor
         `output`, whose last lines are in `recent`.
-        model: what the models are given. options: further options of tritonserver.
+        model: the models' options. cache: canvasrt's folder, if it is not the default one.
+        options: further options of tritonserver. ready_timeout: seconds that loading the models may take.
+        gpus: the UUIDs of the GPUs that each run an instance of the model; without any, CUDA's first.
         """
         self.repository = repository
         self.host = host
@@ -90,11 +103,15 @@ class Server:
         self.exit_timeout = exit_timeout
         self._model_options = model or ModelOptions()
         self.request_timeout = self._model_options.completed(os.environ).request_timeout  # seconds
+        self._cache = cache
         self._output_descriptor = output
         self._recent = recent
         self._options = tuple(options)
+        self._ready_timeout = ready_timeout
+        self._gpus = tuple(gpus)
         self.run_name = run_name()
-        self._folder: Path | None = None
+        self._cleanup = contextlib.ExitStack()
+        self._folder: Path | None = None  # the scratch folder, while it runs
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: Guard | None = None
         self._models: set[int] = set()
@@ -114,6 +131,12 @@ class Server:
     def pid(self) -> int | None:
         """The server's process id; None while it is not running."""
         return self._process.pid if self._process else None
+
+    @property
+    def evidence(self) -> str:
+        """Whether requests share passes, and why, as JSON; empty where there is nothing to share."""
+        file = self._folder / _EVIDENCE if self._folder else None
+        return file.read_text("utf-8") if file and file.exists() else ""
 
     @property
     def is_running(self) -> bool:
@@ -140,13 +163,15 @@ class Server:
         """Start the process. CanvasError for a port in use, or without a tritonserver."""
         installation = find_installation()
         self._check_hosts(installation)
-        self.ports = self.ports.with_free_ones(self.host, self.metrics_host)
         remove_stale()
         try:
-            command = self._command(installation)
+            self.ports = self._cleanup.enter_context(self.ports.held(self.host, self.metrics_host))
+            self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
+            self._cleanup.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._cleanup.callback(remove_shm, self.run_name)
             with self._output() as output:
                 self._process = subprocess.Popen(
-                    command,
+                    self._command(installation, self._folder),
                     env=self._environment(installation),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -155,11 +180,11 @@ class Server:
                     preexec_fn=die_with_parent(),
                 )
             self._guard = Guard(self.run_name)
+            self._cleanup.callback(self._guard.dismiss)
         except BaseException as error:
             if self._process is not None:
                 end_group(self._process.pid, grace=0)
-                self._process = None
-            self._clean()
+            self._forget()
             if isinstance(error, OSError):
                 raise CanvasError(
                     f"cannot start {installation.binary}: {error}", "run `canvasrt doctor`"
@@ -174,36 +199,31 @@ class Server:
 
     def wait_ready(
         self,
-        timeout: float = READY_TIMEOUT,
         interrupted: threading.Event | None = None,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until every model is ready, or `interrupted` is set; `meanwhile` is called
         repeatedly.
 
-        CanvasError when the server ends, or `timeout` seconds pass.
+        CanvasError when the server ends, or `ready_timeout` seconds pass.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self._ready_timeout
         while not (interrupted and interrupted.is_set()):
             self.check_alive()
-            if meanwhile is not None:
-                meanwhile()
-            if self.is_ready():
-                self._models = self._model_processes()
+            meanwhile()
+            protect_shm(self.run_name)
+            if self._get("http", "/v2/health/ready"):
+                self._models = children(self._process.pid) if self._process else set()
+                protect_shm(self.run_name)
                 if self._folder is not None:
                     self._stall = StallWatch(self._folder / _HEARTBEAT, self._answers)
                 return
             if time.monotonic() > deadline:
-                raise CanvasError(
-                    f"tritonserver was not ready after {timeout:g} s",
-                    "allow more time with --ready-timeout" + self._log_hint(),
-                    self.log_tail(),
+                raise self._failure(
+                    f"tritonserver was not ready after {self._ready_timeout:g} s",
+                    "allow more time with --ready-timeout",
                 )
             time.sleep(POLL)
-
-    def is_ready(self) -> bool:
-        """Return whether the server and all its models are ready."""
-        return bool(self._get("http", "/v2/health/ready"))
 
     def _answers(self) -> bool:
         return bool(self._get("http", "/v2/health/live", timeout=1.0))
@@ -215,26 +235,21 @@ class Server:
         Without a decoupled model's process Triton stays ready, but every request fails.
         """
         code = self._process.poll() if self._process else None
-        if code is None:
-            if any(not is_running(model) for model in self._models):
-                reason = reason_left(self._folder / _REASON) if self._folder else None
-                if reason is not None:
-                    raise EngineError(reason[0], reason[1] + self._log_hint(), self.log_tail())
-                raise CanvasError(
-                    "a model's process has ended, perhaps because memory ran out",
-                    "start the server again; its output may say why" + self._log_hint(),
-                    self.log_tail(),
-                )
-            if self._guard is not None:
-                self._guard.check()
-            return
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        cause = cause_in(self.log_tail(1000))
-        raise CanvasError(
-            f"tritonserver stopped with {how}" + (f": {cause}" if cause else ""),
-            "see its output" + self._log_hint(),
-            self.log_tail(),
-        )
+        if code is not None:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            cause = cause_in(self.log_tail(1000))
+            message = f"tritonserver stopped with {how}" + (f": {cause}" if cause else "")
+            raise self._failure(message, "see its output")
+        if any(not is_running(model) for model in self._models):
+            reason = reason_left(self._folder / _REASON) if self._folder else None
+            if reason is not None:
+                raise self._failure(*reason, kind=EngineError)
+            raise self._failure(
+                "a model's process has ended, perhaps because memory ran out",
+                "start the server again; its output may say why",
+            )
+        if self._guard is not None:
+            self._guard.check()
 
     def check_progress(self, limit: float) -> None:
         """Raise StalledError when a process is stopped, or when there was no progress for `limit`
@@ -242,12 +257,8 @@ class Server:
         if self._stall is None or self._process is None:
             return
         if how := self._stall.stalled({*self._models, self._process.pid}, limit):
-            raise StalledError(
-                f"the server {how}",
-                "allow more time for a pass with --stall-timeout, or see what holds it up"
-                + self._log_hint(),
-                self.log_tail(),
-            )
+            hint = "allow more time for a pass with --stall-timeout, or see what holds it up"
+            raise self._failure(f"the server {how}", hint, kind=StalledError)
 
     def stop(self, force: threading.Event | None = None) -> bool:
         """Stop the server and clean up; return whether all requests finished.
@@ -256,18 +267,12 @@ class Server:
         """
         try:
             return self._process is None or self._end(self._process, force)
-        except BaseException:  # a second Ctrl-C that nobody handles
+        except BaseException:  # such as a second Ctrl-C, which is not handled
             if self._process is not None:
                 end_group(self._process.pid, grace=0)
             raise
         finally:
-            self._process = None
-            self._clean()
-
-    def refuse(self) -> None:
-        """Make the models refuse new requests; those in flight continue."""
-        if self._folder is not None:
-            (self._folder / _STOPPING).touch()
+            self._forget()
 
     def _end(self, process: subprocess.Popen[bytes], force: threading.Event | None) -> bool:
         drained = self._drain(force)
@@ -278,12 +283,9 @@ class Server:
         process.wait()
         return drained
 
-    def _model_processes(self) -> set[int]:
-        """Return the models' processes, which Triton starts: one for each."""
-        return children(self._process.pid) if self._process else set()
-
     def _drain(self, force: threading.Event | None) -> bool:
-        """Wait until no request is in flight; return whether that happened in time.
+        """Make the models refuse new requests, and wait until none is in flight; return whether that
+        happened in time.
 
         Triton's own wait also counts idle connections. Most clients keep one open, which would hold
         it up until its timeout.
@@ -291,7 +293,8 @@ class Server:
         if force and force.is_set():
             return False
         deadline = time.monotonic() + self.exit_timeout
-        self.refuse()
+        if self._folder is not None:
+            (self._folder / _STOPPING).touch()
         # Look twice: a request may not be counted yet.
         quiet = 0
         while quiet < 2:
@@ -303,9 +306,8 @@ class Server:
 
     def _in_flight(self) -> int:
         """Return how many requests run or wait, by the server's metrics; 0 without an answer."""
-        found = re.search(
-            rb"^canvasrt_requests_in_flight (\S+)", self._get("metrics", "/metrics"), re.M
-        )
+        page = self._get("metrics", "/metrics")
+        found = re.search(rb"^canvasrt_requests_in_flight (\S+)", page, re.M)
         return int(float(found[1])) if found else 0
 
     def _get(self, port: str, path: str, timeout: float = PROBE_TIMEOUT) -> bytes:
@@ -327,21 +329,31 @@ class Server:
         found = list(self._recent) if self.log is None else last_lines(self.log)
         return [line for line in found if line.strip() and line[0] not in "|+"][-lines:]
 
-    def _command(self, installation: Installation) -> list[str]:
-        self._folder = Path(tempfile.mkdtemp(prefix=self.run_name))
-        backend = installation.prepare(self._folder) if installation.bundled else []
+    def _failure(
+        self, message: str, hint: str, kind: type[CanvasError] = CanvasError
+    ) -> CanvasError:
+        """Return an error with the end of the log."""
+        return kind(
+            message, hint + (f"; the log is {self.log}" if self.log else ""), self.log_tail()
+        )
+
+    def _command(self, installation: Installation, folder: Path) -> list[str]:
         command = [
             str(installation.binary),
             f"--model-repository={self.repository}",
-            *backend,
+            *(installation.prepare(folder) if installation.bundled else []),
             # The configurations are complete; auto-completion would start each model's process
             # twice.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.run_name}",
             # How long a model may take to load.
-            f"--backend-config=python,stub-timeout-seconds={READY_TIMEOUT:.0f}",
+            f"--backend-config=python,stub-timeout-seconds={math.ceil(self._ready_timeout)}",
+            # Triton copies nothing to or from a GPU: the models do that themselves.
+            "--pinned-memory-pool-byte-size=0",
         ]
+        for gpu, _ in enumerate(Path("/dev").glob("nvidia[0-9]*")):
+            command.append(f"--cuda-memory-pool-byte-size={gpu}:0")
         for name in ("http", "grpc", "metrics"):
             host = self.metrics_host if name == "metrics" else self.host
             command.append(f"--{name}-address={host}")
@@ -353,12 +365,13 @@ class Server:
         return [*command, *self._options]
 
     def _environment(self, installation: Installation) -> dict[str, str]:
-        env = installation.environment()
-        env |= self._model_options.to_environment()
+        env = installation.environment() | self._model_options.to_environment()
+        if self._cache is not None:
+            env["CANVASRT_CACHE"] = str(self._cache)
+        if self._gpus:
+            env |= {VISIBLE: ",".join(self._gpus), GPUS_VARIABLE: str(len(self._gpus))}
         if self._folder is not None:
-            env[STOPPING_VARIABLE] = str(self._folder / _STOPPING)
-            env[HEARTBEAT_VARIABLE] = str(self._folder / _HEARTBEAT)
-            env[REASON_VARIABLE] = str(self._folder / _REASON)
+            env |= {variable: str(self._folder / file) for variable, file in _FILES.items()}
         return env
 
     @contextlib.contextmanager
@@ -373,17 +386,10 @@ class Server:
         else:
             yield None
 
-    def _log_hint(self) -> str:
-        return f"; the log is {self.log}" if self.log else ""
-
-    def _clean(self) -> None:
-        if self._guard is not None:
-            self._guard.dismiss()
-            self._guard = None
-        remove_shm(self.run_name)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+    def _forget(self) -> None:
+        """Remove the leftovers of the process that has ended."""
+        self._process = self._guard = self._folder = None
+        self._cleanup.close()
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float, force: threading.Event | None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from canvasrt import extras, machine
 from canvasrt.bundle import MANIFEST, Bundle, load_bundle
 from canvasrt.containers.names import ENGINES, PACKAGE
-from canvasrt.containers.package.sizes import estimate_of
+from canvasrt.containers.package.sizes import estimate_of, sizes_of
 from canvasrt.defaults import MAX_BATCH, MAX_CONTEXT
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu
@@ -35,6 +35,7 @@ class ServingProfile:
     memory: int | None  # bytes that serving needs on the GPU
     builds: bool = False
     recipe: str | None = None  # the name of the recipe that quantized them
+    startup: int = 0  # seconds until it must be ready
 
     @cached_property
     def tags(self) -> dict[str, str]:
@@ -86,7 +87,7 @@ class ServingProfile:
             return ""
         if not gpus:
             return f"needs {self.target.gpu}; nvidia-smi reports no GPU here"
-        fitting = [gpu for gpu in gpus if gpu.capability in self.target.capabilities]
+        fitting = self._of_kind(gpus)
         if not fitting:
             found = ", ".join(f"{gpu.name} ({_version(gpu.capability)})" for gpu in gpus)
             return (
@@ -95,10 +96,20 @@ class ServingProfile:
         most = max(gpu.memory for gpu in fitting)
         if self.memory is not None and self.memory > most:
             return f"needs {self.memory / 1e9:.1f} GB; the GPU has {most / 1e9:.1f} GB"
+        if all(gpu.driver_number < machine.OLDEST_DRIVER for gpu in fitting):
+            return f"needs a driver of {machine.OLDEST_DRIVER} or newer; this machine has {fitting[0].driver}"
         module, extra = machine.BUILDER_MODULES[self.target.builder]
         if not extras.is_installed(module):
             return f"needs {module}: pip install 'canvasrt[{extra}]'"
         return ""
+
+    def gpus(self, there: Sequence[Gpu]) -> list[Gpu]:
+        """Return the GPUs that can run it, those of its target's name first."""
+        fitting = [gpu for gpu in self._of_kind(there) if (self.memory or 0) <= gpu.memory]
+        return sorted(fitting, key=lambda gpu: self.target.gpu not in gpu.name)
+
+    def _of_kind(self, gpus: Sequence[Gpu]) -> list[Gpu]:
+        return [gpu for gpu in gpus if gpu.capability in self.target.capabilities]
 
 
 def open_source(path: Path | None) -> Bundle:
@@ -196,9 +207,10 @@ def _profile(bundle: Bundle, target: Target, builds: bool = False) -> ServingPro
         batch,
         bundle.path,
         manifest.digest,
-        None if target.capability is None else estimate_of(manifest, context, batch).total,
+        None if target.capability is None else estimate_of(manifest).total,
         builds,
         (options.get("recipe") or {}).get("name"),
+        sizes_of(manifest, target).startup,
     )
 
 

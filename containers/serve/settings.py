@@ -1,5 +1,5 @@
-"""How `canvasrt serve` is set up: its options, NIM's environment variables, and which of them
-wins."""
+"""The settings of `canvasrt serve`: its options, NIM's environment variables, and their order of
+precedence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from canvasrt.containers.names import EXIT_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.openai.options import LEVELS, FrontOptions
 from canvasrt.containers.ports import Ports
-from canvasrt.containers.serve.timeouts import EXIT_TIMEOUT, READY_TIMEOUT, STALL_TIMEOUT
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import CommandOption, flags_of, option, option_of, read_switch
@@ -75,10 +75,24 @@ class Settings:
             read=str,
         ),
     )
+    device: str | None = field(
+        default=None,
+        metadata=option(
+            "The GPU, by its number or UUID in `nvidia-smi -L`.",
+            metavar="GPU",
+            shown="the first that fits",
+        ),
+    )
+    devices: str | None = field(
+        default=None,
+        metadata=option(
+            "`all`: an instance of the model on every GPU that fits.", metavar="all", shown="one"
+        ),
+    )
     cache: Path | None = field(
         default=None,
         metadata=option(
-            "The folder for engines built at the first start.",
+            "The folder for engines and kernels that the first start compiles.",
             metavar="DIR",
             variable="NIM_CACHE_PATH",
             read=_read_path,
@@ -117,8 +131,11 @@ class Settings:
     verbose: bool = field(
         default=False, metadata=option("Copy the log to stderr.", flag="--verbose, -v")
     )
-    ready_timeout: float = field(
-        default=READY_TIMEOUT, metadata=_seconds("Time limit for loading the engines.", 0)
+    ready_timeout: float | None = field(
+        default=None,
+        metadata=option(
+            "Time limit for loading the engines.", metavar="SECONDS", least=0, shown="by their size"
+        ),
     )
     exit_timeout: int = field(
         default=EXIT_TIMEOUT,
@@ -188,7 +205,7 @@ def read_settings(
     """Return the settings: the command line wins over passthrough arguments, those over the
     environment.
 
-    The mappings are options by name; None stands for one that was not given. UsageError names a
+    The mappings are options by name; None marks one that is absent. UsageError names a
     value that is wrong; `check_settings` finds those that contradict each other.
     """
     environment = os.environ if environment is None else environment

@@ -29,7 +29,7 @@ def stop_request() -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         noted = request.forced if request.requested.is_set() else request.requested
-        # An event has a lock, and what the signal interrupts may hold it.
+        # An event has a lock, which the interrupted code may hold.
         _thread.start_new_thread(noted.set, ())
 
     # Keep ignoring SIGHUP under nohup. Scripts start background jobs with SIGINT ignored, but still

@@ -1,4 +1,4 @@
-"""Notices a server that makes no progress: stopped processes, a pass that never ends, no answers."""
+"""Detects a server without progress: stopped processes, endless passes, missing answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that came as a tensor."""
+"""Grammars from a request's tensor."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from canvasrt.containers.tensors import read_object
+from canvasrt.containers.triton.grammar_sandbox import GrammarSandbox
+from canvasrt.containers.triton.inputs import read_object
 from canvasrt.containers.triton.shared import Shared
-from canvasrt.containers.triton.trials import Trials
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
+from canvasrt.runtime.answers.grammar import (
+    GrammarState,
+    Vocabulary,
+    check_grammar,
+    compile_grammar,
+)
 from canvasrt.runtime.answers.tool_grammar import call_grammar, control_ids
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.prefix import share_of
@@ -23,11 +28,11 @@ from canvasrt.runtime.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
 REFUSED_FOR = 60.0  # seconds: a limit of time may have been reached because the machine was busy
-_lock = threading.Lock()  # for the vocabulary
+_lock = threading.Lock()  # guards the vocabulary
 
 
 class _Refusal(NamedTuple):
-    """Why a grammar cannot be used, and when that was found."""
+    """Why a grammar was refused, and when."""
 
     message: str
     hint: str
@@ -45,7 +50,7 @@ class _Grammars(NamedTuple):
 def read_grammar(
     text: str, model: Model, tokenizer: Tokenizer | None, owner: str = ""
 ) -> GrammarState:
-    """Return the first state of a grammar. CanvasError names what is wrong with it."""
+    """Return the first state of a grammar. CanvasError names the mistake."""
     if tokenizer is None:
         raise CanvasError(
             "the model has no tokenizer, so it cannot follow grammars", "leave it out"
@@ -55,11 +60,12 @@ def read_grammar(
     if spec.get("type") == "tool_calls":
         control = control_ids(tokenizer)
         spec = {"type": "grammar", "grammar": call_grammar(spec, tokenizer)}
+    check_grammar(spec, "grammar")
     config = model.config
     with _lock:
         grammars = _grammars(tokenizer, config.vocab_size, config.eos_token_ids, control)
-    # The order of a schema's keys counts: answers have it too.
-    return _compiled(json.dumps(spec), grammars, _trials_of(model), share_of(owner))
+    # The order of a schema's keys matters: it is the order in answers.
+    return _compiled(json.dumps(spec), grammars, _sandbox_of(model), share_of(owner))
 
 
 @lru_cache(maxsize=2)
@@ -77,30 +83,30 @@ def _vocabulary(tokenizer: Tokenizer, size: int, ends: tuple[int, ...]) -> Vocab
 
 def prepare_grammars(model: Model, tokenizer: Tokenizer) -> None:
     """Do what takes seconds, and would hold up everybody, before the first grammar comes."""
-    # If the model cannot follow grammars, whoever sends one is told.
+    # If the model cannot follow grammars, requests with one are refused.
     with contextlib.suppress(CanvasError):
         _vocabulary(tokenizer, model.config.vocab_size, model.config.eos_token_ids)
-        _trials_of(model)
+        _sandbox_of(model)
 
 
-def _trials_of(model: Model) -> Trials:
+def _sandbox_of(model: Model) -> GrammarSandbox:
     if model.bundle is None:
         raise CanvasError("the model was not opened from a bundle", "open a bundle")
-    return _trials(model.bundle.path, model.config.vocab_size, model.config.eos_token_ids)
+    return _sandbox(model.bundle.path, model.config.vocab_size, model.config.eos_token_ids)
 
 
 @lru_cache(maxsize=1)
-def _trials(bundle: Path, size: int, ends: tuple[int, ...]) -> Trials:
-    return Trials(bundle, size, ends)
+def _sandbox(bundle: Path, size: int, ends: tuple[int, ...]) -> GrammarSandbox:
+    return GrammarSandbox(bundle, size, ends)
 
 
-def _compiled(text: str, grammars: _Grammars, trials: Trials, share: str) -> GrammarState:
+def _compiled(text: str, grammars: _Grammars, sandbox: GrammarSandbox, share: str) -> GrammarState:
     """Return a grammar, compiled once for all who ask for it; refusals are kept for a while, too."""
 
     def work() -> GrammarState | _Refusal:
         spec = json.loads(text)
         try:
-            trials.check(spec, grammars.control)
+            sandbox.check(spec, grammars.control)
             return compile_grammar(spec, grammars.vocabulary, "grammar")
         except EngineError:  # the grammar is not at fault
             raise

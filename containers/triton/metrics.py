@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from canvasrt.runtime.generator import Generator
@@ -44,27 +45,27 @@ class Metrics:
         self._due = 0.0
         self._shown = dict.fromkeys(GAUGES, 0)
 
-    def update(self, generator: Generator, in_flight: int) -> None:
-        """Report gauges at once, since stopping waits for requests in flight, and counters at
+    def update(self, generators: Sequence[Generator], in_flight: int) -> None:
+        """Report the sums over all generators: gauges at once, since stopping waits for requests in flight, and counters at
         intervals and when idle."""
         values = {
             "requests_in_flight": in_flight,
-            "requests_waiting": max(0, in_flight - generator.max_batch),
-            "active_canvases": generator.active_canvases,
+            "requests_waiting": max(0, in_flight - sum(each.max_batch for each in generators)),
+            "active_canvases": sum(each.active_canvases for each in generators),
         }
         for name, value in values.items():
             if value != self._shown[name]:
                 self._shown[name] = value
                 self._gauges[name].set(value)
-        if not generator.idle and time.monotonic() < self._due:
+        if not all(each.idle for each in generators) and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + INTERVAL
-        now = generator.model.counters
         for name, metric in self._counters.items():
-            change = getattr(now, name) - getattr(self._seen, name)
+            now = sum(getattr(each.model.counters, name) for each in generators)
+            change = now - getattr(self._seen, name)
             if change:
                 metric.increment(change)
-                setattr(self._seen, name, getattr(now, name))
+                setattr(self._seen, name, now)
 
     def _metric(self, pb_utils: Any, name: str, about: str, kind: str) -> Any:
         family = pb_utils.MetricFamily(

@@ -1,4 +1,4 @@
-"""The options of `canvasrt serve` for the models inside Triton, which get them whole."""
+"""Options of `canvasrt serve` for the models inside Triton, passed on in their environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import get_type_hints
 
 from canvasrt.defaults import PREFIX_CACHE
-from canvasrt.errors import CanvasError
+from canvasrt.errors import CanvasError, UsageError
 from canvasrt.option import limit_option, option, read_count
 
 
@@ -30,11 +30,12 @@ class ModelOptions:
             read=read_count,
         ),
     )
-    share_passes: bool = field(
-        default=False,
+    share_passes: str = field(
+        default="auto",
         metadata=option(
-            "On a GPU, let requests share passes, which then always have room for a full batch: higher throughput,"
-            " but a lone request is slower."
+            "On a GPU, let requests share passes: higher throughput. auto does if a trial on this GPU shows that no"
+            " request's bits depend on others.",
+            metavar="auto|on|off",
         ),
     )
     prefix_cache: int = field(
@@ -68,8 +69,12 @@ class ModelOptions:
         ),
     )
 
+    def __post_init__(self) -> None:
+        if self.share_passes not in ("auto", "on", "off"):
+            raise UsageError(f"--share-passes is {self.share_passes!r}", "give auto, on or off")
+
     def to_environment(self) -> dict[str, str]:
-        """Return the variables that say this. An option that is None is left to the environment."""
+        """Return the options as environment variables. One that is None is left as the environment has it."""
         return {
             _variable(name): json.dumps(value)
             for name, value in asdict(self).items()
@@ -77,12 +82,12 @@ class ModelOptions:
         }
 
     def completed(self, environment: Mapping[str, str]) -> ModelOptions:
-        """Return what the models will read: what is None here is as the environment says."""
+        """Return the options as the models will read them: the environment fills in what is None here."""
         return self.from_environment({**environment, **self.to_environment()})
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ModelOptions:
-        """Return what the variables say. CanvasError for a value of the wrong type."""
+        """Read the options from the variables. CanvasError for a value of the wrong type."""
         types = get_type_hints(cls)
         found = {}
         for each in fields(cls):
@@ -93,12 +98,11 @@ class ModelOptions:
                 found[each.name] = json.loads(text)
             except ValueError:
                 found[each.name] = text
-            wanted = "true or false" if types[each.name] is bool else "a whole number"
-            is_bool = isinstance(found[each.name], bool)
             # To Python, true is a whole number too.
-            if is_bool != (types[each.name] is bool) or not isinstance(
+            if isinstance(found[each.name], bool) or not isinstance(
                 found[each.name], types[each.name]
             ):
+                wanted = "auto, on or off" if types[each.name] is str else "a whole number"
                 raise CanvasError(
                     f"{_variable(each.name)} is {text!r}", f"set it to {wanted}, or unset it"
                 )

@@ -1,4 +1,4 @@
-"""Prepares requests beside the passes: long texts, images, grammars. Callers take turns."""
+"""Prepares long texts, images and grammars on threads, while passes run. Callers take turns."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Task(NamedTuple):
 
 
 class Preparing:
-    """Threads that take one task of each caller in turn. How many may wait is up to whoever submits
-    them."""
+    """Threads that take one task of each caller in turn. The submitting code limits how many
+    wait."""
 
     def __init__(self, threads: int = PREPARING_THREADS) -> None:
         self.watch = Watch()
@@ -51,7 +51,7 @@ class Preparing:
     def submit(
         self, caller: str, run: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
-        """Queue a task; `fail` gets what it raises."""
+        """Queue a task; `fail` gets its exception."""
         with self._changed:
             self._queues.setdefault(caller, deque()).append(_Task(run, fail))
             self._waiting += 1
@@ -86,6 +86,6 @@ class Preparing:
             caller, queue = self._queues.popitem(last=False)
             task = queue.popleft()
             if queue:
-                self._queues[caller] = queue  # behind the others
+                self._queues[caller] = queue  # at the end of the turn
             self._waiting -= 1
             return task

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import check_messages, chosen_prompt, read_template
+from canvasrt.containers.triton.inputs import chosen_prompt, read_messages, read_template
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.prefix import share_of
 from canvasrt.runtime.tokenizer import Tokenizer
 
-# Bytes of text that are encoded at once; longer ones wait for each other.
+# Texts up to this many bytes are encoded at once; longer ones one after another.
 SHORT = 1 << 16
 _MOST_COUNTED = 1 << 20  # characters whose tokens are only counted
 _KEPT = 32  # prompts
@@ -56,7 +56,7 @@ class PromptEncoder:
                 self._check_length(name, values[name])
 
     def encode(self, values: Mapping[str, Any], owner: str = "") -> EncodedPrompt:
-        """Return a request's prompt. CanvasError names what is wrong."""
+        """Return a request's prompt. CanvasError names the wrong input."""
         chosen = chosen_prompt(values)
         if chosen == "prompt_ids":
             _no_chat(values, "prompt_ids")
@@ -83,8 +83,8 @@ class PromptEncoder:
         add_generation_prompt: bool,
         owner: str = "",
     ) -> list[int]:
-        """Return a prompt's tokens, for a request that wants no more. CanvasError names what is
-        wrong."""
+        """Return a prompt's tokens, for a request that only encodes. CanvasError names the wrong
+        input."""
         chosen = chosen_prompt(values)
         tokenizer = self._tokenizer
         if chosen == "prompt_ids":
@@ -106,8 +106,8 @@ class PromptEncoder:
         if chosen == "prompt":
             messages: list[Any] = [{"role": "user", "content": values["prompt"]}]
         else:
-            messages = check_messages(values["messages"])
-        variables = read_template(values.get("template", "{}"))
+            messages = read_messages(values["messages"])
+        variables = read_template(values)
         with self._turn(values):
             return tokenizer.closed_chat(messages, variables)
 
@@ -137,8 +137,8 @@ class PromptEncoder:
         assert tokenizer is not None
         prefix = values.get("prefix", "")
         if chosen == "messages":
-            messages = check_messages(values["messages"])
-            variables = read_template(values.get("template", "{}"))
+            messages = read_messages(values["messages"])
+            variables = read_template(values)
             return _made(*tokenizer.open_chat(messages, variables, prefix))
         text = values["prompt"]
         if not text.strip():
@@ -147,7 +147,7 @@ class PromptEncoder:
             _no_chat(values, "raw")
             return _made(tokenizer.encode(text))
         chat = [{"role": "user", "content": text}]
-        variables = read_template(values.get("template", "{}"))
+        variables = read_template(values)
         return _made(*tokenizer.open_chat(chat, variables, prefix))
 
 

@@ -1,24 +1,65 @@
-"""Turns one request's events into the output tensors of the stream model."""
+"""Turns one request's events into replies: outputs of the stream model, as values by tensor name."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from canvasrt.containers.triton.stops import StopCutter
-from canvasrt.runtime.generator import Block, Draft, Event, Finished, Result, Settled
 from canvasrt.runtime.host_head import TokenScore
-from canvasrt.runtime.request import BlockScore
+from canvasrt.runtime.request import Block, BlockScore, Draft, Event, Finished, Result, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
+Reply = dict[str, Any]
+
+
+class Replies(Protocol):
+    """Builds the replies to one request's events. `ended`: whether the last one was built."""
+
+    ended: bool
+
+    def replies(self, event: Event) -> list[Reply]: ...
+
+
+class JsonReply:
+    """Builds the one reply to a request whose text is JSON; `shown` turns the result into it."""
+
+    def __init__(self, shown: Callable[[Any], Mapping[str, Any]]) -> None:
+        self._shown = shown
+        self.ended = False
+
+    def replies(self, event: Event) -> list[Reply]:
+        """Return the reply to the last event."""
+        self.ended = isinstance(event, Finished)
+        if not isinstance(event, Finished) or event.result.finish_reason == "cancelled":
+            return []
+        return [json_reply(event.result, self._shown(event.result))]
+
+
+def json_reply(result: Result, shown: Mapping[str, Any]) -> Reply:
+    """Return the one reply to a request whose text is JSON."""
+    return {
+        "event": "final",
+        "block": 0,
+        "step": result.steps[-1] if result.steps else 0,
+        "text": json.dumps(shown, ensure_ascii=False),
+        "token_ids": result.token_ids,
+        "prompt_token_ids": result.prompt_token_ids,
+        "finish_reason": "stop",
+        "steps": result.steps,
+        "seed": result.seed,
+        "cached_tokens": result.cached_tokens,
+        "logprobs": "",
+    }
+
 
 class ReplyBuilder:
-    """Builds the replies to one request, and keeps what later ones repeat: each has all outputs,
+    """Builds the replies to one request for text, and keeps what later ones repeat: each has all outputs,
     apart from `canvas`, which only drafts have, and `block_scores`, which few callers ask for.
 
     Without a tokenizer, texts are empty. `drafts` also sends the canvas after each step;
@@ -57,8 +98,8 @@ class ReplyBuilder:
         self._cached = 0
         self.ended = False
 
-    def replies(self, event: Event) -> list[dict[str, np.ndarray]]:
-        """Return the replies to an event, as output tensors by name.
+    def replies(self, event: Event) -> list[Reply]:
+        """Return the replies to an event.
 
         The last one sets `ended`; with a stop string, that is before the generator has finished.
         """
@@ -76,9 +117,9 @@ class ReplyBuilder:
             replies.append(self._stopped(event))
         return replies[1:] if self._only_final else replies
 
-    def _draft(self, event: Draft) -> dict[str, np.ndarray]:
+    def _draft(self, event: Draft) -> Reply:
         tokens = event.tokens.tolist()
-        reply = self._tensors("draft", event.block, event.step, self._text(tokens), tokens)
+        reply = self._reply("draft", event.block, event.step, self._text(tokens), tokens)
         canvas = tokens if event.canvas is None else event.canvas.tolist()
         view = {
             "best": [self._spell(token) for token in tokens],
@@ -87,22 +128,22 @@ class ReplyBuilder:
             "settled": event.settled,
             "end": len(self._words(tokens)),
         }
-        return reply | {"canvas": _bytes(json.dumps(view, ensure_ascii=False))}
+        return reply | {"canvas": json.dumps(view, ensure_ascii=False)}
 
-    def _settled(self, event: Settled) -> dict[str, np.ndarray]:
+    def _settled(self, event: Settled) -> Reply:
         text, tokens, scores = self._final(event.tokens, event.logprobs, last=False)
         if self._cutter.found is not None:
             self._steps.append(event.step)
-        return self._tensors("settled", event.block, event.step, text, tokens, scores=scores)
+        return self._reply("settled", event.block, event.step, text, tokens, scores=scores)
 
-    def _block(self, event: Block) -> dict[str, np.ndarray]:
+    def _block(self, event: Block) -> Reply:
         """Return the reply to a block, whose text is what its settled pieces left."""
         self._steps.append(event.steps)
         self._block_scores += [event.score] if event.score else []
         rest = event.tokens[event.settled :]
         last = event.finish is not None
         text, tokens, scores = self._final(rest, event.logprobs, last)
-        return self._tensors("block", event.block, event.steps, text, tokens, scores=scores)
+        return self._reply("block", event.block, event.steps, text, tokens, scores=scores)
 
     def _final(
         self, ids: Sequence[int], scores: Sequence[TokenScore], last: bool
@@ -123,7 +164,7 @@ class ReplyBuilder:
         return text, tokens, scores[: len(tokens)]
 
     def _tokens_to_stop(self, words: Sequence[int]) -> int:
-        """Return how many tokens are needed for the text to include the stop string that was found."""
+        """Return the number of tokens after which the text contains the stop string."""
         assert self._cutter.found is not None
         needed = self._given + self._cutter.found
         low, high = 1, len(words)
@@ -135,9 +176,9 @@ class ReplyBuilder:
                 low = middle + 1
         return low
 
-    def _stopped(self, event: Block | Settled) -> dict[str, np.ndarray]:
+    def _stopped(self, event: Block | Settled) -> Reply:
         """Return the last reply of an answer that a stop string ended."""
-        return self._tensors(
+        return self._reply(
             "final",
             event.block,
             self._steps[-1],
@@ -148,11 +189,11 @@ class ReplyBuilder:
             self._scores,
         )
 
-    def _result(self, result: Result) -> dict[str, np.ndarray]:
+    def _result(self, result: Result) -> Reply:
         self._steps = list(result.steps)
         self._block_scores = list(result.block_scores)
         last = len(result.steps) - 1
-        return self._tensors(
+        return self._reply(
             "final",
             last,
             result.steps[last],
@@ -178,7 +219,7 @@ class ReplyBuilder:
         words = self._words(tokens)
         return self._tokenizer.decode(words, keep_control=self._control) if self._tokenizer else ""
 
-    def _tensors(
+    def _reply(
         self,
         event: str,
         block: int,
@@ -188,23 +229,22 @@ class ReplyBuilder:
         prompt: Sequence[int] | np.ndarray = (),
         finish: str = "",
         scores: Sequence[TokenScore] = (),
-    ) -> dict[str, np.ndarray]:
-        made = {
-            "event": _bytes(event),
-            "block": _ints([block]),
-            "step": _ints([step]),
-            "text": _bytes(text),
-            "token_ids": _ints(tokens),
-            "prompt_token_ids": _ints(prompt),
-            "finish_reason": _bytes(finish),
-            "steps": _ints(self._steps),
-            "seed": np.array([self._seed], np.uint64),
-            "cached_tokens": _ints([self._cached]),
-            "logprobs": _bytes(self._shown(scores)),
+    ) -> Reply:
+        made: Reply = {
+            "event": event,
+            "block": block,
+            "step": step,
+            "text": text,
+            "token_ids": tokens,
+            "prompt_token_ids": prompt,
+            "finish_reason": finish,
+            "steps": list(self._steps),
+            "seed": self._seed,
+            "cached_tokens": self._cached,
+            "logprobs": self._shown(scores),
         }
         if self._wants_scores:
-            found = [asdict(each) for each in self._block_scores]
-            made["block_scores"] = _bytes(json.dumps(found))
+            made["block_scores"] = json.dumps([asdict(each) for each in self._block_scores])
         return made
 
     def _shown(self, scores: Sequence[TokenScore]) -> str:
@@ -226,11 +266,3 @@ class ReplyBuilder:
             for each in scores
         ]
         return json.dumps(shown, ensure_ascii=False)
-
-
-def _ints(values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def _bytes(text: str) -> np.ndarray:
-    return np.array([text.encode()], object)

@@ -1,37 +1,39 @@
-"""Reads a caller's tensors as a request for the runtime."""
+"""Turns a caller's tensors into a request for the runtime: plain text, text under a grammar, an
+infill, or decisions."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from canvasrt.containers.tensors import (
-    MAX_CANVAS,
-    OPTIONS,
+from canvasrt.containers.tensors import MAX_CANVAS, OPTIONS
+from canvasrt.containers.triton.grammar import read_grammar
+from canvasrt.containers.triton.inputs import (
     check_stops,
     read_bias,
     read_inputs,
+    read_json,
+    read_messages,
     read_object,
 )
-from canvasrt.containers.triton.decisions import read_decisions
-from canvasrt.containers.triton.grammar import read_grammar
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder
+from canvasrt.containers.triton.replies import JsonReply, Replies, ReplyBuilder
 from canvasrt.containers.triton.shared import Shared
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
-from canvasrt.runtime.answers.infill import infill_request
+from canvasrt.runtime.answers.infill import filled, infill_request
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
 from canvasrt.runtime.conditions import Conditions, read_conditions
-from canvasrt.runtime.generator import Request, Work
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.pictures import Picture, check_places, insert, read_pictures
 from canvasrt.runtime.prefix import share_of
+from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 
 # The images of `n` answers are the same.
@@ -41,15 +43,10 @@ _seen = Shared[list[Picture]](
 
 
 class ServedRequest(NamedTuple):
-    """A request, and what only its replies depend on: whether to send drafts, the stop strings,
-    whether to keep control tokens, how the prompt begins the answer, and the questions of a read."""
+    """A request, and the object that turns its events into replies."""
 
-    request: Work
-    drafts: bool
-    stops: tuple[str, ...]
-    control: bool = False
-    opening: str = ""
-    ask: Ask | None = None
+    request: Request
+    replies: Replies
 
 
 def read_request(
@@ -59,58 +56,161 @@ def read_request(
     options: ModelOptions,
     owner: str = "",
     answers: int = 1,
+    only_final: bool = False,
 ) -> ServedRequest:
     """Return a caller's request. CanvasError names the tensor that is wrong, or the operator's limit.
 
-    `answers` are all those that the caller asks for together.
+    `answers` are all those that the caller asks for together; `only_final` is for one who wants the
+    result alone.
     """
     values = read_inputs(arrays)
+    reader = _Reader(values, model, encoder, options, owner)
     # Options before the prompt: checking them is cheap, encoding a long prompt is not.
-    given = {tensor.name: values.get(tensor.name) for tensor in OPTIONS}
-    if "logit_bias" in values:
-        given["logit_bias"] = read_bias(values["logit_bias"])
-    params = SamplingParams.from_defaults(model.sampler, model.config, **given)
+    params = reader.params()
     conditions = read_conditions_of(values)
     if "questions" in values:
-        encoder.check(values)
-        ask, read = read_decisions(
-            values, model, encoder.tokenizer, _pictures(values, model, owner=owner)
-        )
-        read.check_limits(options.max_steps, options.max_passes)
-        return ServedRequest(replace(read, owner=owner), False, (), ask=ask)
-    if "infill" not in values:  # whose passes depend on its gaps
-        params.check_limits(model.config, answers, options.max_steps, options.max_passes)
-    stops = check_stops(values.get("stop") or ())
-    if stops and encoder.tokenizer is None:
-        raise CanvasError(
-            "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
-        )
-    encoded, opening = encoder.encode(values, owner)
-    pictures = _pictures(values, model, encoded, owner)
-    prompt: Sequence[int] | np.ndarray = encoded
-    if pictures:
-        prompt = insert(encoded.tolist(), pictures, model.config)
-    request: Request | ConstrainedRequest = Request(
-        prompt, params, pictures=pictures, owner=owner, conditions=conditions
-    )
-    if "grammar" in values:
-        start = read_grammar(values["grammar"], model, encoder.tokenizer, owner)
-        end = end_of_answer(model, encoder.tokenizer)
-        request = ConstrainedRequest(prompt, params, start, end, pictures, owner)
+        return reader.decisions()
     if "infill" in values:
-        if encoder.tokenizer is None:
+        return reader.infill(params)
+    params.check_limits(model.config, answers, options.max_steps, options.max_passes)
+    return reader.text(params, conditions, only_final)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one request of `owner`; `values` are its inputs by tensor name."""
+
+    values: Mapping[str, Any]
+    model: Model
+    encoder: PromptEncoder
+    options: ModelOptions
+    owner: str
+
+    def params(self) -> SamplingParams:
+        given = {tensor.name: self.values.get(tensor.name) for tensor in OPTIONS}
+        if "logit_bias" in self.values:
+            given["logit_bias"] = read_bias(self.values["logit_bias"])
+        more = tuple(self.values.get("stop_token_ids") or ())
+        if "grammar" in self.values and (more or self.values.get("ignore_eos")):
+            name = "stop_token_ids" if more else "ignore_eos"
+            raise CanvasError(f"{name} is not supported with a grammar", f"leave out {name}")
+        if more or self.values.get("ignore_eos"):
+            ends = () if self.values.get("ignore_eos") else self.model.config.eos_token_ids
+            given["eos_token_ids"] = (*ends, *more)
+        return SamplingParams.from_defaults(self.model.sampler, self.model.config, **given)
+
+    def text(
+        self, params: SamplingParams, conditions: Conditions | None, only_final: bool
+    ) -> ServedRequest:
+        """Return a request for text, which may have to follow a grammar."""
+        tokenizer = self.encoder.tokenizer
+        stops = self._stops()
+        prompt, pictures, opening = self._prompt()
+        params = params.fitted(self.model.config, self.model.max_context - len(prompt))
+        request = Request(prompt, params, pictures, self.owner, conditions)
+        if "grammar" in self.values:
+            start = read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
+            end = end_of_answer(self.model, tokenizer)
+            request = ConstrainedRequest(prompt, params, pictures, self.owner, start=start, end=end)
+        control = bool(self.values.get("control"))
+        replies = ReplyBuilder(
+            tokenizer,
+            params,
+            bool(self.values.get("drafts")),
+            only_final=only_final,
+            stops=stops,
+            prompt=prompt,
+            control=control,
+            opening=opening if control else "",
+        )
+        return ServedRequest(request, replies)
+
+    def infill(self, params: SamplingParams) -> ServedRequest:
+        """Return a request that fills a text's gaps. Its passes depend on them."""
+        tokenizer, options = self.encoder.tokenizer, self.options
+        self._stops()
+        prompt, pictures, _ = self._prompt()
+        if "grammar" in self.values:  # without effect, but not wrong either
+            read_grammar(self.values["grammar"], self.model, tokenizer, self.owner)
+        if tokenizer is None:
             raise CanvasError("the model has no tokenizer, so it cannot fill gaps", "leave it out")
-        filled = infill_request(
-            values["infill"], prompt, params, model, encoder.tokenizer, pictures
+        text = self.values["infill"]
+        request = infill_request(text, prompt, params, self.model, tokenizer, pictures)
+        ways = len(request.canvases)
+        request.params.check_limits(self.model.config, ways, options.max_steps, options.max_passes)
+        replies = JsonReply(lambda result: filled(result, tokenizer))
+        return ServedRequest(replace(request, owner=self.owner), replies)
+
+    def decisions(self) -> ServedRequest:
+        """Return a request that answers closed questions. CanvasError names the path of the
+        mistake."""
+        values, tokenizer = self.values, self.encoder.tokenizer
+        self.encoder.check(values)
+        pictures = self._pictures()
+        if tokenizer is None or not tokenizer.has_template:
+            raise CanvasError(
+                "questions need a tokenizer with a chat template", "send a prompt alone"
+            )
+        if "prompt_ids" in values or values.get("raw"):
+            raise CanvasError("questions are asked about a chat", "send prompt or messages")
+        data = read_json(
+            "questions", values["questions"], "send a JSON list of questions, or an object"
         )
-        filled.params.check_limits(
-            model.config, len(filled.canvases), options.max_steps, options.max_passes
-        )
-        return ServedRequest(replace(filled, owner=owner), False, ())
-    control = bool(values.get("control"))
-    return ServedRequest(
-        request, bool(values.get("drafts")), stops, control, opening if control else ""
-    )
+        ask = Ask.from_json({"questions": data} if isinstance(data, list) else data)
+        if "messages" in values:
+            messages = read_messages(values["messages"])
+        else:
+            messages = [{"role": "user", "content": values["prompt"]}]
+        seed = int(values.get("seed") or 0)
+        request = ask.request(messages, self.model, tokenizer, seed, pictures)
+        request.check_limits(self.options.max_steps, self.options.max_passes)
+        replies = JsonReply(lambda result: {"answers": ask.answers(result.draws)})
+        return ServedRequest(replace(request, owner=self.owner), replies)
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = check_stops(self.values.get("stop") or ())
+        if stops and self.encoder.tokenizer is None:
+            raise CanvasError(
+                "the model has no tokenizer, so it cannot find stop strings", "leave out stop"
+            )
+        return stops
+
+    def _prompt(self) -> tuple[Sequence[int] | np.ndarray, list[Picture], str]:
+        """Return the prompt with its images' tokens, the images, and how it begins the answer."""
+        encoded, opening = self.encoder.encode(self.values, self.owner)
+        pictures = self._pictures(encoded)
+        if not pictures:
+            return encoded, [], opening
+        return insert(encoded.tolist(), pictures, self.model.config), pictures, opening
+
+    def _pictures(self, prompt: np.ndarray | None = None) -> list[Picture]:
+        """Return the images as patches. What can be seen to be wrong is refused before they are
+        decoded."""
+        files = self.values.get("images", [])
+        budgets = [int(most) for most in self.values.get("image_tokens", ())] or [SOFT_TOKENS]
+        if not files:
+            return []
+        self.model.check_vision()
+        if len(budgets) not in (1, len(files)):
+            raise CanvasError(
+                f"image_tokens has {len(budgets)} numbers for {len(files)} images",
+                "send one for all of them, or one for each",
+            )
+        budgets = budgets * len(files) if len(budgets) == 1 else budgets
+        # Most images take nearly all of their budget; the exact sum is checked once they are cut.
+        if sum(budgets) // 2 > self.model.max_context:
+            raise CanvasError(
+                f"{len(files)} images exceed the context of {self.model.max_context} tokens",
+                "send fewer images, or fewer image_tokens",
+            )
+        if prompt is not None:
+            check_places(prompt.tolist(), len(files), self.model.config)
+        vision = self.model.config.vision
+        assert vision is not None
+        digest = hashlib.sha256(share_of(self.owner).encode() + b"\n")
+        for file, budget in zip(files, budgets, strict=True):
+            digest.update(f"{budget} {len(file)} ".encode() + file)
+        return _seen.get(digest.digest(), lambda: read_pictures(files, vision, budgets))
 
 
 def read_conditions_of(values: Mapping[str, Any]) -> Conditions | None:
@@ -123,35 +223,3 @@ def read_conditions_of(values: Mapping[str, Any]) -> Conditions | None:
     if (size := len(values["canvas"])) > MAX_CANVAS:
         raise CanvasError(f"canvas has {size} characters of JSON", f"send at most {MAX_CANVAS}")
     return read_conditions(read_object("canvas", values["canvas"], 'send {"pin": {"0": 17}}'))
-
-
-def _pictures(
-    values: Mapping[str, Any], model: Model, prompt: np.ndarray | None = None, owner: str = ""
-) -> list[Picture]:
-    """Return a request's images as patches. What can be seen to be wrong is refused before they are
-    decoded."""
-    files = values.get("images", [])
-    budgets = [int(most) for most in values.get("image_tokens", ())] or [SOFT_TOKENS]
-    if not files:
-        return []
-    model.check_sees()
-    if len(budgets) not in (1, len(files)):
-        raise CanvasError(
-            f"image_tokens has {len(budgets)} numbers for {len(files)} images",
-            "send one for all of them, or one for each",
-        )
-    budgets = budgets * len(files) if len(budgets) == 1 else budgets
-    # Most images take nearly all of their budget; the exact sum is checked once they are cut.
-    if sum(budgets) // 2 > model.max_context:
-        raise CanvasError(
-            f"{len(files)} images exceed the context of {model.max_context} tokens",
-            "send fewer images, or fewer image_tokens",
-        )
-    if prompt is not None:
-        check_places(prompt.tolist(), len(files), model.config)
-    assert model.config.vision is not None
-    digest = hashlib.sha256(share_of(owner).encode() + b"\n")
-    for file, budget in zip(files, budgets, strict=True):
-        digest.update(f"{budget} {len(file)} ".encode() + file)
-    vision = model.config.vision
-    return _seen.get(digest.digest(), lambda: read_pictures(files, vision, budgets))

@@ -1,4 +1,4 @@
-"""Work that several requests need, done once."""
+"""Deduplicates work that several requests need."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Shared(Generic[Value]):
         self._known: OrderedDict[bytes, Future[Value]] = OrderedDict()
 
     def get(self, key: bytes, work: Callable[[], Value]) -> Value:
-        """Return the result of `work`, which runs once however many ask for it. What it raises is
-        raised for all who wait, and then forgotten."""
+        """Return the result of `work`, which runs once for all concurrent callers. Its exception is
+        raised for all of them, and then forgotten."""
         with self._lock:
             future = self._known.get(key)
             mine = future is None

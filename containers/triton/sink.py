@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 # Exists only inside Triton's Python backend.
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found,unused-ignore]
 
-from canvasrt.containers.tensors import ERROR_EVENT, HINT
-from canvasrt.containers.triton.decisions import DecisionReplies, InfillReplies
-from canvasrt.containers.triton.replies import ReplyBuilder
+from canvasrt.containers.tensors import ERROR_EVENT, HINT, OUTPUTS
 from canvasrt.containers.triton.tickets import Busy, Late, Overloaded
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.generator import Event
+
+if TYPE_CHECKING:  # the answer model's process needs no engines
+    from canvasrt.containers.triton.replies import Replies, Reply
+    from canvasrt.runtime.request import Event
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# The answer model adds these parameters to its calls to the stream model. A failed call between
+# models loses its error code, so the error comes back as an event.
+CALL_PARAMETER, CANCEL_PARAMETER = "triton_canvasrt_call", "triton_canvasrt_cancel"
 
 
 class ResponseSink:
@@ -30,9 +33,9 @@ class ResponseSink:
         self._error_events = error_events
         self._ended = False
         self._ending = threading.Lock()
-        self.replies: ReplyBuilder | DecisionReplies | InfillReplies | None = None
+        self.replies: Replies | None = None
         self.cancel: threading.Event | None = None
-        self.on_end: Any = None
+        self.on_end: Callable[[], Any] = lambda: None
 
     def event(self, event: Event) -> None:
         assert self.replies is not None
@@ -42,39 +45,36 @@ class ResponseSink:
         if self.replies.ended and not self._end():
             return
         for number, reply in enumerate(replies, 1):
-            tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
-            last = self._ended and number == len(replies)
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if last else 0)
+            self._send(reply, final=self._ended and number == len(replies))
         if self._ended and not replies:
             self._sender.send(flags=FINAL)
 
-    def answer(self, reply: dict[str, np.ndarray]) -> None:
+    def answer(self, reply: Reply) -> None:
         """Send the one reply to a request that no pass is needed for."""
-        if not self._end():
-            return
-        tensors = [pb_utils.Tensor(name, array) for name, array in reply.items()]
-        self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
+        if self._end():
+            self._send(reply, final=True)
 
     def fail(self, error: BaseException) -> None:
+        """Send an error, unless the request has ended."""
         if not self._end():
             return
         code, message = describe(error)
         if self._error_events:
-            failure = json.dumps({"code": code, "message": message}).encode()
-            tensors = [
-                pb_utils.Tensor("event", np.array([ERROR_EVENT.encode()], object)),
-                pb_utils.Tensor("text", np.array([failure], object)),
-            ]
-            self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
+            failure = json.dumps({"code": code, "message": message})
+            self._send({"event": ERROR_EVENT, "text": failure}, final=True)
         else:
             self._sender.send(error_response(code, message), flags=FINAL)
 
     def cancelled(self) -> bool:
-        return (
-            self._ended
-            or self._sender.is_cancelled()
-            or (self.cancel is not None and self.cancel.is_set())
-        )
+        """Return whether nobody waits for more events."""
+        told = self.cancel is not None and self.cancel.is_set()
+        return self._ended or self._sender.is_cancelled() or told
+
+    def _send(self, reply: Reply, final: bool) -> None:
+        tensors = [
+            pb_utils.Tensor(name, OUTPUTS[name].encode(value)) for name, value in reply.items()
+        ]
+        self._sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL if final else 0)
 
     def _end(self) -> bool:
         """Return whether this call is what ends the request: its time may be over while it is being
@@ -83,19 +83,18 @@ class ResponseSink:
             if self._ended:
                 return False
             self._ended = True
-        if self.on_end is not None:
-            self.on_end()
+        self.on_end()
         return True
 
 
 def describe(error: BaseException) -> tuple[str, str]:
     """Return Triton's code for an error, and a message with its hint."""
-    if isinstance(error, CanvasError) and not isinstance(error, EngineError):
+    if isinstance(error, EngineError):
+        return "INTERNAL", error.message
+    if isinstance(error, CanvasError):
         codes = {Busy: "RESOURCE_EXHAUSTED", Late: "DEADLINE_EXCEEDED", Overloaded: "UNAVAILABLE"}
         code = codes.get(type(error), "INVALID_ARG")
         return code, f"{error.message}{HINT}{error.hint}" if error.hint else error.message
-    if isinstance(error, EngineError):
-        return "INTERNAL", error.message
     return "INTERNAL", f"{type(error).__name__}: {error}"
 
 

@@ -20,8 +20,8 @@ class StopCutter:
         self.found: str | None = None
 
     def put(self, piece: str, final: bool = False) -> str:
-        """Return what can be shown now. After `found`, the stop string that ended the text, nothing
-        is."""
+        """Return what can be shown now. Once `found` is set to the stop string that ended the text,
+        it is empty."""
         if self.found is not None:
             return ""
         text = self._kept + piece
@@ -37,7 +37,7 @@ class StopCutter:
 
 
 def _borders(stop: str) -> list[int]:
-    """Return, for each prefix of `stop`, the length of its longest end that also begins it (the
+    """Return, per prefix of `stop`, the length of its longest suffix that is also its prefix (the
     failure function of Knuth, Morris and Pratt)."""
     borders, length = [0] * len(stop), 0
     for index in range(1, len(stop)):

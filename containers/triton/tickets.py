@@ -1,4 +1,4 @@
-"""Who waits: every request has a ticket, from its arrival to its end, by its caller and deadline."""
+"""Tickets: every request holds one, with caller and deadline, from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import logging
 import threading
 import time
 from collections import Counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Event
+
+if TYPE_CHECKING:
+    from canvasrt.runtime.request import Event
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1024
+# Seconds between questions whether a request was cancelled. Triton takes about 0.1 ms to answer one, too long to ask at
+# each step.
+CANCEL_INTERVAL = 0.05
 
 
 class Sink(Protocol):
@@ -123,9 +128,9 @@ class Tickets:
             )
 
     def end_late(self) -> list[Ticket]:
-        """Tell the callers whose time is over, wherever their requests are; return their tickets.
+        """Fail the requests whose time is over, at whatever stage; return their tickets.
 
-        Whoever holds such a request gives the ticket back.
+        The code that holds such a request gives the ticket back.
         """
         if self._timeout is None:
             return []

@@ -1,15 +1,13 @@
-"""Prompts that are only encoded or decoded, without an answer."""
+"""Encodes or decodes a prompt, without an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from canvasrt.containers.tensors import read_object
-from canvasrt.containers.triton.decisions import text_reply
+from canvasrt.containers.triton.inputs import read_object
 from canvasrt.containers.triton.prompt_encoder import PromptEncoder
+from canvasrt.containers.triton.replies import Reply, json_reply
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.request import Result, Timings
 
@@ -18,11 +16,11 @@ _OPTIONS = ("add_special_tokens", "add_generation_prompt", "spell")
 
 def tokenized(
     values: Mapping[str, Any], encoder: PromptEncoder, vocab_size: int, owner: str = ""
-) -> dict[str, np.ndarray]:
+) -> Reply:
     """Return the one reply to a request with `tokenize`: a prompt's tokens, and its text as JSON.
 
-    The text is what the tokens stand for, special tokens included; `spell` adds each one's own.
-    CanvasError names what is wrong.
+    The text decodes the tokens, special ones included; `spell` adds every token's own text.
+    CanvasError names the wrong input.
     """
     options = _options(values["tokenize"])
     ids = encoder.tokens(values, owner=owner, **{name: options[name] for name in _OPTIONS[:2]})
@@ -36,7 +34,7 @@ def tokenized(
     shown: dict[str, Any] = {"text": tokenizer.decode(ids, False) if tokenizer else ""}
     if options["spell"]:
         shown["tokens"] = tokenizer.spell(ids) if tokenizer else []
-    return text_reply(Result([], ids, "stop", 0, [], Timings(None, 0.0)), shown)
+    return json_reply(Result([], ids, "stop", 0, [], Timings(None, 0.0)), shown)
 
 
 def _options(text: str) -> dict[str, bool]:

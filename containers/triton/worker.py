@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from canvasrt.containers.triton.blame import MOST, WINDOW, Blame
+from canvasrt.containers.triton.failure_limiter import MOST, WINDOW, FailureLimiter
 from canvasrt.containers.triton.tickets import (
+    CANCEL_INTERVAL,
     MAX_WAITING,
     Busy,
     Overloaded,
@@ -21,13 +22,11 @@ from canvasrt.containers.triton.tickets import (
     fail,
 )
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.answers.read import ReadRequest
-from canvasrt.runtime.generator import Event, Finished, Generator, Work
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.request import Event, Finished, Request
 
 log = logging.getLogger(__name__)
 
-# Asking Triton whether a request was cancelled takes about 0.1 ms, too long to do at each step.
-CANCEL_INTERVAL = 0.05
 CANCEL_CHECKS = 16  # waiting requests that are asked about each time
 ADMITTED = 16  # requests that join between two steps: each may have a long prompt
 MAX_FAILURES = 3  # failed passes in a row, after each of which the probe fails, too
@@ -55,16 +54,18 @@ class Worker:
         lost: Callable[[EngineError], None] = lambda error: None,
         max_tokens: int | None = None,
         timeout: float | None = None,
+        shared: Worker | None = None,
     ) -> None:
-        """max_tokens, timeout: see `Tickets`."""
-        self.tickets = Tickets(MAX_WAITING, max_tokens, timeout)
+        """max_tokens, timeout: see `Tickets`. shared: another worker, whose tickets and counted failures are this one's too."""
+        own = Tickets(MAX_WAITING, max_tokens, timeout)
+        self.tickets: Tickets = shared.tickets if shared else own
+        self._limiter: FailureLimiter = shared._limiter if shared else FailureLimiter()
         self._next_check = 0
         self._make = make
         self._observe = observe
         self._beat = beat
         self._lost = lost
         self._failures = 0  # in a row
-        self._blame = Blame()
         self._refusal: Overloaded | None = None
         self._generator = make()
         self._arrived: queue.SimpleQueue[_Known | None] = queue.SimpleQueue()
@@ -75,24 +76,30 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="canvasrt-worker", daemon=True)
         self._thread.start()
 
+    @property
+    def load(self) -> int:
+        """How many requests it has or will take."""
+        return len(self._known) + self._arrived.qsize()
+
     def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
         """Return a ticket for a request that came at `begin`, by default now: before it is prepared, if
         that takes long. Overloaded when too many wait."""
         if self._refusal is not None:
             raise self._refusal
-        if self._blame.refuses(owner):
+        if self._limiter.refuses(owner):
             raise _refused()
         if self._closing:
             raise Overloaded(*_STOPPING)
         return self.tickets.take(owner, sink, time.monotonic() if begin is None else begin)
 
-    def submit(self, request: Work, ticket: Ticket) -> None:
-        """Queue a request, whose ticket is given back when it ends. Overloaded, with the ticket given
-        back, for one that is not queued; its sink gets the error of one that cannot run."""
+    def submit(self, request: Request, ticket: Ticket) -> None:
+        """Queue a request. Its ticket is returned when it ends. Raises
+        Overloaded and returns the ticket if it is not queued. The sink gets the error of a request
+        that cannot run."""
         try:
             ticket.check_late()
             self._generator.check(request)
-            ticket.take_tokens(_tokens_of(request))
+            ticket.take_tokens(len(request.prompt_token_ids) + request.new_tokens)
         except Overloaded:
             ticket.leave()
             raise
@@ -104,7 +111,7 @@ class Worker:
             ticket.leave()
             raise
         self._arrived.put(_Known(request, ticket))
-        # Perhaps since the ticket was taken: nobody would answer it.
+        # The worker may have stopped since the ticket was taken; nobody would answer.
         if self._refusal is not None or self._closing:
             self._fail_arrived(self._refusal or Overloaded(*_STOPPING))
 
@@ -169,7 +176,7 @@ class Worker:
     def _take(self, known: _Known) -> None:
         try:
             known.ticket.check_late()
-            if self._blame.refuses(known.request.owner):
+            if self._limiter.refuses(known.request.owner):
                 raise _refused()
             id = self._generator.add(known.request, is_checked=True)
         except Exception as error:
@@ -184,7 +191,7 @@ class Worker:
             return
         self._cancel_check = now + CANCEL_INTERVAL
         self._drop_late()
-        # Those that wait cost nothing until they run, so they are asked about in turns.
+        # Waiting requests cost nothing, so only some are checked per turn.
         running = self._generator.running
         waiting = [id for id in self._sinks if id not in running]
         begin = self._next_check % max(1, len(waiting))
@@ -194,10 +201,10 @@ class Worker:
                 self._generator.cancel(id)
 
     def _drop_late(self) -> None:
-        if self.tickets.end_late():
-            for id, known in self._known.items():
-                if known.ticket.is_late and self._sinks.pop(id, None) is not None:
-                    self._generator.cancel(id)
+        self.tickets.end_late()
+        for id, known in self._known.items():
+            if known.ticket.is_late and self._sinks.pop(id, None) is not None:
+                self._generator.cancel(id)
 
     def _deliver(self, event: Event) -> None:
         sink = self._sinks.get(event.id)
@@ -222,34 +229,17 @@ class Worker:
         """Take a new generator after a failed pass, or give up."""
         self._generator.model.counters.failed_passes += 1
         self._failures += 1
+        if self._failures >= MAX_FAILURES and not error.fatal:
+            message = f"{self._failures} passes in a row failed; the last: {error.message}"
+            error = EngineError(message, error.hint, fatal=True)
         if error.fatal:
             self._give_up(error)
             return
-        if self._failures >= MAX_FAILURES:
-            message = f"{self._failures} passes in a row failed; the last: {error.message}"
-            self._give_up(EngineError(message, error.hint, fatal=True))
-            return
-        running = self._generator.running
-        suspects = [self._known[id] for id in running if id in self._known]
-        untouched = {
-            id: known
-            for id, known in self._known.items()
-            if id not in running and not known.begun and id in self._sinks
-        }
-        waiting = list(untouched.values())
-        for id in untouched:
-            del self._known[id], self._sinks[id]
+        suspects = [self._known[id] for id in self._generator.running if id in self._known]
+        waiting = self._take_untouched()
         self._fail_all(error)
         try:
-            self._generator.abandon()
-            self._generator = self._make()
-            if self._probe():
-                self._failures = 0
-                fresh = [known for known in suspects if not known.begun] or suspects
-                self._blame.count(known.request.owner for known in fresh)
-            else:
-                self._generator.abandon()
-                self._generator = self._make()
+            self._replace_generator(suspects)
         except Exception as again:
             log.exception("the generator cannot be replaced")
             for known in waiting:
@@ -261,8 +251,33 @@ class Worker:
             self._take(known)
             self._beat()
 
+    def _take_untouched(self) -> list[_Known]:
+        """Remove and return the generator's requests that were in no pass yet."""
+        running = self._generator.running
+        untouched = [
+            id
+            for id, known in self._known.items()
+            if id not in running and not known.begun and id in self._sinks
+        ]
+        for id in untouched:
+            del self._sinks[id]
+        return [self._known.pop(id) for id in untouched]
+
+    def _replace_generator(self, suspects: list[_Known]) -> None:
+        """Take a new generator. If the engines work in it, count the failure against the callers whose
+        requests had just begun."""
+        self._generator.abandon()
+        self._generator = self._make()
+        if self._probe():
+            self._failures = 0
+            fresh = [known for known in suspects if not known.begun] or suspects
+            self._limiter.count(known.request.owner for known in fresh)
+        else:
+            self._generator.abandon()
+            self._generator = self._make()
+
     def _probe(self) -> bool:
-        """Return whether the engines can run a request that no caller made."""
+        """Return whether the engines can run a short request of the server's own."""
         try:
             self._generator.probe()
         except Exception as error:
@@ -301,7 +316,7 @@ class Worker:
 class _Known:
     """A request that is prepared. `begun`: whether it has had an event."""
 
-    request: Work
+    request: Request
     ticket: Ticket
     begun: bool = False
 
@@ -310,14 +325,6 @@ def _refused() -> Busy:
     return Busy(
         f"requests of this key failed {MOST} passes within {WINDOW:g} seconds", "try again later"
     )
-
-
-def _tokens_of(request: Work) -> int:
-    if isinstance(request, ReadRequest):
-        new = max(len(each.tokens) for each in request.templates)
-    else:
-        new = request.params.max_new_tokens
-    return len(request.prompt_token_ids) + new
 
 
 def _engine_error(error: BaseException) -> EngineError:

@@ -1,4 +1,4 @@
-"""Whose requests fail passes on engines that work: such a caller is refused for a while."""
+"""Refuses, for a while, callers whose requests fail passes on working engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 3  # failed passes of a caller
 WINDOW = 60.0  # seconds in which they count
 
 
-class Blame:
+class FailureLimiter:
     """Counts the failed passes of each key. May be used from several threads."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Blame:
         self._failed: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST))
 
     def count(self, owners: Iterable[str]) -> None:
-        """Count one failed pass for each of these callers. Those without a key cannot be told apart."""
+        """Count one failed pass against these callers. Callers without a key cannot be told apart."""
         with self._lock:
             now = time.monotonic()
             for owner in {share_of(each) for each in owners} - {""}:

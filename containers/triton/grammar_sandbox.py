@@ -25,7 +25,7 @@ from canvasrt.errors import CanvasError, EngineError
 
 log = logging.getLogger(__name__)
 
-_MODULE = "canvasrt.containers.triton.trial_process"
+_MODULE = "canvasrt.containers.triton.sandbox_process"
 _LOADING = 300.0  # seconds for the vocabulary, before the first verdict
 _PATIENCE = 30.0  # seconds for a verdict, which takes one of CPU time
 _WRITTEN = 4096  # bytes that a pipe takes at once when it takes any
@@ -33,12 +33,12 @@ _WRITTEN = 4096  # bytes that a pipe takes at once when it takes any
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "TMPDIR", "HOME")
 
 
-class Trials:
-    """The process in which the grammars of one model are tried. It forks one for each; may be used from
+class GrammarSandbox:
+    """The process that tries the grammars of one model. It forks once per grammar; may be used from
     several threads."""
 
     def __init__(self, bundle: Path, size: int, ends: Iterable[int]) -> None:
-        """Start it; reading the vocabulary of `size` tokens takes it seconds."""
+        """Start the process, which takes seconds to read the vocabulary of `size` tokens."""
         model = {"bundle": str(bundle), "size": size, "ends": list(ends), "parent": os.getpid()}
         self._model = json.dumps(model)
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Trials:
 
 
 class _Running:
-    """One process. A thread hands out its verdicts."""
+    """One process, with a thread that delivers its verdicts."""
 
     def __init__(self, model: str) -> None:
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -92,7 +92,7 @@ class _Running:
         self._asked: dict[int, Future[dict[str, str]]] = {}
         self._loaded: Future[None] = Future()
         self._ended = False
-        threading.Thread(target=self._read, name="canvasrt-trials", daemon=True).start()
+        threading.Thread(target=self._read, name="canvasrt-sandbox", daemon=True).start()
 
     def ask(self, asked: Mapping[str, Any]) -> dict[str, str]:
         """Return the verdict; OSError if the process ends, TimeoutError if it takes too long."""

@@ -1,4 +1,4 @@
-"""Threads for what long bodies take, while the event loop serves others."""
+"""Threads that process long bodies while the event loop serves others."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-MadeT = TypeVar("MadeT")
+ResultT = TypeVar("ResultT")
 _SHORT = 1 << 16  # bytes of a body that is processed at once
-_MEDIUM = 1 << 20  # of one that is soon processed
+_MEDIUM = 1 << 20  # bytes of a body that is processed quickly
 
 
-class Aside:
-    """Processes bodies: short ones on the event loop, and others on threads, in the order they came."""
+class BodyPool:
+    """Processes bodies: short ones on the event loop, and others on threads, in order of arrival."""
 
     def __init__(self) -> None:
         self._medium = ThreadPoolExecutor(2, thread_name_prefix="canvasrt-medium")
-        # Those that take a second wait for each other only.
+        # Slow bodies wait for each other, and do not delay short ones.
         self._long = ThreadPoolExecutor(1, thread_name_prefix="canvasrt-long")
 
-    async def run(self, size: int, work: Callable[..., MadeT], *arguments: Any) -> MadeT:
-        """Return what `work` makes of its arguments, which come from a body of `size` bytes."""
+    async def run(self, size: int, work: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Return `work(*arguments)`, whose arguments come from a body of `size` bytes."""
         if size <= _SHORT:
             return work(*arguments)
         threads = self._long if size > _MEDIUM else self._medium

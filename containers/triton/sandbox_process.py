@@ -1,4 +1,4 @@
-"""Tries grammars, each in a fork with limits: `python -m canvasrt.containers.triton.trial_process MODEL`.
+"""Tries grammars, each in a fork with limits: `python -m canvasrt.containers.triton.sandbox_process MODEL`.
 
 MODEL is JSON: a bundle, the size of its vocabulary, the tokens that end an answer, and the process to end with. Each
 line of the input is a grammar and its number. Each line of the output is a number and its verdict: `{}`, or a message
@@ -32,7 +32,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
-    """Say `{}` once loaded, then answer until the input ends."""
+    """Write `{}` once loaded, then answer until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody
     given = json.loads(sys.argv[1])
     if not signal_at_death_of(given["parent"], signal.SIGKILL):
@@ -116,7 +116,7 @@ def tried(spec: dict[str, Any], vocabulary: Vocabulary) -> dict[str, str] | None
 
 
 def _limit() -> None:
-    """Bound what this process may take. Past its time it gets SIGPROF, which ends it."""
+    """Limit this process's resources. Past its time it gets SIGPROF, which ends it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * _PAGE + STACK + TRIAL_BYTES

@@ -1,0 +1,135 @@
+"""The bodies of chats and completions, and their `Generation`s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from canvasrt.containers.openai.body import MAX_ANSWERS, OWN, Budget, Sampling, fail
+from canvasrt.containers.openai.errors import bad_request
+from canvasrt.containers.openai.fields import CHAT, COMPLETION, Table
+from canvasrt.containers.openai.generation import Generation
+from canvasrt.containers.openai.response_formats import format_of, grammar_of
+from canvasrt.containers.openai.tools import Conversation, schemas, template_inputs
+from canvasrt.runtime.pictures import BUDGETS
+
+
+class ChatRequest(Conversation):
+    """The body of a chat completion."""
+
+    table: ClassVar[Table] = CHAT
+
+    max_completion_tokens: Budget = None
+    image_tokens: Annotated[
+        Literal[BUDGETS] | None,  # type: ignore[valid-type]
+        Field(description="The most tokens of an image."),
+    ] = None
+
+    def check(self, size: int) -> None:
+        super().check(size)
+        if self.max_completion_tokens is not None and self.max_tokens not in (
+            None,
+            self.max_completion_tokens,
+        ):
+            raise bad_request(
+                "max_tokens and max_completion_tokens disagree; send one of them.",
+                "max_tokens",
+                "invalid_value",
+            )
+
+    @property
+    def token_budget(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+
+def _prompts(value: Any) -> Any:
+    """Return a list of prompts, from one or more strings or lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if len(value) > MAX_ANSWERS and not isinstance(value[0], int):
+            problem = f"prompt has {len(value)} prompts; at most {MAX_ANSWERS} are allowed"
+            raise fail("invalid_value", problem)
+        if all(type(each) is int for each in value):
+            return [value]
+        if all(isinstance(each, str) for each in value):
+            return value
+        if all(isinstance(each, list) and all(type(t) is int for t in each) for each in value):
+            return value
+    raise fail("invalid_type", "prompt must be a string, a list of strings, or token ids")
+
+
+_Prompts = str | list[str] | list[int] | list[list[int]]
+
+
+class CompletionRequest(Sampling):
+    """The body of a completion, which continues the prompt without a chat template."""
+
+    table: ClassVar[Table] = COMPLETION
+
+    prompt: Annotated[list[Any], BeforeValidator(_prompts, json_schema_input_type=_Prompts)]
+
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+
+def chat_generation(request: ChatRequest) -> Generation:
+    """Return a chat's generation. ApiError for wrong tools or a wrong format."""
+    return Generation(
+        {**_options(request), **template_inputs(request)},
+        messages=request.messages,
+        image_tokens=request.image_tokens,
+        tools=schemas(request),
+        parallel_calls=request.parallel_tool_calls is not False,
+        **_shared(request),
+    )
+
+
+def completion_generation(request: CompletionRequest) -> Generation:
+    """Return a completion's generation. ApiError for a wrong prompt or format."""
+    prompts = [_prompt(each) for each in request.prompt]
+    return Generation(_options(request), prompts=prompts, plain=True, **_shared(request))
+
+
+def _shared(request: Sampling) -> dict[str, Any]:
+    return {
+        "n": request.n or 1,
+        "seed": request.seed,
+        "budget": request.token_budget[0],
+        "ignored": request.ignored,
+    }
+
+
+def _options(request: Sampling) -> dict[str, Any]:
+    given: dict[str, Any] = {each.name: getattr(request, each.name) for each in OWN}
+    if isinstance(request, CompletionRequest) and request.logprobs is not None:
+        # Completions have one parameter for both.
+        given |= {"logprobs": True, "top_logprobs": request.logprobs}
+    given["grammar"] = grammar_of(format_of(request))
+    given["stop"], given["stop_token_ids"] = request.stop, request.stop_token_ids
+    given["ignore_eos"] = request.ignore_eos or None
+    if given["ignore_eos"] and given["grammar"]:
+        raise bad_request(
+            "ignore_eos is not supported with a format or a schema: it says where the answer ends.",
+            "ignore_eos",
+            "unsupported_parameter",
+        )
+    given["logit_bias"] = json.dumps(request.logit_bias) if request.logit_bias else None
+    given["canvas"] = None if request.canvas is None else json.dumps(request.canvas)
+    given["drafts"] = request.wants_drafts or None
+    given["max_new_tokens"] = request.token_budget[1]
+    return {name: value for name, value in given.items() if value is not None and value != []}
+
+
+def _prompt(prompt: str | Sequence[int]) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "raw": True}
+    if any(not -(2**31) <= token < 2**31 for token in prompt):
+        raise bad_request(
+            "prompt contains a number that is not a token id.", "prompt", "invalid_value"
+        )
+    return {"prompt_ids": list(prompt)}

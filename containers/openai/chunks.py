@@ -1,0 +1,304 @@
+"""Replies to chats and completions: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, ClassVar, NotRequired
+
+from typing_extensions import TypedDict
+
+from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.chat import (
+    ChatRequest,
+    CompletionRequest,
+    chat_generation,
+    completion_generation,
+)
+from canvasrt.containers.openai.endpoint import Endpoint
+from canvasrt.containers.openai.generation import (
+    Answer,
+    Generation,
+    Reply,
+    Served,
+    Usage,
+    finish_reason,
+    own_parts,
+)
+from canvasrt.containers.openai.parse_answer import Piece, text_of
+from canvasrt.types import Json
+
+
+class UsageJson(TypedDict):
+    """Tokens and denoising steps of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[dict[str, int]]
+    denoising_steps: int
+
+
+class BlockScore(TypedDict):
+    """How likely a block was, and how often it was redone."""
+
+    score: float
+    redone: int
+
+
+class OwnFields(TypedDict):
+    """Additions to OpenAI's replies: the seed, which repeats the answer, and warnings about ignored
+    parameters."""
+
+    seed: int
+    warnings: NotRequired[list[str]]
+    block_scores: NotRequired[list[BlockScore]]  # of a response; elsewhere each answer has its own
+
+
+class Message(TypedDict):
+    """The model's turn."""
+
+    role: str
+    content: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]  # the same, under vLLM's name
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class _Choice(TypedDict):
+    index: int
+    finish_reason: str
+    logprobs: dict[str, Any] | None
+    block_scores: NotRequired[list[BlockScore]]
+    stop_reason: NotRequired[str]  # "grammar": following it took too much
+
+
+class ChatChoice(_Choice):
+    """One answer to a chat."""
+
+    message: Message
+
+
+class TextChoice(_Choice):
+    """One continuation of a prompt."""
+
+    text: str
+
+
+class _Completion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: UsageJson
+    canvasrt: OwnFields
+
+
+class ChatCompletion(_Completion):
+    """The answers to a chat."""
+
+    choices: list[ChatChoice]
+
+
+class TextCompletion(_Completion):
+    """The continuations of prompts."""
+
+    choices: list[TextChoice]
+
+
+class CompletionReply(Reply):
+    """Completions in OpenAI's form."""
+
+    kind = chunk_kind = "text_completion"
+    prefix, text_field = "cmpl-", "prompt"
+
+    def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
+        super().__init__(body, asked, seed, served)
+        self._id = self.prefix + uuid.uuid4().hex
+        self._created = int(time.time())
+        self._calls: dict[int, int] = {}  # complete tool calls by answer
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return {**self._head(self.kind), "choices": choices, "usage": usage_json(self.usage)}
+
+    def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Json]:
+        chunks = [chunk for piece in pieces for chunk in self._piece(index, piece)]
+        if scores := self.scores(event.logprobs):
+            chunks = chunks or [self._chunk(index, self.delta(""))]
+            chunks[0]["choices"][0]["logprobs"] = scores
+        return chunks
+
+    def close(self, index: int, answer: Answer) -> list[Json]:
+        chunks = [chunk for piece in answer.pieces for chunk in self._piece(index, piece)]
+        finish = finish_reason(answer.final, self._calls.get(index, 0))
+        last = self._chunk(index, self.last_delta, finish)
+        last["choices"][0] |= own_parts(answer.final)
+        return [*chunks, last]
+
+    def draft(self, index: int, event: StreamEvent) -> list[Json]:
+        """Return a chunk with the canvas of one step. Like the chunk with usage, it has no choices."""
+        draft = {"index": index, "block": event.block, "step": event.step}
+        chunk = {**self._head(self.chunk_kind), "choices": []}
+        chunk["canvasrt"] = {**chunk["canvasrt"], "draft": draft | json.loads(event.canvas)}
+        return [chunk | self._no_usage]
+
+    def end(self) -> list[Any]:
+        head, usage = self._head(self.chunk_kind), usage_json(self.usage)
+        last = [{**head, "choices": [], "usage": usage}] if self.body.wants_usage else []
+        return [*last, "[DONE]"]
+
+    def encode(self, chunk: Any) -> bytes:
+        return b"data: [DONE]\n\n" if chunk == "[DONE]" else super().encode(chunk)
+
+    # The differences between completions and chats.
+    delta_name = "text"
+    last_delta: ClassVar[Any] = ""
+
+    def delta(self, text: str) -> Any:
+        """Return the fields of a chunk that only has text."""
+        return text
+
+    def content(self, pieces: Sequence[Piece]) -> Json:
+        """Return a whole answer's text."""
+        return {"text": text_of(pieces, "content")}
+
+    def deltas(self, piece: Piece) -> list[Any]:
+        """Return the fields of the chunks for a piece."""
+        return [piece.text]
+
+    def scores(self, text: str) -> Json | None:
+        """Return a model's scores in OpenAI's form, without the token that ends the answer."""
+        if not text:
+            return None
+        scores = visible_scores(text)
+        ends = accumulate((len(each["text"]) for each in scores), initial=0)
+        return {
+            "tokens": [each["text"] for each in scores],
+            "token_logprobs": [each["logprob"] for each in scores],
+            "top_logprobs": [
+                {other["text"]: other["logprob"] for other in each["top"]} for each in scores
+            ],
+            "text_offset": list(ends)[:-1],
+        }
+
+    def _choice(self, index: int, answer: Answer) -> Json:
+        finish = finish_reason(answer.final, sum(each.call is not None for each in answer.pieces))
+        scores = self.scores(answer.final.logprobs)
+        choice = {"index": index, **self.content(answer.pieces), "logprobs": scores}
+        return {**choice, "finish_reason": finish, **own_parts(answer.final)}
+
+    def _piece(self, index: int, piece: Piece) -> list[Json]:
+        if piece.call is not None:
+            self._calls[index] = self._calls.get(index, 0) + 1
+        return [self._chunk(index, delta) for delta in self.deltas(piece)]
+
+    def _chunk(self, index: int, delta: Any, finish: str | None = None) -> Json:
+        choice = {"index": index, self.delta_name: delta, "logprobs": None, "finish_reason": finish}
+        return {**self._head(self.chunk_kind), "choices": [choice], **self._no_usage}
+
+    @property
+    def _no_usage(self) -> Json:
+        return {"usage": None} if self.body.wants_usage else {}
+
+    def _head(self, kind: str) -> Json:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.body.model,
+            "system_fingerprint": self.served.fingerprint,
+            "canvasrt": self.own_fields(),
+        }
+
+
+class ChatReply(CompletionReply):
+    """Chat completions in OpenAI's form."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix, text_field = "chatcmpl-", "messages"
+    delta_name = "delta"
+    last_delta: ClassVar[Any] = {}
+
+    def open(self, index: int) -> list[Json]:
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
+
+    def delta(self, text: str) -> Any:
+        return {"content": text}
+
+    def content(self, pieces: Sequence[Piece]) -> Json:
+        text, thought = text_of(pieces, "content"), text_of(pieces, "reasoning")
+        calls = [piece.call.to_json() for piece in pieces if piece.call is not None]
+        message: Json = {"role": "assistant", "content": None if calls and not text else text}
+        message["refusal"] = None
+        if thought:
+            message["reasoning_content"] = message["reasoning"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+    def deltas(self, piece: Piece) -> list[Any]:
+        if piece.call is None:
+            names = ("content",) if piece.kind == "content" else ("reasoning_content", "reasoning")
+            return [dict.fromkeys(names, piece.text)]
+        head = {"index": piece.index, **piece.call.to_json()}
+        head["function"] = {**head["function"], "arguments": ""}
+        rest = {"index": piece.index, "function": {"arguments": piece.call.arguments}}
+        return [{"tool_calls": [head]}, {"tool_calls": [rest]}]
+
+    def scores(self, text: str) -> Json | None:
+        if not text:
+            return None
+        content = [
+            {**_score(each), "top_logprobs": [_score(other) for other in each["top"]]}
+            for each in visible_scores(text)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def usage_json(usage: Usage) -> UsageJson:
+    """Return the `usage` object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "denoising_steps": usage.denoising_steps,
+    }
+
+
+def visible_scores(text: str) -> list[Json]:
+    """Return the scores in a model's JSON of all tokens but the one that ends the answer."""
+    return [each for each in json.loads(text) if not each["end"]]
+
+
+def _score(each: Json) -> Json:
+    return {
+        "token": each["text"],
+        "logprob": each["logprob"],
+        "bytes": list(each["text"].encode()),
+    }
+
+
+CHAT = Endpoint(
+    "/v1/chat/completions",
+    "Answer a chat.",
+    ChatRequest,
+    chat_generation,
+    ChatReply,
+    ChatCompletion,
+    streams=True,
+)
+COMPLETIONS = Endpoint(
+    "/v1/completions",
+    "Continue a prompt.",
+    CompletionRequest,
+    completion_generation,
+    CompletionReply,
+    TextCompletion,
+    streams=True,
+)

@@ -1,0 +1,98 @@
+"""Declares operations that call the model, and answers all of them the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+
+from canvasrt.containers.openai.body import Body
+from canvasrt.containers.openai.errors import ApiError, ErrorReply
+from canvasrt.containers.openai.generation import Generation, Reply
+
+# The errors that operations may answer with. A server answers 503 while it starts or stops.
+_ABOUT = {
+    400: "The request is wrong, or asks for what is not supported.",
+    401: "The API key is missing or wrong.",
+    403: "The Host is not one of this server's.",
+    404: "The model is not served here.",
+    413: "The body is too large.",
+    415: "The body is not sent as JSON.",
+    429: "A limit of the operator is reached; try again later.",
+    500: "The model failed.",
+    503: "The server cannot answer now; try again later.",
+    504: "The request took longer than the operator allows.",
+}
+
+
+def errors(*statuses: int, body: Any = ErrorReply) -> dict[int | str, dict[str, Any]]:
+    """Return the errors of an operation for its OpenAPI document; all of them without `statuses`."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    # FastAPI compiles a validator per model, so one model defines the schema and others refer to it.
+    return {
+        each: {
+            "description": _ABOUT[each],
+            **({"model": body} if each == 400 else {"content": content}),
+        }
+        for each in statuses or _ABOUT
+    }
+
+
+def as_it_is(error: ApiError) -> ApiError:
+    """Return an error unchanged: its names are already the caller's."""
+    return error
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One operation. To add one, write a module with its body, `parse`, its reply and this."""
+
+    path: str
+    about: str
+    body: type[Body]
+    parse: Callable[[Any], Generation]
+    reply: type[Reply]
+    answer: Any  # the type of a whole reply, for the OpenAPI document
+    streams: bool = False
+    renamed: Callable[[ApiError], ApiError] = as_it_is  # gives errors the caller's names
+    error: Any = ErrorReply  # the type of an error
+
+
+Answer = Callable[[Endpoint, Request], Coroutine[Any, Any, Response]]
+
+
+class _Route(APIRoute):
+    """FastAPI documents the body; the endpoint reads it itself, within limits and off the event loop."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return partial(self.endpoint, body=None)
+
+
+def add_endpoint(app: FastAPI, endpoint: Endpoint, answer: Answer) -> None:
+    """Serve and describe an operation."""
+
+    async def operation(request: Request, body: Any) -> Response:
+        try:
+            return await answer(endpoint, request)
+        except ApiError as error:
+            return error.response(endpoint.path)
+
+    operation.__annotations__ = {"request": Request, "body": endpoint.body}
+    responses = errors(body=endpoint.error)
+    content = {endpoint.reply.media_type: {"schema": {"type": "string"}}}
+    responses[200] = {"description": "The answer.", "content": content if endpoint.streams else {}}
+    app.router.add_api_route(
+        endpoint.path,
+        operation,
+        methods=["POST"],
+        summary=endpoint.about,
+        response_model=endpoint.answer,
+        response_class=JSONResponse,
+        responses=responses,
+        route_class_override=_Route,
+    )

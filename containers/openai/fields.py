@@ -1,0 +1,162 @@
+"""Fields of OpenAI's, vLLM's and Ollama's requests that are not carried out here, as data.
+
+Each has the values that change no answer, which pass; other values are refused by name. A list passes if all its
+elements do. A field that is neither here nor in its body's model is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Table = Mapping[str, tuple[Any, ...] | None]
+ANY = None  # no value changes an answer
+
+
+def _any(names: str) -> Table:
+    return dict.fromkeys(names.split(), ANY)
+
+
+# Of every body that asks for text.
+GENERATION: Table = {
+    **_any("user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options"),
+    **_any("metadata client_metadata service_tier store moderation"),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    # vLLM's.
+    **_any("request_id priority cache_salt kv_transfer_params length_penalty"),
+    **_any("spaces_between_special_tokens guided_decoding_backend guided_whitespace_pattern"),
+    **_any("stream_options.include_obfuscation stream_options.continuous_usage_stats"),
+    "repetition_penalty": (1,),
+    "use_beam_search": (False,),
+    "min_tokens": (0,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "logits_processors": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "vllm_xargs": ({},),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    **_any("structured_outputs.disable_fallback structured_outputs.disable_any_whitespace"),
+    **_any("structured_outputs.whitespace_pattern"),
+    "structured_outputs.disable_additional_properties": (False,),
+    "structured_outputs.structural_tag": (),
+}
+# Of chats.
+CHAT: Table = {
+    **GENERATION,
+    **_any("prediction audio tools.cache_control tools.function.cache_control"),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "modalities": ("text",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+    "documents": (),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+COMPLETION: Table = {
+    **GENERATION,
+    "max_completion_tokens": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+}
+RESPONSE: Table = {
+    **GENERATION,
+    **_any("truncation max_tool_calls context_management"),
+    # Thoughts are returned as they are, so there are no summaries to choose.
+    **_any("reasoning.summary reasoning.generate_summary"),
+    "text.verbosity": ("medium",),
+    "include": (
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    ),
+    "background": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    # What a chat has, and a response does not.
+    "n": (1,),
+    "max_tokens": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+}
+TOKENIZE: Table = {
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "mm_processor_kwargs": ({},),
+}
+DECISION: Table = _any("safety_identifier prompt_cache_key prompt_cache_options metadata user")
+# Of Ollama's bodies, with their options.
+OLLAMA: Table = {
+    **_any("truncate shift"),
+    "suffix": ("",),
+    "template": ("",),
+    "context": (),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    **_any("options.num_ctx options.num_keep options.num_batch options.num_gpu options.num_gqa"),
+    **_any("options.main_gpu options.num_thread options.use_mmap options.use_mlock options.numa"),
+    **_any("options.low_vram options.f16_kv options.vocab_only options.logits_all"),
+    **_any("options.repeat_last_n options.mirostat_eta options.mirostat_tau"),
+    **_any("options.penalize_newline options.rope_frequency_base options.rope_frequency_scale"),
+    "options.repeat_penalty": (1, 1.1),  # 1.1 is Ollama's own default
+    "options.presence_penalty": (0,),
+    "options.frequency_penalty": (0,),
+    "options.mirostat": (0,),
+    "options.tfs_z": (1,),
+    "options.typical_p": (1,),
+}
+# Of a chat's messages and their parts.
+MESSAGE: Table = {
+    **_any("name id status phase annotations cache_control content.cache_control"),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+}
+
+_PENALTY = "the tokens of a block are decided together, not one after the other"
+# Why a field is refused, when its name does not say it.
+REASONS = {
+    "best_of": "all n answers are returned",
+    "background": "nothing is stored here",
+    "previous_response_id": "nothing is stored here",
+    "conversation": "nothing is stored here",
+    "functions": "send tools instead",
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _PENALTY,
+    "options.presence_penalty": _PENALTY,
+    "options.frequency_penalty": _PENALTY,
+    "options.repeat_penalty": _PENALTY,
+}
+
+
+def passes(allowed: tuple[Any, ...] | None, value: Any) -> bool:
+    """Return whether a value of a field changes no answer."""
+    if value is None or allowed is ANY:
+        return True
+    if isinstance(value, list):
+        return all(passes(allowed, each) for each in value)
+    # In Python, True == 1; here it is not.
+    return any(isinstance(value, bool) == isinstance(e, bool) and value == e for e in allowed)

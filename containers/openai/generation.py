@@ -1,0 +1,337 @@
+"""The core of the API: a request in any API's shape as a `Generation`, and the loop that writes its answers.
+
+An endpoint turns its body into a `Generation`, and its `Reply` renders the answers in the form of its API.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from canvasrt.containers.client.triton import StreamEvent
+from canvasrt.containers.openai.body import MAX_ANSWERS, Ignored
+from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.messages import Chat, read_messages
+from canvasrt.containers.openai.metrics import FrontMetrics
+from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, PlainText
+from canvasrt.containers.openai.response_formats import named_format
+from canvasrt.containers.openai.upstream import Answers, Upstream
+from canvasrt.errors import CanvasError
+from canvasrt.runtime.pictures import BUDGETS
+
+_MOST_SENT = 64 * 2**20  # characters and bytes of all inputs of all answers
+# Seeds stay below this, so that readers which parse numbers as doubles, such as JavaScript, keep
+# them exact.
+_SEEDS = 2**53 - MAX_ANSWERS
+_LOW_DETAIL, _IMAGE_TOKENS = min(BUDGETS), max(BUDGETS)  # soft tokens of an image
+
+
+class Served(NamedTuple):
+    """Facts about the server for replies and limits. `max_context` is in tokens; None if it is not
+    known."""
+
+    max_n: int = MAX_ANSWERS
+    max_context: int | None = None
+    fingerprint: str = ""  # identifies the model's build
+
+
+@dataclass
+class Generation:
+    """A request in the model's terms: `n` answers to a chat, or to each prompt.
+
+    `options` and `prompts` are inputs of the model by name, for all answers and per prompt.
+    Without a seed, callers expect another answer each time, so one is drawn.
+    """
+
+    options: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None  # in the form of OpenAI's chats
+    prompts: Sequence[dict[str, Any]] = ()
+    n: int = 1
+    seed: int | None = None
+    image_tokens: int | None = None
+    # The schemas of the parameters of tools that the model may call, by name; None if it may call none.
+    tools: Mapping[str, Mapping[str, Any]] | None = None
+    parallel_calls: bool = True
+    plain: bool = False  # the whole text is the answer: it has no thoughts or calls
+    budget: str = "max_tokens"  # the caller's name for max_new_tokens
+    ignored: Ignored | None = None  # what was left out, where that is allowed
+
+    def parser(self) -> AnswerParser | PlainText:
+        """Return the parser of one answer's text."""
+        return PlainText() if self.plain else AnswerParser(self.tools, self.parallel_calls)
+
+
+def answer_inputs(asked: Generation, served: Served | None = None) -> list[dict[str, Any]]:
+    """Return the model's inputs per answer: `n` per prompt, with consecutive seeds.
+
+    ApiError for wrong messages, and for inputs beyond the server's limits.
+    """
+    served, n, prompts = served or Served(), asked.n, asked.prompts
+    if asked.messages is not None:
+        chat = read_messages(asked.messages, asked.ignored)
+        prompts = [{"messages": json.dumps(chat.messages), **_images(chat, asked.image_tokens)}]
+    if n > served.max_n:
+        raise bad_request(f"n is {n}; this server allows {served.max_n}.", "n", "invalid_value")
+    for prompt in prompts:
+        count = len(prompt.get("prompt_ids", ()))
+        if served.max_context is not None and count > served.max_context:
+            raise bad_request(
+                f"The prompt ({count} tokens) plus the new tokens exceed the context of"
+                f" {served.max_context}.",
+                "prompt",
+                "context_length_exceeded",
+            )
+    if len(prompts) * n > MAX_ANSWERS:
+        raise bad_request(f"{len(prompts)} prompts with n = {n} exceed {MAX_ANSWERS} answers.", "n")
+    _check_size([{**asked.options, **prompt} for prompt in prompts], n)
+    seed = secrets.randbelow(_SEEDS) if asked.seed is None else asked.seed
+    return [{**asked.options, **prompt, "seed": seed + i} for prompt in prompts for i in range(n)]
+
+
+def _images(chat: Chat, image_tokens: int | None) -> dict[str, Any]:
+    """Return a chat's images and the most soft tokens of each; an empty mapping without images."""
+    if not chat.images:
+        return {}
+    most = image_tokens or _IMAGE_TOKENS
+    # OpenAI's low detail is the smallest budget. No image gets more than the request's budget.
+    budgets = [min(most, _LOW_DETAIL) if detail == "low" else most for _, detail in chat.images]
+    return {"images": [file for file, _ in chat.images], "image_tokens": budgets}
+
+
+def _check_size(inputs: Sequence[dict[str, Any]], n: int) -> None:
+    """Raise ApiError for inputs that are too long to send to the model `n` times."""
+    sent = sum(map(_size, inputs))
+    if n * sent > _MOST_SENT:
+        raise bad_request(
+            f"{n} answers to prompts, images and tools of {sent} bytes are more than this server"
+            " handles at once; send less, or ask for fewer answers.",
+            "n",
+            "invalid_value",
+        )
+
+
+def _size(inputs: dict[str, Any]) -> int:
+    """Return the characters of a request's texts, and the bytes of its images."""
+    values = inputs.values()
+    return sum(len(value) for value in values if isinstance(value, str)) + sum(
+        sum(map(len, value))
+        for value in values
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], (str, bytes))
+    )
+
+
+@dataclass
+class Usage:
+    """A request's usage. A prompt counts once, even for several answers."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    denoising_steps: int = 0
+    _cached: dict[int, int] = field(default_factory=dict)  # by prompt
+
+    def add(self, final: StreamEvent, prompt: int, first_of_prompt: bool) -> None:
+        """Count one answer to the request's `prompt`-th prompt."""
+        if first_of_prompt:
+            self.prompt_tokens += len(final.prompt_token_ids)
+        # The first of several answers encodes the prompt, and the others find it.
+        known = self._cached.get(prompt, final.cached_tokens)
+        self._cached[prompt] = min(known, final.cached_tokens)
+        self.completion_tokens += len(final.token_ids)
+        self.denoising_steps += sum(final.steps)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return sum(self._cached.values())
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompts and answers."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Answer(NamedTuple):
+    """A finished answer: the pieces of its text, and the model's last event."""
+
+    pieces: list[Piece]
+    final: StreamEvent
+
+
+class Reply(ABC):
+    """Renders the answers to one request in the form of its API: whole, or as the objects of a stream."""
+
+    media_type = "text/event-stream"
+    # The field of the body that holds the model's input.
+    text_field = "messages"
+
+    def __init__(self, body: Any, asked: Generation, seed: int, served: Served) -> None:
+        """`seed` is that of the first answer."""
+        self.body, self.asked, self.seed, self.served = body, asked, seed, served
+        self.usage = Usage()
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer]) -> Any:
+        """Return the reply to a request that does not stream."""
+
+    def begin(self) -> list[Any]:
+        """Return the first objects of a stream."""
+        return []
+
+    def open(self, index: int) -> list[Any]:
+        """Return the objects that begin an answer."""
+        return []
+
+    def draft(self, index: int, event: StreamEvent) -> list[Any]:
+        """Return the objects that show the canvas of one denoising step."""
+        return []
+
+    def add(self, index: int, pieces: list[Piece], event: StreamEvent) -> list[Any]:
+        """Return the objects that add text, thoughts and tool calls to an answer."""
+        return []
+
+    def close(self, index: int, answer: Answer) -> list[Any]:
+        """Return the objects that end an answer, whose last pieces are those of `answer`."""
+        return []
+
+    def end(self) -> list[Any]:
+        """Return the last objects of a stream, after all of its answers."""
+        return []
+
+    def failed(self, error: ApiError) -> list[Any]:
+        """Return the last objects of a stream that fails after its beginning."""
+        return [error.to_json()]
+
+    def encode(self, chunk: Any) -> bytes:
+        """Return an object of a stream as bytes."""
+        return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+
+    def own_fields(self) -> dict[str, Any]:
+        """Return our additions to a reply: the seed, and warnings about ignored parameters."""
+        ignored = self.asked.ignored
+        return {"seed": self.seed, **({"warnings": ignored} if ignored else {})}
+
+    def named(self, error: ApiError) -> ApiError:
+        """Return the model's error with the caller's names of the fields."""
+        path = error.param or ""
+        field, budget = re.split(r"\W", path, maxsplit=1)[0], self.asked.budget
+        if path == "max_new_tokens" and budget:
+            error.param, error.message = budget, error.message.replace(path, budget)
+        elif field == "grammar" and budget:
+            calls = "tool_calls" in self.asked.options.get("grammar", "")[:24]
+            error.param = "tools" if calls else named_format(path)
+            error.message = error.message.replace(path, error.param, 1)
+        elif field not in type(self.body).model_fields or field == self.text_field:
+            error.param = self.text_field
+        return error
+
+
+class Run:
+    """One request while Triton answers it."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        metrics: FrontMetrics,
+        inputs: list[dict[str, Any]],
+        parameters: Mapping[str, int | str],
+        asked: Generation,
+        reply: Reply,
+        endpoint: str,
+    ) -> None:
+        self._begin = time.perf_counter()
+        self._answers = Answers(upstream, inputs, parameters)
+        self._count = len(inputs)
+        self._metrics, self._asked, self._reply = metrics, asked, reply
+        self._endpoint = endpoint
+
+    async def whole(self) -> Any:
+        """Return the whole reply. ApiError when the request fails."""
+        finals: dict[int, StreamEvent] = {}
+        async with aclosing(self._events()) as events:
+            async for index, event in events:
+                if event.event == "final":
+                    finals[index] = event
+        return self._reply.whole(
+            [
+                Answer(self._asked.parser().put(finals[index].text, final=True), finals[index])
+                for index in range(self._count)
+            ]
+        )
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the reply as a stream. ApiError only before its first chunk."""
+        reply, begun = self._reply, False
+        parsers: dict[int, AnswerParser | PlainText] = {}
+        try:
+            async with aclosing(self._events()) as events:
+                async for index, event in events:
+                    chunks = [] if begun else reply.begin()
+                    begun = True
+                    if event.event == "draft":
+                        chunks += reply.draft(index, event)
+                    else:
+                        if index not in parsers:
+                            parsers[index] = self._asked.parser()
+                            seconds = time.perf_counter() - self._begin
+                            self._metrics.first_piece[self._endpoint].add(seconds)
+                            chunks += reply.open(index)
+                        if event.event == "final":
+                            rest = parsers[index].put("", final=True)
+                            chunks += reply.close(index, Answer(rest, event))
+                        else:
+                            chunks += reply.add(index, parsers[index].put(event.text), event)
+                    for chunk in chunks:
+                        yield reply.encode(chunk)
+            last = reply.end()
+        except ApiError as error:
+            if not begun:
+                raise
+            last = reply.failed(error)
+        for chunk in last:
+            yield reply.encode(chunk)
+
+    async def _events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """Yield the events of all answers. Errors have the caller's names of the fields."""
+        try:
+            async with self._answers as answers:
+                async for index, event in answers:
+                    if event.event == "final":
+                        self._add_usage(index, event)
+                    yield index, event
+        except CanvasError as error:  # a value that does not fit its tensor
+            raise self._reply.named(
+                bad_request(f"{error.message}: {error.hint}.", None, "invalid_value")
+            ) from error
+        except ApiError as error:
+            raise (self._reply.named(error) if error.status == 400 else error) from None
+
+    def _add_usage(self, index: int, final: StreamEvent) -> None:
+        prompt, number = divmod(index, self._asked.n)
+        self._reply.usage.add(final, prompt, first_of_prompt=number == 0)
+        if final.steps:  # a request that only encodes has none
+            self._metrics.add(
+                len(final.prompt_token_ids) if number == 0 else 0,
+                len(final.token_ids),
+                sum(final.steps),
+            )
+
+
+def finish_reason(final: StreamEvent, calls: int = 0) -> str:
+    """Return why an answer ended, in OpenAI's words. `own_parts` says what those do not."""
+    if final.finish_reason == "grammar":
+        return "length"
+    return "tool_calls" if calls and final.finish_reason == "stop" else final.finish_reason
+
+
+def own_parts(final: StreamEvent) -> dict[str, Any]:
+    """Return what an answer has besides OpenAI's fields: its blocks' scores, if they were asked for,
+    and that following the grammar took too much."""
+    scores = {"block_scores": json.loads(final.block_scores)} if final.block_scores else {}
+    return scores | ({"stop_reason": "grammar"} if final.finish_reason == "grammar" else {})

@@ -1,0 +1,82 @@
+"""The health routes, and the phase of the server that they report."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from canvasrt.containers.openai.endpoint import errors
+from canvasrt.containers.openai.errors import ApiError, unavailable
+from canvasrt.containers.openai.options import ServerPhase
+
+# Seconds until a retry makes sense, and the message until then.
+_WAIT = {
+    "starting": (2, "The server is starting."),
+    "building": (30, "The engines are being built for this GPU; this happens once."),
+    "loading": (5, "The model is being loaded."),
+    "failed": (5, "The engines have failed, and the server is ending."),
+    "stopping": (2, "The server is stopping."),
+}
+
+
+# Probes call them by address.
+HEALTH = ("/v1/health/live", "/v1/health/ready", "/health", "/ping")
+
+
+@dataclass
+class ServerState:
+    """Follows the supervisor's reports. `detail` describes the progress of a phase."""
+
+    phase: ServerPhase = "starting"
+    detail: str = ""
+    in_flight: int = 0
+
+    def refusal(self) -> ApiError | None:
+        """Return why a request cannot be accepted now; None when it can."""
+        if self.phase == "serving":
+            return None
+        seconds, message = _WAIT[self.phase]
+        error = unavailable(f"{message} {self.detail}".strip(), self.phase, seconds)
+        if self.phase == "stopping":
+            error.headers["Connection"] = "close"
+        return error
+
+
+def add_health(
+    app: FastAPI, state: ServerState, refusal: Callable[[], Awaitable[ApiError | None]]
+) -> None:
+    """Add the routes. `refusal` returns why no request can be accepted now, by anyone."""
+
+    # vLLM's and SageMaker's names.
+    @app.post("/ping", include_in_schema=False)
+    @app.get("/ping", include_in_schema=False)
+    @app.get("/health", include_in_schema=False)
+    async def health() -> Response:
+        return await ready()
+
+    @app.get(
+        "/v1/health/live",
+        summary="Whether the process lives.",
+        response_model=dict[str, str],
+        responses=errors(503),
+    )
+    async def live() -> Response:
+        if state.phase == "failed" and (error := state.refusal()) is not None:
+            raise error
+        body = {"object": "health.response", "message": "Service is live.", "status": "live"}
+        return JSONResponse({**body, "phase": state.phase, "detail": state.detail})
+
+    @app.get(
+        "/v1/health/ready",
+        summary="Whether requests are answered.",
+        response_model=dict[str, str],
+        responses=errors(503),
+    )
+    async def ready() -> Response:
+        if (error := await refusal()) is not None:
+            raise error
+        body = {"object": "health.response", "message": "Service is ready.", "status": "ready"}
+        return JSONResponse(body)

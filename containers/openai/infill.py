@@ -1,0 +1,71 @@
+"""`/v1/infill`, which is our own: fills the gaps of a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from canvasrt.containers.openai.body import Body, Seed
+from canvasrt.containers.openai.chunks import OwnFields, UsageJson
+from canvasrt.containers.openai.endpoint import Endpoint
+from canvasrt.containers.openai.generation import Answer, Generation, Reply
+from canvasrt.types import Json
+
+
+class InfillRequest(Body):
+    """The body of `POST /v1/infill`."""
+
+    text: str
+    prompt: str | None = None
+    seed: Seed = None
+    max_denoising_steps: Annotated[int, Field(ge=1, le=10_000)] | None = None
+
+
+class Infilled(TypedDict):
+    """A text, and the texts that fill its gaps."""
+
+    model: str
+    text: str
+    gaps: list[str]
+    logprob: float
+    usage: UsageJson
+    canvasrt: OwnFields
+
+
+class InfillReply(Reply):
+    """The filled text."""
+
+    text_field = "text"
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        final, usage = answers[0].final, self.usage
+        return {
+            "model": self.body.model,
+            **json.loads(final.text),
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "total_tokens": usage.total_tokens,
+                "denoising_steps": usage.denoising_steps,
+            },
+            "canvasrt": {"seed": final.seed},
+        }
+
+
+def infill(body: InfillRequest) -> Generation:
+    """Return the generation that fills a text's gaps."""
+    # It imports the runtime's tokenizer, which takes time and memory.
+    from canvasrt.runtime.answers.infill import default_prompt
+
+    options = {"infill": body.text, "max_denoising_steps": body.max_denoising_steps}
+    prompt = {"prompt": body.prompt or default_prompt(body.text)}
+    return Generation(options, prompts=[prompt], seed=body.seed or 0, plain=True, budget="")
+
+
+INFILL = Endpoint(
+    "/v1/infill", "Fill the gaps of a text.", InfillRequest, infill, InfillReply, Infilled
+)

@@ -1,0 +1,70 @@
+"""Streamed replies. When the caller disconnects, their work ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+ReplyT = TypeVar("ReplyT")
+
+
+class Disconnected(Exception):
+    """The caller has closed its connection."""
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ReplyT]) -> ReplyT:
+    """Return the result of `work`. When the caller disconnects, cancel it and raise Disconnected.
+
+    The request's body must have been read.
+    """
+    task = asyncio.ensure_future(work)
+    end = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, end), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for each in (task, end):
+            each.cancel()
+        await asyncio.gather(task, end, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def streamed(
+    receive: Receive, chunks: AsyncGenerator[bytes, None], media_type: str
+) -> Response:
+    """Return a streamed reply. Until the first chunk, an error still has its own status."""
+    first = await unless_disconnected(receive, anext(chunks))  # type: ignore[arg-type]
+    return _Stream(first, chunks, media_type)
+
+
+class _Stream(Response):
+    """Sends chunks as they come, and closes them when the caller disconnects."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], media_type: str) -> None:
+        # Otherwise proxies would wait for the whole answer.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
+        del self.headers["content-length"]
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await unless_disconnected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for chunk in self._rest:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

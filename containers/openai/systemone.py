@@ -1,0 +1,155 @@
+"""`/v1/systemone`: closed questions in System One's shape, over those of OpenAI's Decisions API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from typing_extensions import TypedDict
+
+from canvasrt.containers.openai.body import about
+from canvasrt.containers.openai.decisions import Ask
+from canvasrt.containers.openai.endpoint import Endpoint
+from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.generation import Answer, Generation, Reply
+from canvasrt.types import Json
+
+MAX_OPTIONS = 26  # of a question
+
+
+class SystemOneRequest(Ask):
+    """The body of `POST /v1/systemone`."""
+
+    state: Any
+    questions: Annotated[dict[str, Any], about("Closed questions.")]
+
+
+class SystemOneAnswers(TypedDict):
+    """An answer to each question, by its name."""
+
+    model: str
+    answers: dict[str, Any]
+    usage: dict[str, Any]
+
+
+def ask(body: SystemOneRequest) -> Generation:
+    """Return the questions' generation. ApiError names the wrong field."""
+    questions = [_question(each, name) for name, each in body.questions.items()]
+    state = body.state if isinstance(body.state, str) else json.dumps(body.state)
+    if not state.strip():
+        raise bad_request("state is empty.", "state", "invalid_value")
+    return body.asking([{"role": "user", "content": state}], questions)
+
+
+class SystemOneReply(Reply):
+    """Answers in System One's shape."""
+
+    text_field = "state"
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        questions = json.loads(self.asked.options["questions"])["questions"]
+        found = json.loads(answers[0].final.text)["answers"]
+        return {
+            "model": self.body.model,
+            "answers": {
+                name: _answer(question, answer)
+                for name, question, answer in zip(
+                    self.body.questions, questions, found, strict=True
+                )
+            },
+            "usage": {"input_tokens": self.usage.prompt_tokens, "output_tokens": 0},
+        }
+
+    def named(self, error: ApiError) -> ApiError:
+        """Return the error with the caller's name of a question; the model only knows its
+        number."""
+        names = list(self.body.questions)
+
+        def name(match: re.Match[str]) -> str:
+            number = int(match[1])
+            return f"questions.{names[number]}" if number < len(names) else match[0]
+
+        def renamed(text: str) -> str:
+            named = re.sub(r"questions\[(\d{1,4})\]", name, text)
+            return re.sub(r"\.(choices|levels)\b", ".criteria", named)
+
+        error = super().named(error)
+        error.message = renamed(error.message)
+        error.param = renamed(error.param) if error.param else None
+        return error
+
+
+def _question(question: Any, name: str) -> dict[str, Any]:
+    """Return a System One question in OpenAI's shape."""
+    path = f"questions.{name}"
+    kind = question.get("type") if isinstance(question, dict) else None
+    if kind not in ("noul", "choice", "score"):
+        raise bad_request(
+            f"{path}.type is {kind!r}: give noul, choice or score.", f"{path}.type", "invalid_value"
+        )
+    extra = set(question) - {"type", "instructions", "criteria"}
+    if extra:
+        raise bad_request(f"{path}.{min(extra)} is unknown.", f"{path}.{min(extra)}")
+    instructions, criteria = _text(question.get("instructions")), question.get("criteria")
+    if kind == "noul":
+        if isinstance(criteria, dict):
+            instructions += "".join(f"\n{key}: {_text(each)}" for key, each in criteria.items())
+        return {"type": "predicate", "instructions": instructions}
+    if not isinstance(criteria, dict if kind == "choice" else list):
+        raise bad_request(
+            f"{path}.criteria is missing or of the wrong type.", f"{path}.criteria", "invalid_type"
+        )
+    if len(criteria) > MAX_OPTIONS:
+        raise bad_request(
+            f"{path}.criteria has {len(criteria)} options: give at most {MAX_OPTIONS}.",
+            f"{path}.criteria",
+            "invalid_value",
+        )
+    if kind == "score":
+        levels = [{"label": _text(each)} for each in criteria]
+        return {"type": "score", "instructions": instructions, "levels": levels}
+    items = dict(criteria).items()
+    choices = [{"value": key, "description": _text(each)} for key, each in items]
+    return {"type": "choice", "instructions": instructions, "choices": choices}
+
+
+def _text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _answer(question: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer in System One's shape."""
+    if question["type"] == "predicate":
+        return {"type": "noul", "noul": answer["probability"]}
+    shares = [each["probability"] for each in answer["probabilities"]]
+    # From 0, if all options are equally likely, to 1.
+    confidence = (len(shares) * max(shares) - 1) / (len(shares) - 1)
+    if question["type"] == "choice":
+        values = [each["value"] for each in answer["probabilities"]]
+        found = {"type": "choice", "choice": answer["choice"]}
+        return {
+            **found,
+            "probabilities": dict(zip(values, shares, strict=True)),
+            "confidence": confidence,
+        }
+    return {
+        "type": "score",
+        "score": answer["score"],
+        "legend": {str(i): each["label"] for i, each in enumerate(question["levels"])},
+        "probabilities": {str(i): share for i, share in enumerate(shares)},
+        "confidence": confidence,
+    }
+
+
+SYSTEM_ONE = Endpoint(
+    "/v1/systemone",
+    "Answer closed questions, in System One's shape.",
+    SystemOneRequest,
+    ask,
+    SystemOneReply,
+    SystemOneAnswers,
+)

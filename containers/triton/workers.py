@@ -1,0 +1,63 @@
+"""One queue for the workers of several GPUs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from canvasrt.containers.triton.tickets import Sink, Ticket
+from canvasrt.containers.triton.worker import Worker
+from canvasrt.errors import EngineError
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.request import Request
+
+Observe = Callable[[Sequence[Generator], int], None]
+
+
+class Workers:
+    """Gives each request to the worker that has the fewest. Callers' limits are those of all together."""
+
+    def __init__(
+        self,
+        makes: Sequence[Callable[[], Generator]],
+        observe: Observe,
+        beat: Callable[[float], None],
+        lost: Callable[[EngineError], None],
+        max_tokens: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """makes: the generators of each GPU. observe, beat: as a worker's, of all generators; a beat is that of the worker
+        that has been silent longest. lost, max_tokens, timeout: a worker's."""
+        self._observe, self._beat = observe, beat
+        self._generators: dict[int, Generator] = {}
+        self._beats = [time.monotonic()] * len(makes)
+        self._lock = threading.Lock()
+        self.all: list[Worker] = []
+        for number, make in enumerate(makes):
+            seen, beaten = partial(self._seen, number), partial(self._beaten, number)
+            shared = self.all[0] if self.all else None
+            self.all.append(Worker(make, seen, beaten, lost, max_tokens, timeout, shared))
+
+    def take_ticket(self, owner: str, sink: Sink, begin: float | None = None) -> Ticket:
+        """See `Worker.take_ticket`."""
+        return self.all[0].take_ticket(owner, sink, begin)
+
+    def submit(self, request: Request, ticket: Ticket) -> None:
+        """See `Worker.submit`."""
+        min(self.all, key=lambda each: each.load).submit(request, ticket)
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        for each in self.all:
+            each.close()
+
+    def _seen(self, number: int, generator: Generator, in_flight: int) -> None:
+        with self._lock:
+            self._generators[number] = generator
+            self._observe(list(self._generators.values()), in_flight)
+
+    def _beaten(self, number: int) -> None:
+        self._beats[number] = time.monotonic()
+        self._beat(min(self._beats))
