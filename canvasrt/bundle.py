@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -14,23 +15,27 @@ from typing import Any
 import canvasrt
 from canvasrt.checkpoints.config import Layer, ModelConfig, SamplerDefaults
 from canvasrt.errors import CanvasError
-from canvasrt.hashes import DIFFERS, HashProgress, canonical, hash_files
+from canvasrt.hashes import DIFFERS, canonical, hash_files
 from canvasrt.types import Json
 
 MANIFEST = "manifest.json"
 BUNDLE_SCHEMA = 1
-# What a manifest says, and nothing else.
+# The fields of a manifest.
 _FIELDS = (
     *("schema", "kind", "made_by", "made_from", "options", "model", "sampler", "segments"),
     *("embedding", "tokenizer", "target", "files", "digest"),
 )
+# Only engines for a GPU have a plan of passes, and those that an earlier version built have none.
+_MAY_HAVE = ("passes",)
 BUNDLE_KINDS = ("graphs", "engines", "package")
+# Names and versions reach command lines, Dockerfiles and requirements; no other text of a manifest does.
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+_-]{0,127}")
 _AGAIN = "the bundle is damaged or was edited: make or copy it again"
 _REBUILD = "make it again with this version: `canvasrt build`, or `export` for graphs and `package` for packages"
 
 
 class _Record(dict[str, Any]):
-    """An object of a manifest. A field that another version did not write is a CanvasError to read."""
+    """An object of a manifest. Reading a field that another version did not write raises CanvasError."""
 
     file = Path(MANIFEST)
 
@@ -61,7 +66,7 @@ class Manifest:
 
     @property
     def made_from(self) -> Json:
-        """What the bundle was made from, by hash."""
+        """The bundle's sources, by hash."""
         return self.data["made_from"]
 
     @property
@@ -99,6 +104,11 @@ class Manifest:
     def target(self) -> Json | None:
         """What the engines run on; None for graphs."""
         return self.data["target"]
+
+    @property
+    def passes(self) -> Json | None:
+        """The sizes of passes on a GPU (`canvasrt.pass_shapes.PassPlan`); None if the bundle lists none."""
+        return self.data.get("passes")
 
     @property
     def files(self) -> dict[str, Json]:
@@ -152,6 +162,7 @@ def write_manifest(
     embedding: Mapping[str, Any] | None,
     tokenizer: Sequence[str] | None,
     target: Mapping[str, Any] | None = None,
+    passes: Mapping[str, Any] | None = None,
     packages: Sequence[str] = (),
     known: Mapping[str, Json] | None = None,
 ) -> Manifest:
@@ -186,7 +197,9 @@ def write_manifest(
         "target": None if target is None else dict(target),
         "files": files,
     }
-    data = json.loads(canonical(data))  # what a reader will see, whatever types came in
+    if passes is not None:
+        data["passes"] = dict(passes)
+    data = json.loads(canonical(data))  # as a reader will see it, whatever the types were
     data["digest"] = _digest(data)
     (folder / MANIFEST).write_text(canonical(data), encoding="utf-8")
     return Manifest(data)
@@ -196,12 +209,13 @@ def load_bundle(
     path: Path | str,
     kind: str | tuple[str, ...] | None = None,
     check: bool = True,
-    progress: HashProgress | None = None,
     hasher: Callable[..., dict[str, str]] = hash_files,
+    absent: Callable[[Bundle], Collection[str]] | None = None,
 ) -> Bundle:
     """Open a bundle. With `check`, compare every file's size and SHA-256 with the manifest.
 
     hasher: what computes the hashes.
+    absent: returns the files that need not be there.
     Raises CanvasError that names the missing or differing file, or the expected kind.
     """
     path = Path(path)
@@ -213,17 +227,18 @@ def load_bundle(
             _how_to_make(wanted[0]),
         )
     bundle = Bundle(path, manifest)
-    _check_sizes(bundle)
+    _check_sizes(bundle, absent)
     if check:
-        hashes = hasher(path, list(manifest.files), progress)
-        for name, entry in manifest.files.items():
-            if hashes[name] != entry["sha256"]:
+        there = [name for name in manifest.files if absent is None or (path / name).is_file()]
+        hashes = hasher(path, there, f"checking {manifest.kind}")
+        for name in there:
+            if hashes[name] != manifest.files[name]["sha256"]:
                 raise CanvasError(f"{path / name} {DIFFERS}", _AGAIN)
     return bundle
 
 
 def _bundles_in(path: Path) -> str | None:
-    """Return a hint that names the bundles in a folder of several, as a build for several targets leaves it."""
+    """Return a hint that names the bundles in the folder of a build for several targets."""
     found = sorted(str(each.parent) for each in path.glob(f"*/{MANIFEST}"))
     return f"name one of its bundles: {', '.join(found)}" if found else None
 
@@ -247,10 +262,11 @@ def _read_manifest(path: Path) -> Manifest:
         raise CanvasError(f"{file} is damaged", _AGAIN) from None
     if schema != BUNDLE_SCHEMA:
         raise _other_version(file, "cannot be read", schema)
-    # The digest covers the values; the canonical form covers the bytes between them.
+    # The digest covers the values, and the canonical form the bytes between them.
     if data.get("digest") != _digest(data) or canonical(data).encode() != raw:
         raise CanvasError(f"{file} is damaged: its digest disagrees with its content", _AGAIN)
     _check_fields(file, data)
+    _check_strings(file, data)
     for name in data["files"]:
         parts = PurePosixPath(name).parts
         if not parts or name.startswith("/") or ".." in parts:
@@ -276,7 +292,7 @@ def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
         (data["sampler"], SamplerDefaults),
         *((layer, Layer) for layer in data["model"]["layers"]),
     )
-    wanted = [(data, set(_FIELDS), set(_FIELDS))]
+    wanted = [(data, {*_FIELDS, *_MAY_HAVE}, set(_FIELDS))]
     for found, kind in kinds:
         known = {each.name for each in fields(kind)}
         wanted.append((found, known, {e.name for e in fields(kind) if e.default is MISSING}))
@@ -285,6 +301,39 @@ def _check_fields(file: Path, data: Mapping[str, Any]) -> None:
             raise _other_version(file, f"has no field {missing[0]!r}")
         if unknown := sorted(found.keys() - known):
             raise _other_version(file, f"has a field {unknown[0]!r}")
+
+
+def _check_strings(file: Path, data: Mapping[str, Any]) -> None:
+    """Raise CanvasError for a string with control characters, and for a name or version that is no
+    plain word: a manifest may come from anywhere."""
+    target = data["target"] or {}
+    words = {f"made_by.{name}": version for name, version in data["made_by"].items()}
+    words |= {
+        f"target.{name}": target[name]
+        for name in ("name", "backend", "builder_version")
+        if target.get(name) is not None
+    }
+    for place, word in words.items():
+        if not isinstance(word, str) or not _WORD.fullmatch(word):
+            raise CanvasError(
+                f"{file} has {word!r} as {place}, which is no name or version", _AGAIN
+            )
+    for text in _strings(data):
+        if not text.isprintable():
+            raise CanvasError(f"{file} has a string with control characters: {text[:80]!r}", _AGAIN)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings of a manifest, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from _strings(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _strings(each)
 
 
 def _records(value: Any) -> Iterator[_Record]:
@@ -296,10 +345,14 @@ def _records(value: Any) -> Iterator[_Record]:
             yield from _records(each)
 
 
-def _check_sizes(bundle: Bundle) -> None:
+def _check_sizes(bundle: Bundle, absent: Callable[[Bundle], Collection[str]] | None) -> None:
+    missing = [name for name in bundle.manifest.files if not (bundle.path / name).is_file()]
+    gone = absent(bundle) if absent and missing else ()
     for name, entry in bundle.manifest.files.items():
         file = bundle.path / name
-        if not file.is_file():
+        if name in missing:
+            if name in gone:
+                continue
             raise CanvasError(f"{file} is missing", _AGAIN)
         size = file.stat().st_size
         if size != entry["bytes"]:

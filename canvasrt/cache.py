@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError
-from canvasrt.hashes import HashMemo, HashProgress, canonical, hash_files
+from canvasrt.hashes import HashMemo, canonical, hash_files
 from canvasrt.staging import check_output, link_or_copy, staging
 
 _ENGINE, _KERNELS, _ENTRY = "engine", "kernels", "entry.json"
@@ -41,14 +43,14 @@ def hash_memo() -> HashMemo:
 
 
 def key_of(made_from: Mapping[str, Any]) -> str:
-    """Return the key of what is made from this: a SHA-256."""
+    """Return the cache key, a SHA-256, of anything made from this."""
     return hashlib.sha256(canonical(made_from).encode()).hexdigest()
 
 
 def code_hash(paths: Sequence[Path]) -> str:
     """Return the SHA-256 of source files, and of those under folders.
 
-    As part of a key, it keeps what an older version made from being reused.
+    In a key, it prevents the reuse of files that another version made.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -68,30 +70,42 @@ class GraphCache:
         """Return whether a bundle exists, damaged or not."""
         return (self.folder / key_of(made_from)).is_dir()
 
+    def has_all(self, made_from: Mapping[str, Any]) -> bool:
+        """Return whether a bundle has all its files."""
+        try:
+            return bool(load_bundle(self.folder / key_of(made_from), "graphs", check=False))
+        except CanvasError:
+            return False
+
     def get(
         self,
         made_from: Mapping[str, Any],
         make: Callable[[Path], object],
-        progress: HashProgress | None = None,
+        absent: Callable[[Bundle], Collection[str]] | None = None,
     ) -> Bundle:
-        """Return the bundle made from this, if it is here and whole; otherwise have `make` write it."""
+        """Return the bundle made from this, if it is here and whole; otherwise have `make` write it.
+
+        absent: returns the files that need not be there, since what is made of them is.
+        """
         folder = self.folder / key_of(made_from)
         try:
-            return load_checked(folder, "graphs", progress)
+            return load_checked(folder, "graphs", absent)
         except CanvasError:
             shutil.rmtree(folder, ignore_errors=True)
         try:
             make(folder)
         except CanvasError:
-            # If the folder exists, another build made the same in the meantime.
+            # If the folder exists, another build wrote the same bundle in the meantime.
             if not folder.is_dir():
                 raise
         return load_bundle(folder, kind="graphs", check=False)
 
 
-def load_checked(path: Path, kind: str, progress: HashProgress | None = None) -> Bundle:
+def load_checked(
+    path: Path, kind: str, absent: Callable[[Bundle], Collection[str]] | None = None
+) -> Bundle:
     """Run `load_bundle`, without rehashing files that were hashed before and have not changed."""
-    return load_bundle(path, kind=kind, progress=progress, hasher=hash_memo().hash_files)
+    return load_bundle(path, kind=kind, hasher=hash_memo().hash_files, absent=absent)
 
 
 class EngineCache:
@@ -143,10 +157,59 @@ class EngineCache:
                 text = canonical({"made_from": made_from, "file": entry})
                 (tmp / _ENTRY).write_text(text, encoding="utf-8")
         except CanvasError as error:
-            # If it is there, another build kept the same in the meantime.
+            # If the folder exists, another build kept the same engine in the meantime.
             if self.find(made_from) is None:
                 raise _unusable(self.folder, error) from error
         return entry
+
+
+@contextlib.contextmanager
+def unfinished(kind: str, made_from: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield a folder for what is done of long work that these inputs decide; another start finds it there.
+
+    It is removed when the block ends without an exception. Of interrupted works of a kind, only the latest is kept. Another
+    process with the same inputs waits.
+    """
+    rooms = cache_folder() / kind
+    own = rooms / key_of(made_from)
+    try:
+        with _locked(own):
+            for other in rooms.iterdir():
+                if other != own:
+                    with contextlib.suppress(OSError), _locked(other, fcntl.LOCK_NB):
+                        shutil.rmtree(other, ignore_errors=True)
+            yield own
+            shutil.rmtree(own, ignore_errors=True)
+    except PermissionError as error:
+        raise CanvasError(
+            f"{rooms}, which keeps what is done of long work, cannot be written: {error.strerror}",
+            "set CANVASRT_CACHE to a writable folder with a few GB of space",
+        ) from error
+
+
+def kept_piece(piece: Path, write: Callable[[Path], None], out: Path) -> None:
+    """Put a piece of unfinished work into `out`: a folder of files, which `write` fills unless an earlier start has."""
+    if not piece.is_dir():
+        with staging(piece) as folder:
+            write(folder)
+    for file in piece.iterdir():
+        link_or_copy(file, out / file.name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, how: int = 0) -> Iterator[None]:
+    """Hold the lock of a folder, which is made if need be."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | how)
+            # Its last owner may have removed it while this one waited.
+            if folder.is_dir() and os.fstat(handle).st_ino == folder.stat().st_ino:
+                yield
+                return
+        finally:
+            os.close(handle)
 
 
 def _kernels_of(entry: Mapping[str, Any]) -> dict[str, str]:

@@ -7,10 +7,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from canvasrt.progress import Progress
+from canvasrt.progress import Progress, listening
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,11 +19,22 @@ if TYPE_CHECKING:
 
 _UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _SHOW_EVERY = 0.1  # seconds
+_WORD = 16  # characters of a cell that a narrow terminal does not break
 
 
-def emit(data: Any, as_json: bool, render: Callable[[Console], None]) -> None:
-    """Print a command's result: `data` as JSON, or what `render` draws on a console."""
-    if as_json:
+# Whether the command was called with --json.
+_as_json: ContextVar[bool] = ContextVar("as_json", default=False)
+
+
+def choose_json(value: bool) -> bool:
+    """Decide for the whole command whether results are printed as JSON; return the decision."""
+    _as_json.set(value)
+    return value
+
+
+def emit(data: Any, render: Callable[[Console], None]) -> None:
+    """Print a command's result: `data` as JSON if --json was given, else what `render` draws on a console."""
+    if _as_json.get():
         print(json.dumps(data, indent=2, ensure_ascii=False))
         return
     render(console())
@@ -34,25 +46,38 @@ def emit_line(data: Any) -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a rich console that leaves text alone: no highlighting, no emoji codes."""
+    """Return a rich console that leaves text alone: no markup, no highlighting, no emoji codes."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else 200
-    return Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=True, width=width)
+    return Console(
+        stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True, width=width
+    )
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a plain table: a header line and no frame."""
-    from rich.markup import escape
     from rich.table import Table
 
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        drawn.add_column(column, overflow="fold")
+    for column, *cells in zip(columns, *rows, strict=True):
+        # Wrapping is for sentences: short words stay whole.
+        whole = all(len(cell) <= _WORD and " " not in cell for cell in cells)
+        drawn.add_column(column, overflow="fold", no_wrap=whole)
     for row in rows:
-        drawn.add_row(*(escape(cell) for cell in row))
+        drawn.add_row(*row)
     return drawn
+
+
+def show_section(shown: Console, section: Mapping[str, Any]) -> None:
+    """Print a section of a report: its title, note and tables; without rows in any table, nothing."""
+    for heads, rows in section["tables"]:
+        if rows:
+            shown.print(f"\n{section['title']}", style="bold")
+            if section["note"]:
+                shown.print(section["note"])
+            shown.print(table(heads, rows))
 
 
 def size(count: float) -> str:
@@ -61,6 +86,14 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Format a time: 5000 → `1 h 23 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
@@ -75,11 +108,11 @@ def print_error(message: str, hint: str = "", log: Sequence[str] = ()) -> None:
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Progress]:
-    """Show progress on stderr: a bar on a terminal, otherwise one line per kind of work."""
+def progress() -> Iterator[None]:
+    """Show what is reported inside the block on stderr: as bars on a terminal, otherwise one line per kind of work."""
     if sys.stderr.isatty():
-        with _bars() as show:
-            yield show
+        with _bars() as show, listening(show):
+            yield
         return
     said: set[str] = set()
 
@@ -89,24 +122,35 @@ def progress() -> Iterator[Progress]:
             said.add(what)
             print(what, file=sys.stderr, flush=True)
 
-    yield show_line
+    with listening(show_line):
+        yield
 
 
 @contextlib.contextmanager
 def _bars() -> Iterator[Progress]:
-    from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        SpinnerColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
     columns = (
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
     shown = 0.0
-    with Bars(*columns, console=console(stderr=True)) as bars:
+    # One sweep of a calibration may take minutes.
+    with Bars(*columns, console=console(stderr=True), speed_estimate_period=1800) as bars:
 
         def show(what: str, done: int, total: int) -> None:
             nonlocal shown

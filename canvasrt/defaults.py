@@ -7,7 +7,7 @@ ANSWER_TIMEOUT = 600.0  # seconds that a client waits for a whole answer
 # The released model becomes five engines of six layers. Building one engine of everything would need
 # three times its weights in memory.
 LAYERS_PER_SEGMENT = 6
-# Or of so many, where six would take more memory to build than small CI machines have free.
+# Layers of a segment where building six would take more than `MUCH_TO_BUILD` bytes, which small CI machines lack.
 SHORT_SEGMENT, MUCH_TO_BUILD = 3, 10 * 10**9
 
 # The most tokens per row of an encoding pass, and per image.
@@ -23,14 +23,17 @@ MAX_FUSED_HEAD_DIM, FOLDED_HEADS = 256, 2
 
 # The segment of a bundle for a CPU that computes what positions alone decide.
 GEOMETRY = "geometry"
-# An empty input `[0, n]` of bodies beside it, which no node reads: `n` says how long the call is. ONNX Runtime plans memory
-# by the exclusive or of all inputs' sizes, in which those that occur an even number of times cancel out.
+# An empty body input `[0, n]` that no node reads; `n` is the call's length. ONNX Runtime keys its memory plans by the exclusive
+# or of all input sizes, in which sizes that occur an even number of times cancel out.
 CALL_LENGTH = "call_length"
 # How a GPU runs experts: in slots inside an engine, or as kernels of our own over sorted rows between engines.
 SLOTTED, SORTED = "slots", "sorted"
 
 # The files of a PEFT LoRA adapter.
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+# The most bytes of an INT8 table that a product on a CPU holds in float32 at a time.
+TABLE_PIECE_BYTES = 1 << 27
 
 
 def octets(tokens: int) -> int:

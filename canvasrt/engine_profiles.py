@@ -4,10 +4,14 @@ uses."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from canvasrt.pass_shapes import Range
+from canvasrt.bundle import Manifest
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import OCTET, PREFILL_CHUNK
+from canvasrt.pass_shapes import PassPlan, Range, in_units, plan_passes
 
 UNLIMITED = 1 << 40
 
@@ -22,11 +26,21 @@ class Profiles:
             for each in profiles or ()
         ]
 
-    def pick(self, dims: Mapping[str, int]) -> int | None:
-        """Return the number of the profile that holds `dims` and leaves the fewest of them open, then of the one whose
-        usual sizes are closest; None if no profile holds them.
+    @property
+    def count(self) -> int:
+        """How many there are; without any, an engine has one."""
+        return max(1, len(self._profiles))
 
-        The builder makes fewer kernels of a size that it knows.
+    @property
+    def has_slots(self) -> bool:
+        """Whether experts have slots, whose number is `capacity`, and not sorted rows."""
+        return not self._profiles or any("capacity" in each for each in self._profiles)
+
+    def pick(self, dims: Mapping[str, int]) -> int | None:
+        """Return the number of the profile that holds `dims`, or None. If several do, take the one that leaves the fewest
+        dimensions open, then the one with the closest usual sizes.
+
+        A fixed size takes fewer kernels.
         """
         if not self._profiles:
             return 0
@@ -49,6 +63,33 @@ class Profiles:
         """Return the smallest maximum of `name` among the profiles that hold `dims`; 0 if there is none."""
         holding = [profile for profile in self._profiles if _holds(profile, dims)]
         return min((profile[name].max for profile in holding if name in profile), default=0)
+
+
+def passes_of(manifest: Manifest) -> PassPlan:
+    """Return the plan of a bundle's passes. If an earlier version built the bundle and listed none, derive the plan from its
+    engines."""
+    if manifest.passes is not None:
+        return PassPlan.from_json(manifest.passes)
+    bodies = [Profiles(each.get("profiles")) for each in manifest.segments if "layers" in each]
+    model = manifest.model
+    return passes_taken(model, bodies, model.max_position_embeddings)
+
+
+def passes_taken(model: ModelConfig, bodies: Sequence[Profiles], max_context: int) -> PassPlan:
+    """Return the plan of passes that fits body segments with these profiles, for requests of `max_context` tokens."""
+
+    def most(name: str, **dims: int) -> int:
+        return min(each.largest(name, dims) for each in bodies)
+
+    canvas, limit = model.canvas_length, in_units(max_context)
+    longest = max(canvas, min(PREFILL_CHUNK, most("length")))
+    batch, has_slots = most("batch", length=canvas), all(each.has_slots for each in bodies)
+    plan = plan_passes(model, max(longest, max_context), batch, longest, has_slots)
+    rows = most("capacity", batch=1, length=plan.prefill_chunk)
+    roomy = max((each for each in plan.lengths if each <= rows), default=plan.roomy)
+    full, sliding = (OCTET * most(f"octets_{kind}") for kind in ("full", "sliding"))
+    plan = replace(plan, roomy=roomy, window=min(plan.window, limit, sliding))
+    return plan.within(min(limit, full))
 
 
 def _holds(profile: Mapping[str, Range], dims: Mapping[str, int]) -> bool:

@@ -7,10 +7,10 @@ from typing import ClassVar
 class CanvasError(Exception):
     """A mistake in the input or the environment: what is wrong, and what to do about it.
 
-    A file that cannot be read, or that does not hold what it should, is one, and so is standard
-    input: the same command is right once its file is.
+    An unreadable or invalid file is a CanvasError too, not wrong use: the same command works once
+    the file is mended.
 
-    `log` holds the last lines of an explaining log that the user has not seen yet.
+    log: last lines of a log that explains the error and that the user has not seen.
     """
 
     exit_code: ClassVar[int] = 1  # of the command line
@@ -23,15 +23,15 @@ class CanvasError(Exception):
 
 
 class UsageError(CanvasError):
-    """Wrong use: arguments that would be wrong on any machine, whatever its files hold."""
+    """Wrong use: arguments that are wrong on any machine, whatever its files contain."""
 
     exit_code = 2
 
 
 class EngineError(CanvasError):
-    """The engines or their device failed; the request that met it is not at fault.
+    """The engines or their device failed, through no fault of the request.
 
-    After a `fatal` one, no pass can succeed in this process.
+    fatal: no pass can succeed in this process any more.
     """
 
     exit_code = 3

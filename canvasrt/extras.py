@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from types import ModuleType
 
@@ -32,6 +31,8 @@ def is_installed(module: str) -> bool:
 
 def version(distribution: str) -> str | None:
     """Return the installed version of a distribution; None if it is not installed."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

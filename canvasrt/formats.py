@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Codes:
-    """Numbers of few bits: small floats, or integers in two's complement. What decodes and rounds them is derived.
+    """Numbers of few bits: small floats, or integers in two's complement. Decoding and rounding are derived from the fields.
 
     Attributes:
         onnx: ONNX's name of the dtype.
@@ -15,8 +15,8 @@ class Codes:
         mantissa: its bits; None for integers.
         largest: the largest magnitude in use.
         builder: TensorRT's name of the dtype in a list of kernels.
-        rates: the rates of a GPU that apply to products of it: its own, or else the next wider one's; empty if it is
-            widened to 16 bits before a product.
+        rates: names of the GPU rate for its products: its own, else that of the next wider format; empty if it is widened to 16
+        bits before a product.
         has_nan: whether the code of all ones is NaN.
     """
 
@@ -50,20 +50,20 @@ class NumberFormat:
     """One format.
 
     Attributes:
-        codes: what each number is stored as.
+        codes: the stored form of a number.
         capability: the lowest compute capability that can multiply it.
         weight_error: the relative error that the quality report allows a matrix. Rounding alone stays below it; a
             scale that is 10% off does not. (Other checks may miss a wrong scale, because norms hide it.)
         blocks: lengths of the blocks of inputs that share a scale; the first that fits a row is used. Empty: one scale
             per matrix or per output.
         least_blocks: the fewest blocks per row; shorter blocks are used if a row would have fewer.
-        block_scales: what the blocks' scales are stored as, under one more scale per matrix. None: 16-bit floats, without
-            another scale.
+        block_scales: the codes of the blocks' scales, which share one more scale per matrix. None: 16-bit floats, without
+        another scale.
         input_quantizer: TensorRT's operator that quantizes inputs block by block. None: ONNX's `QuantizeLinear`, with one
             calibrated scale.
         of_table: whether it is for the embedding table, not for the weights of products.
-        projects: whether the two products with the embedding table can be in it, next to the table in 16 bits, whose rows
-            are looked up.
+        projects: whether the two products with the embedding table can use it; rows are then looked up in a second table in 16
+        bits.
         engine_copies: copies of the weight in an engine: TensorRT keeps one layout per way of multiplying it.
         builder_factor: bytes that a TensorRT builder needs per byte of such weights, the mapped file included.
         feeds_all_tokens: whether a single canvas feeds all its tokens to every expert's first product. Reading the
@@ -94,7 +94,7 @@ class NumberFormat:
     compressed: Compressed | None = None
 
     def quantizes(self, table: bool) -> bool:
-        """Return whether it can be given to the embedding table, or to another weight."""
+        """Return whether it suits the embedding table, or another weight."""
         return self.of_table or self.projects if table else not self.of_table
 
     @property
@@ -129,7 +129,7 @@ class NumberFormat:
         return (self.bits + (self.scale_bits / block if block else 0)) / 8
 
     def cpu_bytes(self, width: int) -> float:
-        """Return the same on a CPU: codes, float32 scales and the blocks' float32 sums, or float32 numbers."""
+        """Return bytes per number on a CPU: codes, float32 scales and the blocks' float32 sums, or float32 numbers."""
         if not self.packed_on_cpu:
             return 4.0
         return self.bits / 8 + 8 / (self.block(width) or width)
@@ -179,7 +179,7 @@ _TABLE = (
         capability=(8, 0),
         weight_error=0.13,
         blocks=(64, 32, 16),
-        least_blocks=2,  # with one scale per row, TensorRT widens the weight before the product
+        least_blocks=2,  # with a single scale per row, TensorRT widens the weight before the product
         builder_factor=4.3,  # the builder transposes it, and keeps both
         rounds_inputs=False,
         packed_on_cpu=True,
@@ -222,7 +222,7 @@ def formats_of(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def most_demanding(names: set[str]) -> str:
-    """Return the format that needs the newest GPU; in a tie, the narrowest."""
+    """Return the format that needs the newest GPU; of several, the narrowest."""
     return max(names, key=lambda name: (FORMATS[name].capability, -FORMATS[name].bits))
 
 

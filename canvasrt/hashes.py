@@ -8,17 +8,16 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Called with (bytes hashed so far, total bytes).
-HashProgress = Callable[[int, int], None]
+from canvasrt.progress import listener
 
 # Smaller files are always hashed: that is as fast as a lookup.
 LARGE_FILE = 1 << 24
-# A file changed this recently (ns) may change again without its times showing it.
+# A file that changed less than this many nanoseconds ago may change again with the same times.
 _SETTLED = 2 * 10**9
 _MOST = 4096
 _CHUNK = 1 << 22
@@ -31,15 +30,16 @@ def canonical(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True, indent=2) + "\n"
 
 
-# How a file that is not what its manifest says is reported.
+# The error for a file that differs from its manifest.
 DIFFERS = "differs from the manifest (SHA-256)"
 
 
-def hash_files(
-    root: Path, names: Iterable[str], progress: HashProgress | None = None
-) -> dict[str, str]:
-    """Return the SHA-256 of files under `root`, by name; hashes several at a time."""
-    names = list(names)
+def hash_files(root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
+    """Return the SHA-256 of files under `root`, by name; hashes several at a time.
+
+    Bytes hashed are reported as progress of `doing`, if it is given.
+    """
+    names, report = list(names), listener()
     total = sum((root / name).stat().st_size for name in names)
     done = 0
 
@@ -50,8 +50,8 @@ def hash_files(
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
                 done += len(chunk)  # read only by a progress display
-                if progress is not None:
-                    progress(done, total)
+                if doing:
+                    report(doing, done, total)
         return digest.hexdigest()
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -69,15 +69,13 @@ class HashMemo:
         self._file = file
         self._known = _read(file)
 
-    def hash_files(
-        self, root: Path, names: Iterable[str], progress: HashProgress | None = None
-    ) -> dict[str, str]:
+    def hash_files(self, root: Path, names: Iterable[str], doing: str = "") -> dict[str, str]:
         """Return the SHA-256 of files under `root`, by name, like the function `hash_files`."""
         names = list(names)
         stamps = {name: _stamp(root / name) for name in names}
         keys = {name: _key(stamp) for name, stamp in stamps.items()}
         known = {name: self._known[keys[name]] for name in names if keys[name] in self._known}
-        fresh = hash_files(root, [name for name in names if name not in known], progress)
+        fresh = hash_files(root, [name for name in names if name not in known], doing)
         learned = {
             keys[name]: value
             for name, value in fresh.items()

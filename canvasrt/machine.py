@@ -6,15 +6,21 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from canvasrt import extras
+from canvasrt.errors import UsageError
 from canvasrt.targets import Target
 
-_QUERY = ("name", "memory.total", "compute_cap", "driver_version")
+_QUERY = ("name", "memory.total", "compute_cap", "driver_version", "uuid")
+# Which GPUs a process may use, for CUDA.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Of CUDA 13. NVIDIA's own entry point of its images would let older ones of data-centre GPUs do; this project's does not.
+OLDEST_DRIVER = 580
 _MIB = 1 << 20
 # Builder → the module it needs, and the extra that installs it.
 BUILDER_MODULES = {
@@ -32,15 +38,56 @@ class Gpu:
     memory: int
     capability: tuple[int, int]
     driver: str
+    uuid: str = ""
+
+    @property
+    def driver_number(self) -> int:
+        """The driver's release, for example 580; a large one for an unknown form."""
+        number = self.driver.partition(".")[0]
+        return int(number) if number.isdecimal() else 10**6
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object with one key per field."""
         return {**asdict(self), "capability": ".".join(map(str, self.capability))}
 
 
-@cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return this machine's NVIDIA GPUs; none if nvidia-smi is missing or does not answer."""
+    """Return this machine's NVIDIA GPUs, of those that CUDA_VISIBLE_DEVICES names if it is set."""
+    names = os.environ.get(VISIBLE)
+    if names is None:
+        return _listed()
+    # Parts of GPUs are not in nvidia-smi's table.
+    return _listed() if "MIG-" in names else tuple(named_gpus(names, _listed()))
+
+
+def named_gpus(names: str, listed: Sequence[Gpu]) -> list[Gpu]:
+    """Return the GPUs in a list of nvidia-smi's numbers and UUIDs, or beginnings of UUIDs."""
+    found = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        of_uuid = [gpu for gpu in listed if gpu.uuid and gpu.uuid.startswith(name)]
+        of_number = listed[int(name) : int(name) + 1] if name.isdecimal() else ()
+        found += (of_uuid or list(of_number))[:1]
+    return found
+
+
+def use_gpu(name: str) -> None:
+    """Let this process and its children use one GPU. CUDA's own numbers begin with the fastest one, so it is named by its UUID.
+
+    Raises UsageError for one that is not there.
+    """
+    there = gpus()
+    found = named_gpus(name, there) if "," not in name else []
+    if not found or not found[0].uuid:
+        known = "; ".join(f"{number}: {gpu.name}, {gpu.uuid}" for number, gpu in enumerate(there))
+        raise UsageError(
+            f"there is no GPU {name!r}", f"give the number or UUID of one of: {known or 'none'}"
+        )
+    os.environ[VISIBLE] = found[0].uuid
+
+
+@cache
+def _listed() -> tuple[Gpu, ...]:
+    """Return what nvidia-smi lists; nothing if it is missing or does not answer."""
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
@@ -56,12 +103,12 @@ def parse_gpu(line: str) -> Gpu | None:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(_QUERY):
         return None
-    name, memory, capability, driver = cells
+    name, memory, capability, driver, uuid = cells
     major, _, minor = capability.partition(".")
     if not (major.isdigit() and minor.isdigit()):
         return None
     found = int(memory) * _MIB if memory.isdigit() else memory_bytes()
-    return Gpu(name, found, (int(major), int(minor)), driver)
+    return Gpu(name, found, (int(major), int(minor)), driver, uuid)
 
 
 def memory_bytes() -> int:

@@ -1,4 +1,4 @@
-"""An option of the command line, described on the dataclass field that holds its value."""
+"""A command-line option, described in the metadata of the dataclass field that holds its value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class CommandOption:
-    """What a field does not say itself.
+    """The description of an option, besides its field's name, type and default.
 
     Attributes:
         help: one sentence; empty if there is only the variable.

@@ -1,32 +1,28 @@
-"""Builds one engine bundle per target from a checkpoint or graphs, reusing what has not changed."""
+"""Builds one engine bundle per target from a checkpoint or graphs, and reuses what is unchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from canvasrt.build import cpu, tensorrt
-from canvasrt.build.cache_keys import (
-    exported_from,
-    exported_precision,
-    is_quantized_here,
-    quantized_from,
-)
+from canvasrt.build.cache_keys import exported_from, exported_precision, quantized_from
 from canvasrt.build.checks import check_buildable, check_plan, check_space
-from canvasrt.build.plan import DEFAULT_OPTIONS, BuildOptions, Plan, cut_alike, plan
+from canvasrt.build.options import DEFAULT_OPTIONS, BuildOptions
+from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import choose_precisions
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import MANIFEST, Bundle
 from canvasrt.cache import GraphCache
 from canvasrt.formats import PLAIN
-from canvasrt.hashes import HashProgress
-from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.calibration import check_calibration
+from canvasrt.recipes.recipe import Recipe
 from canvasrt.staging import check_output
 from canvasrt.targets import Target, find_target
 
-BuildEngines = Callable[[Plan, Bundle, Progress], Bundle]
+BuildEngines = Callable[[Plan, Bundle], Bundle]
 
 # Builder in the table of targets → the function that builds its engines.
 BUILDERS: dict[str, BuildEngines] = {
@@ -41,7 +37,6 @@ def build_bundle(
     target: Target | str,
     out: Path | str,
     options: BuildOptions = DEFAULT_OPTIONS,
-    progress: Progress | None = None,
 ) -> Bundle:
     """Build the engine bundle of one target at `out`.
 
@@ -49,16 +44,15 @@ def build_bundle(
     first. An existing bundle made from the same source with the same options is returned as it is.
     """
     targets = [find_target(target) if isinstance(target, str) else target]
-    ((_, bundle),) = build_all(plan_all(source, targets, out, options, progress), progress)
+    ((_, bundle),) = build_all(plan_all(source, targets, out, options))
     return bundle
 
 
-def build_all(plans: Sequence[Plan], progress: Progress | None = None) -> list[tuple[Plan, Bundle]]:
-    """Carry out plans that share a source. What they have in common is exported and quantized once.
+def build_all(plans: Sequence[Plan]) -> list[tuple[Plan, Bundle]]:
+    """Carry out plans that share a source. Common graphs are exported and quantized once.
 
-    Everything that can be refused is refused before the first byte is written.
+    All refusals come before the first byte is written.
     """
-    report = progress or no_progress
     bundles = [made.existing() for made in plans]
     missing = [number for number, found in enumerate(bundles) if found is None]
     for number in missing:
@@ -70,8 +64,10 @@ def build_all(plans: Sequence[Plan], progress: Progress | None = None) -> list[t
         made = plans[number]
         kind = made.precision.text
         if kind not in graphs:
-            graphs[kind] = graphs_of(made, report)
-        bundles[number] = BUILDERS[made.target.builder](made, graphs[kind], report)
+            graphs[kind] = graphs_of(made, [plans[each] for each in missing])
+        if any(plans[each].precision.text == kind for each in missing if each > number):
+            made = replace(made, keep_graphs=True)
+        bundles[number] = BUILDERS[made.target.builder](made, graphs[kind])
     return [(made, bundle) for made, bundle in zip(plans, bundles, strict=True) if bundle]
 
 
@@ -80,12 +76,11 @@ def plan_all(
     targets: Sequence[Target],
     out: Path | str,
     options: BuildOptions,
-    progress: Progress | None = None,
     check: bool = True,
 ) -> list[Plan]:
     """Return one plan per target: a single one writes `out`, several write `out/<target>`.
 
-    With `check`, what cannot be built here is refused, unless it has been built already. The source is hashed last.
+    With `check`, plans that cannot be built here are refused, unless their bundle exists. The source is hashed last.
     """
     found = find_source(source)
     precisions = choose_precisions(targets, options.precision, found.precision)
@@ -103,52 +98,54 @@ def plan_all(
     for each in plans if check else ():
         if not (each.out / MANIFEST).exists():
             check_plan(each)
-    hashed = hash_source(found, progress)
+    hashed = hash_source(found)
     return [replace(each, source=hashed) for each in plans]
 
 
-def graphs_of(plan: Plan, progress: Progress) -> Bundle:
-    """Return the graph bundle for a plan's engines: from the cache, or made now."""
-    if not is_quantized_here(plan):
-        return _unquantized(plan, progress)
-    recipe = plan.precision.recipe
-    assert recipe is not None
+def graphs_of(plan: Plan, plans: Sequence[Plan] = ()) -> Bundle:
+    """Return the graph bundle for a plan's engines: from the cache, or made now.
 
-    def quantize(out: Path) -> None:
-        from canvasrt.export.quantize.quantize import quantize_graphs
+    The weights of segments whose engines `plans` all have in the cache may be gone.
+    """
+    cache, recipe = GraphCache(), plan.precision.recipe
+    same = [each for each in plans if each.precision.text == plan.precision.text]
 
-        quantize_graphs(_unquantized(plan, progress), out, recipe, plan.calibration, progress)
+    def absent(graphs: Bundle) -> set[str]:
+        gone = [tensorrt.built_weights(each, graphs) for each in same]
+        return set.intersection(*gone) if gone else set()
 
-    return GraphCache().get(quantized_from(plan), quantize, _checking(progress))
+    if plan.quantizes and recipe is not None:
+        plain = plan.source.graphs is not None or cache.has_all(exported_from(plan))
+        quantize = partial(_quantize, plan, recipe) if plain else partial(_export, plan, recipe)
+        return cache.get(quantized_from(plan), quantize, absent)
+    return _unquantized(plan, absent)
 
 
-def _unquantized(plan: Plan, progress: Progress) -> Bundle:
+def _unquantized(plan: Plan, absent: Callable[[Bundle], Collection[str]] | None = None) -> Bundle:
     """Return the graphs as given, or exported from the checkpoint."""
     if plan.source.graphs is not None:
         return plan.source.graphs
-    return GraphCache().get(exported_from(plan), _exporter(plan, progress), _checking(progress))
+    return GraphCache().get(exported_from(plan), partial(_export, plan, None), absent)
 
 
-def _exporter(plan: Plan, progress: Progress) -> Callable[[Path], None]:
+def _quantize(plan: Plan, recipe: Recipe, out: Path) -> None:
+    from canvasrt.export.quantize.quantize import quantize_graphs
+
+    quantize_graphs(_unquantized(plan), out, recipe, plan.calibration)
+
+
+def _export(plan: Plan, recipe: Recipe | None, out: Path) -> None:
+    """Export a checkpoint; with a recipe, quantize its weights on the way."""
+    from canvasrt.export.graphs import export_graphs
+
+    assert plan.source.checkpoint is not None
     precision = exported_precision(plan)
-
-    def export(out: Path) -> None:
-        from canvasrt.export.graphs import export_graphs
-
-        export_graphs(
-            plan.source.path,
-            out,
-            layers_per_segment=plan.layers_per_segment,
-            precision=precision,
-            progress=lambda done, total: progress(f"exporting graphs ({precision})", done, total),
-            adapters=plan.adapters,
-            # Otherwise its prompts are for the quantization that follows.
-            calibration=plan.calibration if precision not in PLAIN else None,
-            hashes=plan.source.made_from["files"],
-        )
-
-    return export
-
-
-def _checking(progress: Progress) -> HashProgress:
-    return lambda done, total: progress("checking graphs", done, total)
+    export_graphs(
+        plan.source.checkpoint,
+        out,
+        layers_per_segment=plan.layers_per_segment,
+        precision=precision,
+        adapters=plan.adapters,
+        calibration=plan.calibration if recipe or precision not in PLAIN else None,
+        recipe=recipe,
+    )

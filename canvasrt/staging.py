@@ -1,4 +1,4 @@
-"""Writes a folder next to its final place, then renames it: readers never see half of one."""
+"""Writes a folder next to its final place, then renames it, so that readers never see half of one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def scratch(out: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
             for folder in reversed(made):
-                with contextlib.suppress(OSError):  # holds the result, or another process's
+                with contextlib.suppress(OSError):  # it holds this result, or another process's
                     folder.rmdir()
 
 
@@ -238,7 +238,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def system_error(error: Exception) -> CanvasError | None:
-    """Return what to do about an error of the system, such as a full disk; None if it is a bug."""
+    """Return the CanvasError for an error of the system, such as a full disk; None for a bug."""
     if is_disk_full(error, None):
         return CanvasError("no space left on the disk", "free some space, or write to another disk")
     if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):

@@ -19,8 +19,9 @@ class Target:
     Attributes:
         capability: of the GPU; None for a CPU.
         memory: the GPU's in bytes; None where the host decides.
-        precision: what is built unless something else is asked for.
-        recipe: the recipe that builds it then; None is the one of the same name.
+        precision: the default of `--precision`.
+        recipe: the recipe that gives that precision by default; None takes the one of the same
+        name.
         newer: further capabilities that the same engines run on.
     """
 
@@ -36,17 +37,17 @@ class Target:
 
     @property
     def default(self) -> str:
-        """What `--precision` is unless it is given."""
+        """The default of `--precision`."""
         return self.recipe or self.precision
 
     @property
     def capabilities(self) -> tuple[tuple[int, int], ...]:
-        """All that its engines run on, the oldest first; none for a CPU."""
+        """The capabilities that its engines run on, the oldest first; none for a CPU."""
         return (self.capability, *self.newer) if self.capability else ()
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What engines can compute in, the default first. A CPU runs every format, lowered.
+        """The precisions of its engines, the default first. A CPU runs every format, lowered.
 
         The oldest capability decides.
         """
@@ -131,7 +132,7 @@ def find_target(name: str) -> Target:
 
 
 def parse_targets(names: str) -> tuple[Target, ...]:
-    """Parse `cpu,rtx-5090` into the two targets, each once, in the given order."""
+    """Parse `cpu,rtx-5090` into targets, without duplicates, in that order."""
     found = [find_target(name) for name in names.split(",") if name.strip()]
     if not found:
         raise UsageError("no target was named", f"give one of {', '.join(_BY_NAME)}")

@@ -1,4 +1,4 @@
-"""Knows since when something has been under way, so that what hangs can be noticed."""
+"""Records when running tasks began, so that a hanging one is noticed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 
 class Watch:
-    """What threads are busy with. May be used from several threads."""
+    """The running tasks of several threads. Thread-safe."""
 
     def __init__(self) -> None:
         self._began: dict[object, float] = {}
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Be busy with one thing in this context."""
+        """Count a task as running inside the block."""
         key = object()
         self._began[key] = time.monotonic()
         try:
@@ -26,5 +26,5 @@ class Watch:
 
     @property
     def since(self) -> float:
-        """When the oldest of these things began, on the monotonic clock; infinity if there is none."""
+        """When the oldest task began, on the monotonic clock; infinity if none runs."""
         return min(list(self._began.values()), default=math.inf)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from canvasrt.errors import CanvasError
-from canvasrt.hashes import HashProgress, hash_files
+from canvasrt.hashes import hash_files
 
 DEMO = "demo"
 # The checkpoints that come with the package, by name: their folders next to the demo's code.
@@ -157,15 +157,11 @@ def _check_safetensors(path: Path) -> set[str]:
     return header.keys() - {"__metadata__"}
 
 
-def fingerprint(
-    folder: Path,
-    progress: HashProgress | None = None,
-    hasher: Callable[..., dict[str, str]] = hash_files,
-) -> dict[str, str]:
+def fingerprint(folder: Path, hasher: Callable[..., dict[str, str]] = hash_files) -> dict[str, str]:
     """Return the SHA-256, by name, of each file that affects what is made from a checkpoint.
 
     `hasher` works like `hash_files`.
     """
     names = [path.name for pattern in _HUB_FILES for path in folder.glob(pattern)]
     names += (read_index(folder) or {}).values()
-    return hasher(folder, sorted(set(names)), progress)
+    return hasher(folder, sorted(set(names)), "hashing the checkpoint")

@@ -26,7 +26,7 @@ INT4_GROUPS = (16, 32, 64, 128, 256)
 INT4_HINT = (
     "use a checkpoint with symmetric weights in groups, or quantize the bf16 one with canvasrt"
 )
-# Tensors of an INT4 weight that no product expresses.
+# Tensors of INT4 weights that graphs cannot express.
 _INT4_EXTRAS = {"weight_zero_point": "zero points", "weight_g_idx": "reordered inputs"}
 _INPUTS = ("tensor", "token")  # how inputs' scales are shared
 _HINT = (
@@ -42,7 +42,7 @@ class Quantization:
     Attributes:
         producer: the tool that wrote it, with its version if the checkpoint states it.
         algorithm: the tool's own name for the algorithm.
-        precision: what a GPU must be able to multiply in.
+        precision: the format that a GPU must be able to multiply.
         static: whether the checkpoint contains the activation scales.
     """
 
@@ -138,7 +138,7 @@ def _check(
 
 
 def _check_extras(folder: Path) -> None:
-    """Refuse INT4 weights by the names of their tensors: configurations may be silent about what they hold."""
+    """Refuse unsupported INT4 weights by their tensors' names, since configurations may not mention them."""
     for name in sorted(tensor_names(folder)):
         what = _INT4_EXTRAS.get(name.rpartition(".")[2])
         if what:

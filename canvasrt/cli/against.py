@@ -9,7 +9,7 @@ from typing import Any
 
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.bench import Sample
-from canvasrt.runtime.generator import Request
+from canvasrt.runtime.request import Request
 
 NO_TOKEN = -1
 

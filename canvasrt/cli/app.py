@@ -16,8 +16,7 @@ from canvasrt.console import print_error
 from canvasrt.errors import CanvasError
 
 _MAKE, _USE, _LOOK, _INSIDE = "Build", "Run", "Inspect", "Inside a container, as in NIM"
-# Command → its panel of the help page. The function is in canvasrt/cli/<command>.py, with
-# underscores for hyphens.
+# Command → its panel of the help page. The function is in canvasrt/cli/<command>.py.
 COMMANDS = {
     "demo": _MAKE,
     "export": _MAKE,
@@ -39,6 +38,10 @@ COMMANDS = {
     "download-to-cache": _INSIDE,
     "create-model-store": _INSIDE,
 }
+# Commands that share a module.
+_MODULES = dict.fromkeys(
+    ("list-model-profiles", "download-to-cache", "create-model-store"), "model_profiles"
+)
 _BUG_HINT = "this is a bug in canvasrt: run it again with --debug, and report the output"
 
 
@@ -64,8 +67,8 @@ def _root(
     """
 
 
-def command_line() -> typer.Typer:
-    """Return the application with all commands."""
+def command_line() -> Any:
+    """Return the application with all commands, as click runs it."""
     app = typer.Typer(
         name="canvasrt",
         rich_markup_mode="rich",
@@ -75,15 +78,19 @@ def command_line() -> typer.Typer:
     app.callback()(_root)
     for name, panel in COMMANDS.items():
         function = name.replace("-", "_")
-        module = importlib.import_module(f"canvasrt.cli.{function}")
+        module = importlib.import_module(f"canvasrt.cli.{_MODULES.get(name, function)}")
         app.command(name, rich_help_panel=panel)(getattr(module, function))
-    return app
+    group: Any = typer.main.get_command(app)
+    for command in group.commands.values():
+        # Boxes leave the longest options and variables no room in 80 columns.
+        command.rich_markup_mode = None
+        command.help = command.help.replace("\nExample:", "\n\nExample:")
+    return group
 
 
 def parsed_command(name: str) -> Any:
     """Return a command as Typer parses it, with `help`, and `params` with their `opts` and `help`."""
-    group: Any = typer.main.get_command(command_line())
-    return group.commands[name]
+    return command_line().commands[name]
 
 
 def run(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli.image_files import Images, ImageTokens, data_url, pictures_of, read_images
-from canvasrt.cli.options import AsJson, Device, Threads, is_url, refuse
+from canvasrt.cli.options import AsJson, Device, Threads, argument, is_url, refuse
 from canvasrt.cli.prompt import read_stdin
 from canvasrt.console import emit, table
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS, SOFT_TOKENS
@@ -16,24 +16,22 @@ from canvasrt.errors import CanvasError, UsageError
 
 Where = Annotated[
     str,
-    typer.Argument(
-        metavar="BUNDLE_OR_URL",
-        show_default=False,
-        help="A bundle to run in this process, or a server's address, such as http://127.0.0.1:8000.",
+    argument(
+        "BUNDLE_OR_URL",
+        "A bundle to run in this process, or a server's address, such as http://127.0.0.1:8000.",
     ),
 ]
 Questions = Annotated[
     Path,
-    typer.Argument(
-        metavar="QUESTIONS.yaml",
-        show_default=False,
-        help="YAML or JSON: a list of questions as OpenAI's Decisions API takes them, or an object with the"
+    argument(
+        "QUESTIONS.yaml",
+        "YAML or JSON: a list of questions as OpenAI's Decisions API takes them, or an object with the"
         " fields questions, layout, samples and steps.",
     ),
 ]
 Input = Annotated[
     str,
-    typer.Argument(metavar="INPUT", show_default=False, help="The text; - reads it from stdin."),
+    argument("INPUT", "The text; - reads it from stdin."),
 ]
 Samples = Annotated[
     int | None,
@@ -105,11 +103,8 @@ def ask(
     else:
         found = _of_bundle(Path(where), decisions, text, seed, files, image_tokens, threads, device)
     columns = ("question", "answer", "probability", "standard error")
-    emit(
-        found,
-        as_json,
-        lambda shown: shown.print(table(columns, _rows(decisions, found["answers"]))),
-    )
+    rows = _rows(decisions, found["answers"])
+    emit(found, lambda shown: shown.print(table(columns, rows)))
 
 
 def _check_layout(layout: str | None) -> None:
@@ -141,8 +136,8 @@ def _of_bundle(
     threads: Any,
     device: Any,
 ) -> dict[str, Any]:
+    from canvasrt.runtime.answers.decision import DecisionResult
     from canvasrt.runtime.answers.layout import Ask
-    from canvasrt.runtime.answers.read import ReadResult
     from canvasrt.runtime.generator import Generator
     from canvasrt.runtime.open import open_model
     from canvasrt.runtime.tokenizer import Tokenizer
@@ -156,7 +151,7 @@ def _of_bundle(
     message = {"role": "user", "content": content if pictures else text}
     request = wanted.request([message], model, tokenizer, seed, pictures)
     (result,) = Generator(model).run([request])
-    assert isinstance(result, ReadResult)
+    assert isinstance(result, DecisionResult)
     return {
         "answers": wanted.answers(result.draws),
         "seed": result.seed,

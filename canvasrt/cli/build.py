@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from canvasrt.cli import options
-from canvasrt.console import emit, progress, size
+from canvasrt.console import duration, emit, progress, size
 from canvasrt.defaults import MAX_BATCH, SLOTTED
 
 if TYPE_CHECKING:
@@ -28,31 +28,39 @@ def build(
     calibration: options.Calibration = None,
     adapter: options.Adapter = None,
     experts: options.Experts = SLOTTED,
+    keep_graphs: options.KeepGraphs = False,
     dry_run: options.DryRun = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Build engines for one or more targets; a repeated build reuses what has not changed."""
-    from canvasrt.build.plan import BuildOptions
+    from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_all, plan_all
     from canvasrt.targets import parse_targets
 
     targets = parse_targets(target)
     adapters = tuple(options.adapters(adapter))
     wanted = BuildOptions(
-        precision, max_context, max_batch, layers_per_segment, calibration, adapters, experts
+        precision,
+        max_context,
+        max_batch,
+        layers_per_segment,
+        calibration,
+        adapters,
+        experts,
+        keep_graphs,
     )
-    with progress() as report:
-        plans = plan_all(source, targets, out, wanted, report, check=not dry_run)
+    with progress():
+        plans = plan_all(source, targets, out, wanted, check=not dry_run)
         if not dry_run:
             reused = [made.existing() is not None for made in plans]
-            made = build_all(plans, report)
+            made = build_all(plans)
     if dry_run:
-        _show_plans(plans, as_json)
+        _show_plans(plans)
     else:
-        _show_bundles(made, reused, as_json)
+        _show_bundles(made, reused)
 
 
-def _show_plans(plans: Sequence[Plan], as_json: bool) -> None:
+def _show_plans(plans: Sequence[Plan]) -> None:
     rows = []
     for plan in plans:
         not_here, hint = _why_not(plan)
@@ -62,11 +70,12 @@ def _show_plans(plans: Sequence[Plan], as_json: bool) -> None:
         for plan, row in zip(plans, rows, strict=True):
             _draw_plan(console, plan, row["not_here"], row["hint"])
 
-    emit(rows, as_json, render)
+    emit(rows, render)
 
 
 def _why_not(plan: Plan) -> tuple[str | None, str | None]:
-    """Return why the plan would be refused, and the way out. What this machine builds but cannot run has only that."""
+    """Return why the plan would be refused, and the way out. For a target that this machine builds but cannot run, return that
+    alone."""
     from canvasrt.build.checks import check_plan, what_fits
     from canvasrt.errors import CanvasError
     from canvasrt.machine import memory_bytes
@@ -87,17 +96,17 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     need, here = plan.memory, plan.needs
     kernels = f" kernels {size(need.code)}," if need.code else ""
     blind = ", without images" if plan.options.get("vision") is False else ""
-    console.print(f"[bold]{plan.target.name}[/bold] → {plan.out}")
+    console.print(f"{plan.target.name} → {plan.out}", style="bold")
     console.print(f"  from       {plan.source.path} ({plan.source.made_from['kind']})")
     console.print(f"  builder    {plan.target.builder}, {plan.precision.text} weights")
     console.print(
         f"  serves     up to {requests_of(plan)} at once,"
-        f" reading prompts {plan.prefill_chunk} tokens at a time{blind}"
+        f" reading prompts {plan.reading.prefill_chunk} tokens at a time{blind}"
     )
     console.print(
         f"  memory     {size(need.total)}: weights {size(need.weights)},{kernels}"
         f" KV cache {size(need.kv_cache)}, workspace {size(need.workspace)},"
-        f" buffers {size(need.buffers)}"
+        f" buffers {size(need.buffers)}, contexts {size(need.contexts)}"
     )
     on = plan.target.gpu
     there = plan.target.memory
@@ -107,18 +116,22 @@ def _draw_plan(console: Any, plan: Plan, not_here: str | None, hint: str | None)
     console.print(f"  runs on    {on}, {size(there)}: {verdict}")
     lighter = lighter_segments(plan)
     less = f", {size(lighter[1])} with --layers-per-segment {lighter[0]}" if lighter else ""
+    if here.calibration:
+        work, took = here.calibration.work, here.calibration.seconds()
+        console.print(
+            f"  calibrates {work.prompts} prompts, {work.passes} passes at most in {work.sweeps} sweeps over the weights:"
+            f" {size(here.calibration.memory)} of memory, about {duration(took)}"
+        )
     console.print(
-        f"  building   {size(here.memory)} of memory{less}; on disk {size(here.graphs)} of graphs"
-        f" and {size(here.engines)} of engines, minus what is in the cache"
+        f"  building   {size(here.building)} of memory{less}; on disk {size(here.graphs)} of graphs"
+        f" and {size(here.engines)} of engines, {size(plan.disk)} at the peak, minus what is in the cache"
     )
     console.print(f"  build here {'no: ' + not_here if not_here else 'yes'}")
     if hint:
         console.print(f"  hint       {hint}")
 
 
-def _show_bundles(
-    made: Sequence[tuple[Plan, Bundle]], reused: Sequence[bool], as_json: bool
-) -> None:
+def _show_bundles(made: Sequence[tuple[Plan, Bundle]], reused: Sequence[bool]) -> None:
     rows = [
         {
             "bundle": str(bundle.path),
@@ -136,4 +149,4 @@ def _show_bundles(
             state = "up to date" if row["reused"] else f"built, {size(row['bytes'])}"
             console.print(f"{row['bundle']}: {row['target']} engines, {state}")
 
-    emit(rows, as_json, render)
+    emit(rows, render)

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.answer_options import AnswerTimeout
 from canvasrt.cli.drafts import live_region, tail
-from canvasrt.cli.prompt import System
+from canvasrt.cli.prompt import AnswerTimeout, System
 from canvasrt.cli.sampling import with_sampling
 from canvasrt.console import print_error
 from canvasrt.containers.names import API_PORT
@@ -86,7 +85,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """Yield what is typed, without empty lines."""
+    """Yield the typed lines, without empty ones."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin if line.strip())
         return
@@ -123,7 +122,7 @@ def _draw(client: OpenAIClient, inputs: dict[str, Any]) -> str:
             if draft["step"] == 1:
                 finished = answer
             live.update(tail(_canvas(finished, draft), live.console), refresh=True)
-    live.console.print(answer, markup=False)
+    live.console.print(answer)
     return answer
 
 

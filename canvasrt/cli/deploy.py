@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from canvasrt.cli.field_options import with_fields
-from canvasrt.cli.options import AsJson
+from canvasrt.cli.options import AsJson, argument
 from canvasrt.containers.deploy.options import (
     DEPLOY_TIMEOUT,
     SERVER_CLASSES,
@@ -17,11 +17,7 @@ from canvasrt.containers.names import CONTAINER_VARIABLES
 
 Package = Annotated[
     str,
-    typer.Argument(
-        metavar="PACKAGE",
-        show_default=False,
-        help="A folder or file that `canvasrt package` wrote, or the name of an image.",
-    ),
+    argument("PACKAGE", "A folder or file that `canvasrt package` wrote, or the name of an image."),
 ]
 Engine = Annotated[
     str | None,
@@ -38,7 +34,7 @@ Timeout = Annotated[
         "--timeout", metavar="SECONDS", min=0, help="Time limit for the container to become ready."
     ),
 ]
-# What the container's own help cannot know: its name, and that only this machine reaches it.
+# Defaults that depend on the container: its name, and that only this machine reaches it.
 _SERVER_DEFAULTS = {
     name: f"{text}, on loopback"
     for name, variable in SERVER_VARIABLES.items()
@@ -68,17 +64,17 @@ def deploy(
     options = replace(options, server=told)
     if show:
         commands = work.commands_of(package, options, engine)
-        emit({"commands": commands}, as_json, lambda console: print("\n".join(commands)))
+        emit({"commands": commands}, lambda console: print("\n".join(commands)))
         return
-    with progress() as report:
-        data = work.deploy(package, options, engine=engine, timeout=timeout, progress=report)
+    with progress():
+        data = work.deploy(package, options, engine=engine, timeout=timeout)
 
-    emit(data, as_json, lambda console: _render(console, data))
+    emit(data, lambda console: _render(console, data))
 
 
 def _render(console: Any, data: dict[str, Any]) -> None:
-    console.print(f"ready after {data['seconds']} s   container {data['name']}", markup=False)
+    console.print(f"ready after {data['seconds']} s   container {data['name']}")
     for key in ("openai", "grpc", "http"):
         if key in data:
-            console.print(f"{key:<7} {data[key]}", markup=False)
-    console.print(f"stop    {data['engine']} stop {data['name']}", markup=False)
+            console.print(f"{key:<7} {data[key]}")
+    console.print(f"stop    {data['engine']} stop {data['name']}")

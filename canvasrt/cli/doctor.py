@@ -1,34 +1,250 @@
-"""`canvasrt doctor`: shows what works on this machine."""
+"""`canvasrt doctor`: what is installed and works on this machine, and the command that fixes each gap."""
 
-from typing import Any
+from __future__ import annotations
 
-from canvasrt.cli import options
-from canvasrt.console import emit
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-_MARKS = {
-    "ok": "[green]ok  [/green]",
-    "gap": "[bold red]gap [/bold red]",
-    "info": "[dim]info[/dim]",
+from canvasrt import __version__, extras
+from canvasrt.cli.options import AsJson, option
+from canvasrt.console import emit, size
+from canvasrt.errors import CanvasError
+
+Status = Literal["ok", "gap", "info"]
+
+_GB = 10**9
+_OLDEST_PYTHON = (3, 11)
+_ENOUGH_DISK = 2 * _GB
+_ENOUGH_SHARED = 64 * 2**20  # bytes of /dev/shm that Triton's Python backend needs at start
+# Extra → its main distributions, and its purpose.
+_EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "export": (
+        ("torch", "onnx", "onnxscript", "onnx-ir", "safetensors"),
+        "export a checkpoint",
+    ),
+    "rtx": (("tensorrt-rtx",), "build engines for RTX GPUs"),
+    "tensorrt": (("tensorrt",), "build engines for data-centre GPUs"),
+    "sorted": (("triton",), "build engines with --experts sorted"),
+    "serve": (("nvidia-pytriton", "tritonclient"), "serve through Triton"),
+}
+# Every machine can use these extras; without them it has a gap.
+_WANTED = ("export", "rtx", "serve")
+
+_STYLES = {
+    "ok": "green",
+    "gap": "bold red",
+    "info": "dim",
 }
 
 
-def doctor(as_json: options.AsJson = False) -> None:
+@dataclass(frozen=True)
+class MachineCheck:
+    """One line of the report. `fix` is the command that closes a gap."""
+
+    name: str
+    state: Status
+    found: str
+    fix: str = ""
+
+
+Report = Annotated[
+    Path | None,
+    option(
+        "--report",
+        "FILE",
+        "Also write versions, GPUs, plans and the last logs to a file, to send with a question; no secrets.",
+    ),
+]
+
+
+def doctor(report: Report = None, as_json: AsJson = False) -> None:
     """Show what is installed and works on this machine, and how to fix what does not."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    from canvasrt.cli.doctor_checks import doctor_report
+    from canvasrt import machine
 
-    data = doctor_report()
+    checks = examine()
+    data = {
+        "canvasrt": __version__,
+        "machine": machine.description(),
+        "checks": [asdict(check) for check in checks],
+        "gaps": sum(check.state == "gap" for check in checks),
+    }
+
+    if report is not None:
+        _write(report, data)
 
     def render(console: Any) -> None:
-        for check in data["checks"]:
-            mark = _MARKS[check["state"]]
-            console.print(f"{mark} {escape(check['name'])}: {escape(check['found'])}")
-            if check["fix"]:
-                console.print(f"     → {escape(check['fix'])}")
+        for check in checks:
+            mark = (f"{check.state:<4}", _STYLES[check.state])
+            console.print(Text.assemble(mark, f" {check.name}: {check.found}"))
+            if check.fix:
+                console.print(f"     → {check.fix}")
         gaps = data["gaps"]
         console.print(
             "\nnothing is missing" if not gaps else f"\n{gaps} missing or broken: see → above"
         )
 
-    emit(data, as_json, render)
+    emit(data, render)
+
+
+def _write(file: Path, data: dict[str, Any]) -> None:
+    from canvasrt.cli import doctor_report
+
+    text = json.dumps({**data, **doctor_report.report()}, indent=1, ensure_ascii=False)
+    text = doctor_report.without_secrets(text, doctor_report.secrets_of(os.environ))
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CanvasError(
+            f"cannot write {file}: {error.strerror}", "give another --report"
+        ) from error
+
+
+def examine() -> list[MachineCheck]:
+    """Return all checks, in the order they are shown."""
+    checks = [_python(), _onnxruntime()]
+    checks += [_extra(name) for name in _EXTRAS]
+    checks += [*_gpus(), _triton(), _containers(), _memory(), _disk(), _shared_memory()]
+    return checks
+
+
+def _python() -> MachineCheck:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < _OLDEST_PYTHON:
+        return MachineCheck("Python", "gap", found, "apt install python3.11 python3.11-venv")
+    return MachineCheck("Python", "ok", found)
+
+
+def _onnxruntime() -> MachineCheck:
+    from canvasrt import machine
+
+    name = "ONNX Runtime"
+    both = extras.version("onnxruntime"), extras.version("onnxruntime-gpu")
+    if all(both):
+        return MachineCheck(
+            name,
+            "gap",
+            "onnxruntime and onnxruntime-gpu overwrite each other's files",
+            "pip uninstall -y onnxruntime onnxruntime-gpu && pip install 'canvasrt[gpu]'",
+        )
+    if not any(both):
+        return MachineCheck(name, "gap", "not installed", "pip install 'canvasrt[cpu]'")
+    try:
+        runtime = extras.require("onnxruntime", "cpu")
+    except CanvasError as error:
+        return MachineCheck(name, "gap", error.message, error.hint)
+    providers = [
+        each.removesuffix("ExecutionProvider") for each in runtime.get_available_providers()
+    ]
+    found = f"{both[0] or both[1]}, providers: {', '.join(providers)}"
+    if machine.gpus() and "CUDA" not in providers:
+        fix = "pip uninstall -y onnxruntime && pip install 'canvasrt[gpu]'"
+        return MachineCheck(name, "info", f"{found}; does not use the GPU", fix)
+    return MachineCheck(name, "ok", found)
+
+
+def _extra(extra: str) -> MachineCheck:
+    distributions, purpose = _EXTRAS[extra]
+    versions = {name: extras.version(name) for name in distributions}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    missing = [name for name, version in versions.items() if version is None]
+    name = f"To {purpose}"
+    if not missing:
+        return MachineCheck(name, "ok", found)
+    state: Status = "gap" if extra in _WANTED or found else "info"
+    text = f"{found}; not installed: {', '.join(missing)}".removeprefix("; ")
+    return MachineCheck(name, state, text, f"pip install 'canvasrt[{extra}]'")
+
+
+def _gpus() -> list[MachineCheck]:
+    from canvasrt import machine
+
+    found = machine.gpus()
+    if not found:
+        return [MachineCheck("GPU", "info", "nvidia-smi reports none; everything runs on the CPU")]
+    return [
+        MachineCheck(
+            f"GPU {number}",
+            "ok",
+            f"{gpu.name}, {size(gpu.memory)}, capability {'.'.join(map(str, gpu.capability))},"
+            f" driver {gpu.driver}",
+        )
+        for number, gpu in enumerate(found)
+    ]
+
+
+def _triton() -> MachineCheck:
+    from canvasrt.containers.serve.installation import find_installation
+
+    name = "Triton Inference Server"
+    try:
+        installation = find_installation()
+        binary = installation.binary
+    except CanvasError as error:
+        return MachineCheck(name, "gap", error.message, error.hint)
+    try:
+        answer = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60)
+        output = answer.stdout + answer.stderr
+    except (OSError, subprocess.SubprocessError) as error:
+        output = str(error)
+    if "Usage: tritonserver" not in output:
+        fix = "use a system with glibc 2.35 or later (Debian 12, Ubuntu 22.04)"
+        return MachineCheck(name, "gap", f"{binary} does not start: {output.strip()[-200:]}", fix)
+    found = f"{binary}, {installation.release_text}"
+    if not installation.is_safe:
+        fix = "to open Triton's own ports to other machines, use a tritonserver of 26.07 or later"
+        return MachineCheck(
+            name, "info", f"{found}: one request can crash it, so loopback only", fix
+        )
+    return MachineCheck(name, "ok", found)
+
+
+def _containers() -> MachineCheck:
+    found = [tool for tool in ("docker", "podman", "buildah", "skopeo") if shutil.which(tool)]
+    if found:
+        return MachineCheck("Containers", "ok", ", ".join(found))
+    return MachineCheck("Containers", "info", "no docker or podman", "apt install podman")
+
+
+def _memory() -> MachineCheck:
+    """Say how much there is, and whether the released model runs on this CPU."""
+    from canvasrt import machine
+    from canvasrt.build.fit import released_fit
+    from canvasrt.targets import find_target
+
+    there, fit = machine.memory_bytes(), released_fit(find_target("cpu"))
+    assert fit is not None
+    need = f"the released model takes {size(fit.memory.total)} on a CPU, in {fit.precision}"
+    if fit.memory.total > there:
+        return MachineCheck("Memory", "info", f"{size(there)}, too little for a CPU: {need}")
+    return MachineCheck("Memory", "ok", f"{size(there)}; {need}")
+
+
+def _disk() -> MachineCheck:
+    free = shutil.disk_usage(Path.cwd()).free
+    found = f"{size(free)} free in {Path.cwd()}"
+    if free < _ENOUGH_DISK:
+        return MachineCheck(
+            "Disk", "gap", found, "free some space, or work in a folder on another disk"
+        )
+    return MachineCheck("Disk", "ok", found)
+
+
+def _shared_memory() -> MachineCheck:
+    name = "Shared memory"
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return MachineCheck(name, "gap", "no /dev/shm", "mount -t tmpfs tmpfs /dev/shm")
+    if free < _ENOUGH_SHARED:
+        fix = "mount -o remount,size=1g /dev/shm (in a container: --shm-size 1g)"
+        return MachineCheck(name, "gap", f"{size(free)} free in /dev/shm; Triton needs more", fix)
+    return MachineCheck(name, "ok", f"{size(free)} free in /dev/shm")

@@ -21,7 +21,7 @@ class DraftView:
         self._tokenizer = tokenizer
         self._eos = eos_token_ids
         self._done = ""  # the text of finished blocks
-        self._begun = ""  # and what has settled after them
+        self._begun = ""  # the settled text after them
         self._live = live_region() if sys.stdout.isatty() else None
 
     def draft(self, event: Draft) -> None:

@@ -17,7 +17,7 @@ def export(
     as_json: options.AsJson = False,
 ) -> None:
     """Export a checkpoint to ONNX graphs."""
-    from canvasrt.checkpoints import locate as checkpoints
+    from canvasrt.checkpoints.description import describe
     from canvasrt.errors import UsageError
     from canvasrt.extras import require
     from canvasrt.staging import check_output
@@ -28,22 +28,20 @@ def export(
         )
     adapters = options.adapters(adapter)
     check_output(out)
-    folder = checkpoints.find_checkpoint(checkpoint)
+    found = describe(checkpoint)
     require("torch", "export")
     require("onnx", "export")
     from canvasrt.defaults import LAYERS_PER_SEGMENT
     from canvasrt.export.graphs import export_graphs
 
-    with progress() as report:
+    with progress():
         bundle = export_graphs(
-            folder,
+            found,
             out,
             layers_per_segment=layers_per_segment or LAYERS_PER_SEGMENT,
             precision=precision,
             adapters=adapters,
             calibration=calibration,
-            hashes=checkpoints.fingerprint(folder),
-            progress=lambda done, total: report("exporting graphs", done, total),
         )
     manifest = bundle.manifest
     data: dict[str, Any] = {
@@ -59,4 +57,4 @@ def export(
             f"{bundle.path}: {len(manifest.segments)} graphs, {size(manifest.total_bytes)}"
         )
 
-    emit(data, as_json, render)
+    emit(data, render)

@@ -1,16 +1,15 @@
-"""Options of a command that are described on the fields of dataclasses."""
+"""Derives a command's options from the fields of dataclasses."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -26,11 +25,11 @@ def with_fields(
     only: Collection[str] = (),
     shown: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Command], Command]:
-    """Give a command an option per described field of the dataclasses, in place of an argument.
+    """Replace an argument of a command by options, one per described field of the dataclasses.
 
-    The command gets an instance of the one class there. With `unset`, it gets a mapping instead: the fields' values by
-    option name, None for an option that was not given. `only` names the fields to take, and
-    `shown` the defaults that the help gives for some in place of their own.
+    The command gets an instance of the class. With `unset`, it gets a mapping instead: the fields' values by
+    option name, None for an option that was not given. `only` names the fields to take, and `shown`
+    other defaults for the help.
     """
     found = {
         option_name(kind, each): _argument(kind, each, unset, shown.get(each.name))
@@ -55,7 +54,7 @@ def with_options(
     options: Mapping[str, inspect.Parameter],
     make: Callable[[dict[str, Any]], Any],
 ) -> Command:
-    """Return a command with these options in place of an argument, which gets what `make` makes of their values."""
+    """Replace an argument of a command by these options. The argument gets `make(values)`."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
     for each in signature.parameters.values():
@@ -107,7 +106,7 @@ def _typer_option(name: str, field: Field[Any], of: CommandOption, unset: bool) 
 
 
 def _shown(default: Any, unset: bool) -> str | bool:
-    """Return the default that the help shows. Typer knows it itself, except where None stands for it."""
+    """Return the default for the help. Typer shows it itself unless the default is None."""
     if default in (None, ()) or isinstance(default, bool):
         return False
     if not unset:
@@ -123,7 +122,7 @@ def _default(field: Field[Any]) -> Any:
 
 def _type(kind: type, field: Field[Any]) -> tuple[Any, bool]:
     """Return the type of an option's value, and whether it may be None. Lists given as one text are text."""
-    found = eval(str(field.type), vars(sys.modules[kind.__module__]))  # noqa: S307
+    found = get_type_hints(kind, include_extras=True)[field.name]
     is_optional = get_origin(found) in (Union, types.UnionType)
     if is_optional:
         (found,) = (each for each in get_args(found) if each is not type(None))

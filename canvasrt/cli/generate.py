@@ -7,18 +7,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from canvasrt.cli.answer_options import CanvasJson, Drafts, canvas_conditions
 from canvasrt.cli.generate_output import answer_of, show_answers, stream_json, stream_text
 from canvasrt.cli.image_files import Images, ImageTokens, pictures_of, read_images
-from canvasrt.cli.options import AsJson, BundlePath, Device, SharePasses, Threads, read_option
-from canvasrt.cli.prompt import PromptIds, PromptInput, PromptText, Raw, System, read_prompt
+from canvasrt.cli.options import (
+    AsJson,
+    BundlePath,
+    Device,
+    SharePasses,
+    Threads,
+    option,
+    read_option,
+)
+from canvasrt.cli.prompt import (
+    CanvasJson,
+    Drafts,
+    PromptIds,
+    PromptInput,
+    PromptText,
+    Raw,
+    System,
+    canvas_conditions,
+    read_prompt,
+)
 from canvasrt.cli.sampling import LABELS, with_sampling
 from canvasrt.console import emit
 from canvasrt.defaults import SOFT_TOKENS
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
-    from canvasrt.runtime.answers.infill import GapRequest
+    from canvasrt.runtime.answers.infill import InfillRequest
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.pictures import Picture
     from canvasrt.runtime.tokenizer import Tokenizer
@@ -29,11 +46,10 @@ Count = Annotated[
 Stream = Annotated[bool, typer.Option("--stream", help="Print text as soon as it is final.")]
 Infill = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--infill",
-        metavar="TEXT",
-        show_default=False,
-        help="Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; braces hold the number of tokens.",
+        "TEXT",
+        "Fill the gaps of a text such as 'The cat {4} on the {2-3} mat'; braces hold the number of tokens.",
     ),
 ]
 
@@ -73,8 +89,9 @@ def generate(
     files = read_images(image or (), image_tokens)
 
     from canvasrt.runtime.answers.infill import infill_request
-    from canvasrt.runtime.generator import Generator, Request
+    from canvasrt.runtime.generator import Generator
     from canvasrt.runtime.open import open_model
+    from canvasrt.runtime.request import Request
     from canvasrt.runtime.sampling_params import SamplingParams
 
     model = open_model(bundle, threads, device=device, share_passes=share_passes)
@@ -86,7 +103,7 @@ def generate(
     if infill is not None:
         assert tokenizer is not None
         request = infill_request(infill, ids, params, model, tokenizer, pictures)
-        _fill(request, model, tokenizer, as_json)
+        _fill(request, model, tokenizer)
         return
     requests = [
         Request(ids, replace(params, seed=params.seed + i), pictures, conditions=conditions)
@@ -97,7 +114,7 @@ def generate(
         show = stream_json if as_json else stream_text
         show(generator.stream(requests[0]), requests[0], tokenizer, drafts)
         return
-    show_answers([answer_of(each, tokenizer) for each in generator.run(requests)], as_json)
+    show_answers([answer_of(each, tokenizer) for each in generator.run(requests)])
 
 
 def _check(n: int, stream: bool, drafts: bool, infill: str | None) -> None:
@@ -122,7 +139,7 @@ def _infill_prompt(text: str) -> str:
     return default_prompt(text)
 
 
-def _fill(request: GapRequest, model: Model, tokenizer: Tokenizer, as_json: bool) -> None:
+def _fill(request: InfillRequest, model: Model, tokenizer: Tokenizer) -> None:
     """Fill the gaps of a text, and print it."""
     from canvasrt.runtime.answers.infill import InfillResult, filled
     from canvasrt.runtime.generator import Generator
@@ -130,7 +147,7 @@ def _fill(request: GapRequest, model: Model, tokenizer: Tokenizer, as_json: bool
     (result,) = Generator(model).run([request])
     assert isinstance(result, InfillResult)
     shown = {**filled(result, tokenizer), "seed": result.seed, "steps": result.steps}
-    emit(shown, as_json, lambda _: print(shown["text"]))
+    emit(shown, lambda _: print(shown["text"]))
 
 
 def _tokenizer(model: Any, required: bool) -> Tokenizer | None:

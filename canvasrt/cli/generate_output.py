@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from canvasrt.console import emit, emit_line
 
 if TYPE_CHECKING:
-    from canvasrt.runtime.generator import Block, Event, Request, Result, Settled
-    from canvasrt.runtime.request import BlockScore
+    from canvasrt.runtime.request import Block, BlockScore, Event, Request, Result, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 
-def show_answers(answers: Sequence[dict[str, Any]], as_json: bool) -> None:
+def show_answers(answers: Sequence[dict[str, Any]]) -> None:
     """Print one answer, or several under their seeds."""
 
     def render(_: Any) -> None:
@@ -23,7 +22,7 @@ def show_answers(answers: Sequence[dict[str, Any]], as_json: bool) -> None:
                 print(f"{chr(10) if index else ''}--- seed {answer['seed']}")
             print(_text_or_ids(answer["text"], answer["token_ids"]))
 
-    emit(answers[0] if len(answers) == 1 else answers, as_json, render)
+    emit(answers[0] if len(answers) == 1 else answers, render)
 
 
 def answer_of(result: Result, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -64,38 +63,25 @@ def stream_json(
     events: Iterator[Event], request: Request, tokenizer: Tokenizer | None, drafts: bool
 ) -> None:
     """Print one JSON object per event and line; the last has what `--json` prints without `--stream`."""
-    from canvasrt.runtime.generator import Block, Draft, Settled
+    from canvasrt.runtime.request import Block, Draft, Settled
 
-    def put(**line: Any) -> None:
-        emit_line(line)
+    def line(event: Any, words: list[int], /, **more: Any) -> dict[str, Any]:
+        text = None if tokenizer is None else tokenizer.decode(words)
+        return {**more, "text": text, "token_ids": list(map(int, event.tokens))}
 
     for event in events:
         if isinstance(event, Draft):
             if drafts:
-                ids = event.tokens.tolist()
-                text = None if tokenizer is None else tokenizer.decode(ids)
-                put(event="draft", block=event.block, step=event.step, text=text, token_ids=ids)
+                at = {"event": "draft", "block": event.block, "step": event.step}
+                emit_line(line(event, event.tokens.tolist(), **at))
         elif isinstance(event, Settled):
-            text = None if tokenizer is None else tokenizer.decode(event.tokens)
-            put(
-                event="settled",
-                block=event.block,
-                step=event.step,
-                text=text,
-                token_ids=event.tokens,
-            )
+            at = {"event": "settled", "block": event.block, "step": event.step}
+            emit_line(line(event, event.tokens, **at))
         elif isinstance(event, Block):
-            words = _without_end(event.tokens, event.finish)
-            text = None if tokenizer is None else tokenizer.decode(words)
-            put(
-                event="block",
-                block=event.block,
-                steps=event.steps,
-                text=text,
-                token_ids=event.tokens,
-            )
+            at = {"event": "block", "block": event.block, "steps": event.steps}
+            emit_line(line(event, _without_end(event.tokens, event.finish), **at))
         else:
-            put(event="finished", **answer_of(event.result, tokenizer))
+            emit_line({"event": "finished", **answer_of(event.result, tokenizer)})
 
 
 def stream_text(
@@ -103,7 +89,7 @@ def stream_text(
 ) -> None:
     """Print text once it is final; with drafts, also the canvas after each step."""
     from canvasrt.cli.drafts import DraftView
-    from canvasrt.runtime.generator import Block, Draft, Settled
+    from canvasrt.runtime.request import Block, Draft, Settled
     from canvasrt.runtime.tokenizer import StreamDecoder
 
     decoder = None if tokenizer is None else StreamDecoder(tokenizer)
@@ -127,8 +113,8 @@ def stream_text(
 
 
 def _piece(event: Settled | Block, decoder: StreamDecoder | None) -> str:
-    """Return what an event adds to the answer so far."""
-    from canvasrt.runtime.generator import Block
+    """Return the text that an event adds to the answer."""
+    from canvasrt.runtime.request import Block
 
     finish, sent = (event.finish, event.settled) if isinstance(event, Block) else (None, 0)
     tokens = event.tokens[sent:]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from canvasrt.cli.options import option
 from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
@@ -18,12 +19,7 @@ if TYPE_CHECKING:
 
 Images = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--image",
-        metavar="FILE",
-        show_default=False,
-        help="An image that stands before the text; may be given several times.",
-    ),
+    option("--image", "FILE", "An image that stands before the text; may be given several times."),
 ]
 ImageTokens = Annotated[
     int,
@@ -34,7 +30,7 @@ ImageTokens = Annotated[
 
 
 def read_images(images: Sequence[Path], budget: int) -> list[bytes]:
-    """Return the files of --image. UsageError for a budget that there is not."""
+    """Return the files of --image. UsageError for an unsupported budget."""
     from canvasrt.runtime.pictures import BUDGETS
 
     if budget not in BUDGETS:
@@ -52,7 +48,7 @@ def pictures_of(files: Sequence[bytes], budget: int, model: Model) -> list[Pictu
 
     if not files:
         return []
-    model.check_sees()
+    model.check_vision()
     return read_pictures(list(files), model.config.vision or {}, [budget] * len(files))
 
 

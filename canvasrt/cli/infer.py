@@ -1,20 +1,37 @@
 """`canvasrt infer`: one call to a running server."""
 
-from typing import Annotated, Any
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from canvasrt.cli.answer_options import (
+from canvasrt.cli.options import AsJson, option, read_option
+from canvasrt.cli.prompt import (
     AnswerTimeout,
     CanvasJson,
     Drafts,
+    PromptIds,
+    PromptInput,
+    PromptText,
+    Raw,
+    System,
     canvas_conditions,
+    read_prompt,
 )
-from canvasrt.cli.options import AsJson, read_option
-from canvasrt.cli.prompt import PromptIds, PromptText, Raw, System, read_prompt
 from canvasrt.cli.sampling import with_sampling
+from canvasrt.console import emit, emit_line
 from canvasrt.defaults import ANSWER_TIMEOUT
+from canvasrt.errors import UsageError
 
+if TYPE_CHECKING:
+    from canvasrt.containers.client.triton import Protocol
+
+PROTOCOLS = ("http", "grpc", "openai")
 Url = Annotated[
     str | None,
     typer.Option(
@@ -33,12 +50,7 @@ Stream = Annotated[
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(
-        "--stop",
-        metavar="TEXT",
-        show_default=False,
-        help="End the answer before this text; may be given several times.",
-    ),
+    option("--stop", "TEXT", "End the answer before this text; may be given several times."),
 ]
 
 
@@ -63,12 +75,92 @@ def infer(
 
     Example: canvasrt infer "12+34=" --protocol grpc --stream
     """
-    from canvasrt.cli.call import ClientCall, ask, check_call
-    from canvasrt.containers.tensors import check_stops
+    from canvasrt.containers.triton.inputs import check_stops
 
-    check_call(protocol, stream, drafts)
+    _check(protocol, stream, drafts)
     given = read_prompt(prompt, prompt_ids, system, raw)
-    canvas_conditions(canvas)  # what is wrong is said here
+    canvas_conditions(canvas)  # refuses an invalid one here
     read_option(lambda: check_stops(stop or ()))
     options = {**sampling, "stop": stop or None, "canvas": canvas}
-    ask(ClientCall(given, options, stream, drafts), protocol, url, timeout, as_json)
+    call = ClientCall(given, options, stream, drafts)
+    ask = _openai if protocol == "openai" else partial(_triton, cast("Protocol", protocol))
+    for data, text in ask(call, url, timeout):
+        if not (stream or drafts):
+            emit(data, lambda shown, text=text: shown.print(text))  # type: ignore[misc]
+        elif not as_json:
+            print(text, end="", flush=True)
+        elif data is not None:
+            emit_line(data)
+
+
+@dataclass(frozen=True)
+class ClientCall:
+    """One call to a server. `options` are inputs of the served model by tensor name."""
+
+    prompt: PromptInput
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    drafts: bool = False
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs by tensor name."""
+        return {**self._prompt(), **self.options}
+
+    def _prompt(self) -> dict[str, Any]:
+        if self.prompt.ids is not None:
+            return {"prompt_ids": self.prompt.ids}
+        if self.prompt.system is not None:
+            return {"messages": json.dumps(self.prompt.messages)}
+        return {"prompt": self.prompt.text, "raw": self.prompt.raw or None}
+
+
+def _check(protocol: str, stream: bool, drafts: bool) -> None:
+    """Raise UsageError for an unknown protocol, or one that cannot stream."""
+    if protocol not in PROTOCOLS:
+        raise UsageError(f"unknown protocol {protocol!r}", f"give one of {', '.join(PROTOCOLS)}")
+    if (stream or drafts) and protocol == "http":
+        raise UsageError(
+            "Triton does not stream over --protocol http",
+            "give --protocol grpc or openai, or leave out --stream and --drafts",
+        )
+
+
+# The answer, or each event as it comes: as JSON, and as text to print.
+Shown = Iterator[tuple[Any, str]]
+
+
+def _triton(protocol: Protocol, call: ClientCall, url: str | None, timeout: float) -> Shown:
+    from canvasrt.containers.client.triton import Client
+
+    with Client(url, protocol, timeout) as client:
+        if not (call.stream or call.drafts):
+            answer = client.infer(call.inputs())
+            yield answer.to_json(), answer.text
+            return
+        for event in client.stream({**call.inputs(), "drafts": call.drafts or None}):
+            text = "\n"
+            if event.event == "draft":
+                text = f"[block {event.block}, step {event.step}] {event.text}\n"
+            elif event.event in ("settled", "block"):
+                text = event.text or ""
+            yield event.to_json(), text
+
+
+def _openai(call: ClientCall, url: str | None, timeout: float) -> Shown:
+    from canvasrt.containers.client.openai import OpenAIClient
+
+    client = OpenAIClient(url, timeout)
+    if not (call.stream or call.drafts):
+        answer = client.ask(call.inputs())
+        yield answer, answer["text"]
+        return
+    for piece, draft in client.events(call.inputs(), call.drafts):
+        if draft is None:
+            yield {"text": piece}, piece
+        else:
+            best = "".join(draft["best"][: draft["end"]])
+            yield (
+                {"draft": draft},
+                f"[block {draft['block']}, step {draft['step']}] {best}\n",
+            )
+    yield None, "\n"

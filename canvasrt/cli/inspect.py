@@ -26,39 +26,31 @@ Context = Annotated[
 ]
 Capacity = Annotated[
     int | None,
-    typer.Option(
+    options.option(
         "--capacity",
-        metavar="SLOTS",
+        "SLOTS",
+        "With --kernels: slots per expert. Default: enough for nearly uniform routing.",
         min=1,
-        show_default=False,
-        help="With --kernels: slots per expert. Default: enough for nearly uniform routing.",
     ),
 ]
 GpuName = Annotated[
     str | None,
-    typer.Option(
-        "--gpu",
-        metavar="NAME",
-        show_default=False,
-        help="With --kernels: predict for this GPU. Default: the bundle's target.",
+    options.option(
+        "--gpu", "NAME", "With --kernels: predict for this GPU. Default: the bundle's target."
     ),
 ]
 Rates = Annotated[
     Path | None,
-    typer.Option(
+    options.option(
         "--rates",
-        metavar="FILE",
-        show_default=False,
-        help="With --kernels: the gpu.json of `python -m bench.gpu`, whose measured rates replace the table's.",
+        "FILE",
+        "With --kernels: the file of `python -m bench gpu -o FILE`, whose measured rates replace the table's.",
     ),
 ]
 Page = Annotated[
     Path | None,
-    typer.Option(
-        "--page",
-        metavar="DIR",
-        show_default=False,
-        help="With --kernels: also write kernels.json and kernels.html there.",
+    options.option(
+        "--page", "DIR", "With --kernels: also write kernels.json and kernels.html there."
     ),
 ]
 # Options that only kernels take.
@@ -86,9 +78,9 @@ def inspect(
     if kernels:
         from canvasrt.cli.kernels import show
 
-        show(loaded, batch, context, capacity, gpu, rates, page, as_json)
+        show(loaded, batch, context, capacity, gpu, rates, page)
         return
-    emit(loaded.manifest.data, as_json, lambda console: _render(console, loaded.manifest))
+    emit(loaded.manifest.data, lambda console: _render(console, loaded.manifest))
 
 
 def _render(console: Any, manifest: Any) -> None:
@@ -106,7 +98,7 @@ def _render(console: Any, manifest: Any) -> None:
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
         if value:
-            console.print(f"{name:<{width}}  {value}", markup=False)
+            console.print(f"{name:<{width}}  {value}")
     _show_profiles(console, manifest.segments)
     rows = [
         (name, size(entry["bytes"]), entry["sha256"][:16]) for name, entry in manifest.files.items()
@@ -130,6 +122,7 @@ def _quantized(segments: Sequence[dict[str, Any]]) -> str:
 def _model_facts(manifest: Any) -> list[tuple[str, str]]:
     model, sampler = manifest.model, manifest.sampler
     kinds = [layer.kind for layer in model.layers]
+    names = [segment["name"] for segment in manifest.segments]
     return [
         (
             "model",
@@ -142,10 +135,15 @@ def _model_facts(manifest: Any) -> list[tuple[str, str]]:
             f"{model.canvas_length} tokens, at most {sampler.max_denoising_steps} steps per block,"
             f" temperature {sampler.t_max} to {sampler.t_min}, entropy bound {sampler.entropy_bound}",
         ),
-        ("vision", "yes" if model.vision else "no"),
+        ("vision", _tower(model.vision) if "vision" in names else "none"),
         ("tokenizer", "yes" if manifest.tokenizer else "no"),
-        ("segments", ", ".join(segment["name"] for segment in manifest.segments)),
+        ("segments", ", ".join(names)),
     ]
+
+
+def _tower(vision: dict[str, Any]) -> str:
+    """Return the size of a vision tower: one of a single layer, as the demo's, may never have been trained."""
+    return f"{vision['num_hidden_layers']}-layer tower, hidden {vision['hidden_size']}"
 
 
 def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
@@ -162,7 +160,7 @@ def _show_profiles(console: Any, segments: Sequence[dict[str, Any]]) -> None:
     if rows:
         console.print("\nprofiles (least..usual..most)")
     for segment, name, *sizes in rows:
-        console.print(f"  {segment:<8}  {name:<13}  {', '.join(sizes)}", markup=False)
+        console.print(f"  {segment:<8}  {name:<13}  {', '.join(sizes)}")
 
 
 def _sizes(size: dict[str, int]) -> str:

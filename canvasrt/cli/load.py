@@ -1,16 +1,16 @@
-"""What `canvasrt bench URL` does and prints."""
+"""`canvasrt bench URL`: measures servers under load."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from canvasrt.console import emit, progress, table
+from canvasrt.cli.bench_options import LoadOptions
+from canvasrt.console import emit, progress, show_section
 from canvasrt.containers.client.openai import KEY_VARIABLE
 from canvasrt.containers.load import load_page as shown
 from canvasrt.containers.load.calls import Endpoint, first_model, root_of
@@ -21,29 +21,13 @@ from canvasrt.errors import CanvasError, UsageError
 AGAINST_KEY_VARIABLE = "CANVASRT_AGAINST_API_KEY"
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """The options of `canvasrt bench URL`."""
-
-    against: str | None
-    model: str | None
-    prompts: str
-    sessions: int
-    concurrency: int
-    rate: float | None
-    max_tokens: int
-    rounds: int
-    timeout: float
-    report: Path | None
-
-
-def measure_servers(url: str, options: LoadOptions, as_json: bool) -> None:
-    """Measure one server, or two in turns, and print the figures."""
+def measure_servers(url: str, against: str | None, count: int, options: LoadOptions) -> None:
+    """Measure one server, or two in turns, in `count` rounds, and print the figures."""
     sessions = _sessions(options.prompts, options.sessions)
-    endpoints = _endpoints(url, options)
-    with progress() as show:
+    endpoints = _endpoints(url, against, options)
+    with progress():
         load = Load(options.concurrency, options.rate)
-        taken = take_turns(endpoints, sessions, load, options.rounds, show)
+        taken = take_turns(endpoints, sessions, load, count)
     names = [each.url for each in endpoints]
     rounds = dict(zip(names, taken, strict=True))
     summaries = {name: LoadSummary.of(each) for name, each in rounds.items()}
@@ -51,7 +35,7 @@ def measure_servers(url: str, options: LoadOptions, as_json: bool) -> None:
     settings = {
         "prompts": options.prompts,
         "sessions": options.sessions,
-        "rounds": options.rounds,
+        "rounds": count,
         "concurrency": options.concurrency,
         "rate": options.rate,
         "max_tokens": options.max_tokens,
@@ -69,18 +53,13 @@ def measure_servers(url: str, options: LoadOptions, as_json: bool) -> None:
         (options.report / "bench.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
 
     def draw(console: Console) -> None:
-        console.print(shown.settings_line(settings), markup=False)
-        console.print(table(shown.RATE_HEADS, shown.rate_rows(summaries)))
-        console.print(table(shown.LATENCY_HEADS, shown.spread_rows(summaries)))
-        if compared:
-            console.print(f"ratios: {' over '.join(names)}", markup=False)
-            console.print(table(shown.RATIO_HEADS, shown.ratio_rows(compared)))
-        if errors := shown.error_rows(summaries):
-            console.print(table(("", "error", "calls"), errors))
+        console.print(shown.settings_line(settings))
+        for each in shown.sections(summaries, compared):
+            show_section(console, each)
         if options.report is not None:
-            console.print(f"{options.report / 'bench.html'}", markup=False)
+            console.print(f"{options.report / 'bench.html'}")
 
-    emit(data, as_json, draw)
+    emit(data, draw)
     for name, summary in summaries.items():
         if sum(summary.errors.values()) == summary.calls:
             often = max(summary.errors, key=lambda error: summary.errors[error])
@@ -101,10 +80,10 @@ def _sessions(prompts: str, count: int) -> list[Session]:
     return from_file(Path(prompts), count)
 
 
-def _endpoints(url: str, options: LoadOptions) -> Sequence[Endpoint]:
+def _endpoints(url: str, against: str | None, options: LoadOptions) -> Sequence[Endpoint]:
     sides = [(url, KEY_VARIABLE)]
-    if options.against is not None:
-        sides.append((options.against, AGAINST_KEY_VARIABLE))
+    if against is not None:
+        sides.append((against, AGAINST_KEY_VARIABLE))
     if len({root_of(each) for each, _ in sides}) < len(sides):
         raise UsageError(f"--against is {url} itself", "give another server")
     found = []

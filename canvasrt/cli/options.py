@@ -7,70 +7,59 @@ from typing import Annotated, Any
 
 import typer
 
+from canvasrt.console import choose_json
 from canvasrt.defaults import LAYERS_PER_SEGMENT, MAX_CONTEXT, SHORT_SEGMENT, SLOTTED, SORTED
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.recipes import SHIPPED
 
+
+def argument(metavar: str, help: str) -> Any:
+    """Return an argument whose default, if any, the help does not show."""
+    return typer.Argument(metavar=metavar, show_default=False, help=help)
+
+
+def option(flags: str, metavar: str, help: str, **more: Any) -> Any:
+    """Return an option whose default the help does not show. `flags` are separated by commas."""
+    return typer.Option(*flags.split(", "), metavar=metavar, show_default=False, help=help, **more)
+
+
 Checkpoint = Annotated[
     str,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="A folder in the Hugging Face layout, a hub name, demo or demo-vision.",
-    ),
+    argument("CHECKPOINT", "A folder in the Hugging Face layout, a hub name, demo or demo-vision."),
 ]
 Source = Annotated[
     str,
-    typer.Argument(
-        metavar="CHECKPOINT_OR_GRAPHS",
-        show_default=False,
-        help="A checkpoint (folder, hub name, demo or demo-vision), or graphs that `canvasrt export` wrote.",
+    argument(
+        "CHECKPOINT_OR_GRAPHS",
+        "A checkpoint (folder, hub name, demo or demo-vision), or graphs that `canvasrt export` wrote.",
     ),
 ]
 BundlePath = Annotated[
     Path,
-    typer.Argument(
-        metavar="BUNDLE",
-        show_default=False,
-        help="A folder that `canvasrt export`, `build` or `package` wrote.",
-    ),
+    argument("BUNDLE", "A folder that `canvasrt export`, `build` or `package` wrote."),
 ]
 ServedBundle = Annotated[
     Path | None,
-    typer.Argument(
-        metavar="BUNDLE",
-        show_default=False,
-        help="A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH.",
-    ),
+    argument("BUNDLE", "A folder that `canvasrt package` or `build` wrote; NIM_MODEL_PATH."),
 ]
 Out = Annotated[
     Path,
-    typer.Option(
-        "-o",
-        "--out",
-        metavar="DIR",
-        show_default=False,
-        help="The folder to write, which must be empty.",
-    ),
+    option("-o, --out", "DIR", "The folder to write, which must be empty."),
 ]
 BuildOut = Annotated[
     Path,
-    typer.Option(
-        "-o",
-        "--out",
-        metavar="DIR",
-        show_default=False,
-        help="The folder to write. It must be empty, or hold an earlier build with the same options.",
+    option(
+        "-o, --out",
+        "DIR",
+        "The folder to write. It must be empty, or hold an earlier build with the same options.",
     ),
 ]
 Targets = Annotated[
     str,
-    typer.Option(
-        "--target",
-        "-t",
-        metavar="NAME[,NAME...]",
-        show_default=False,
-        help="What to build for; see `canvasrt targets`. Each target gets its own bundle.",
+    option(
+        "--target, -t",
+        "NAME[,NAME...]",
+        "What to build for; see `canvasrt targets`. Each target gets its own bundle.",
     ),
 ]
 Precision = Annotated[
@@ -96,11 +85,10 @@ GraphPrecision = Annotated[
 ]
 Adapter = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--adapter",
-        metavar="DIR[=WEIGHT]",
-        show_default=False,
-        help="A PEFT LoRA adapter to merge, scaled by WEIGHT (default 1); may be given several times.",
+        "DIR[=WEIGHT]",
+        "A PEFT LoRA adapter to merge, scaled by WEIGHT (default 1); may be given several times.",
     ),
 ]
 MaxContext = Annotated[
@@ -146,6 +134,13 @@ Experts = Annotated[
         help="How a GPU runs experts: slots for tokens inside the engines, or kernels over sorted rows between them.",
     ),
 ]
+KeepGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--keep-graphs",
+        help="Keep large graphs in the cache, for other targets; else they go as engines are built.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -183,7 +178,10 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, show_default="every core", help="Number of CPU threads."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+# Its callback tells `emit`, so no command has to pass it on.
+AsJson = Annotated[
+    bool, typer.Option("--json", callback=choose_json, help="Print the result as JSON.")
+]
 
 
 def refuse(context: typer.Context, names: Collection[str], reason: str, hint: str) -> None:
@@ -221,7 +219,7 @@ def _finite(text: str) -> float:
 
 
 def read_option(read: Callable[[], Any]) -> Any:
-    """Read an option's value. UsageError for what the stages refuse, whose messages begin with its name."""
+    """Read an option's value. UsageError for a value that the stages refuse; the message begins with the option's name."""
     try:
         return read()
     except CanvasError as error:

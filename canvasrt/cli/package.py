@@ -1,31 +1,37 @@
 """`canvasrt package`: writes engines as a folder for `docker build`, or as an image."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from canvasrt.cli.field_options import with_fields
-from canvasrt.cli.options import AsJson
+from canvasrt.cli.options import AsJson, argument, option
+from canvasrt.console import emit, progress, size
+from canvasrt.containers.names import MODEL_REPOSITORY
 from canvasrt.containers.package.options import PackageOptions
+from canvasrt.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from canvasrt.bundle import Bundle
+    from canvasrt.containers.image.build import WrittenImage
 
 Bundles = Annotated[
     list[Path],
-    typer.Argument(
-        metavar="BUNDLE",
-        show_default=False,
-        help="Folders that `canvasrt build` wrote; one package can have several targets.",
+    argument(
+        "BUNDLE", "Folders that `canvasrt build` wrote; one package can have several targets."
     ),
 ]
 Out = Annotated[
     Path,
-    typer.Option(
-        "-o",
-        "--out",
-        metavar="OUT",
-        show_default=False,
-        help="The folder to write; with --format docker, the file.",
-    ),
+    option("-o, --out", "OUT", "The folder to write; with --format docker, the file."),
 ]
 Format = Annotated[
     str,
@@ -37,29 +43,26 @@ Format = Annotated[
 ]
 Base = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--base",
-        metavar="IMAGE",
-        show_default=False,
-        help="The base image: its name for context, or a layout or archive on disk for oci and docker.",
+        "IMAGE",
+        "The base image: its name for context, or a layout or archive on disk for oci and docker.",
     ),
 ]
 Python = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--python",
-        metavar="VERSION",
-        show_default=False,
-        help="Python version of the base image, such as 3.12, if its name does not say.",
+        "VERSION",
+        "Python version of the base image, such as 3.12, if its name does not say.",
     ),
 ]
 Sign = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--sign",
-        metavar="KEY",
-        show_default=False,
-        help="Sign the image's provenance with this private key (PEM), for oci and docker.",
+        "KEY",
+        "Sign the image's provenance with this private key (PEM), for oci and docker.",
     ),
 ]
 
@@ -76,17 +79,155 @@ def package(
     as_json: AsJson = False,
 ) -> None:
     """Package engines with a Triton model repository, as an image or a folder to build one from."""
-    from rich.console import Console
-
-    from canvasrt.cli import packaging as command
-    from canvasrt.console import emit, progress
-
-    image = command.ImageOptions(format=format, base=base, python=python, sign=sign)
-    with progress() as show:
-        data = command.make_package(bundles, out, options, image, show)
+    image = ImageOptions(format=format, base=base, python=python, sign=sign)
+    with progress():
+        data = make_package(bundles, out, options, image)
 
     def render(console: Console) -> None:
-        for line in command.package_lines(data):
-            console.print(line, markup=False)
+        for line in package_lines(data):
+            console.print(line)
 
-    emit(data, as_json, render)
+    emit(data, render)
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """The image's format, its base, and the key that signs it."""
+
+    format: str = "context"
+    base: str | None = None
+    python: str | None = None
+    sign: Path | None = None
+
+
+def make_package(
+    bundles: Sequence[Path],
+    out: Path,
+    options: PackageOptions,
+    image: ImageOptions,
+) -> dict[str, Any]:
+    """Write the package; return what to print about it."""
+    from canvasrt.containers.image.build import IMAGE_FORMATS, write_image
+    from canvasrt.containers.image.oci_layout import check_tag
+    from canvasrt.containers.package import package as packages
+    from canvasrt.containers.package import releases
+
+    _check(options, image)
+    options = replace(options, tag=check_tag(options.tag))
+    if image.format in IMAGE_FORMATS:
+        return _of_image(
+            write_image(
+                bundles,
+                out,
+                format=image.format,
+                base=Path(image.base or ""),
+                options=options,
+                key=image.sign,
+            ),
+            image.sign is not None,
+        )
+    wanted = options.on(image.base or releases.DEFAULT_BASE, image.python)
+    made = packages.package(bundles, out, options=wanted)
+    return _of_context(made, wanted)
+
+
+def package_lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """Yield that as lines for a reader."""
+    from canvasrt.containers.package import releases
+
+    path, tag = data["path"], data["tag"]
+    if data["format"] == "context":
+        yield f"{path}: {size(data['bytes'])}"
+        yield f"  canvasrt serve {path}"
+        yield f"  docker build -t {tag} {path}"
+        yield f"  canvasrt deploy {path}"
+        if not data["base_pinned"]:
+            base = data["base"]
+            yield f"note: {base} is a tag, which may mean another image tomorrow. To pin it, give its digest:"
+            yield f"  --base {base}@$(skopeo inspect --format '{{{{.Digest}}}}' docker://{base})"
+            if base == releases.DEFAULT_BASE:
+                yield f"  it was the newest release on {releases.READ}"
+        return
+    yield f"{path}: {tag}, {data['image_digest']}"
+    if data["attestation"]:
+        yield f"  signed provenance: {data['attestation']}"
+    yield (
+        f"  added to the base: {size(data['added_bytes'])}, of which {size(data['engine_bytes'])}"
+        f" engines and {size(data['other_bytes'])} everything else"
+    )
+    if data["format"] == "docker":
+        yield f"  docker load -i {path}"
+    else:
+        yield f"  skopeo copy oci:{path} docker://REGISTRY/{tag}"
+    yield f"  canvasrt deploy {path}"
+
+
+def _check(options: PackageOptions, image: ImageOptions) -> None:
+    from canvasrt.containers.image.build import IMAGE_FORMATS
+    from canvasrt.containers.package import releases
+
+    if image.python is not None and not re.fullmatch(r"3\.\d+", image.python):
+        raise UsageError(f"--python is {image.python!r}", "give a version such as 3.12")
+    if image.format not in ("context", *IMAGE_FORMATS):
+        raise UsageError(
+            f"unknown format {image.format!r}",
+            f"give one of context, {', '.join(IMAGE_FORMATS)}",
+        )
+    on_disk = image.base is not None and Path(image.base).expanduser().exists()
+    if image.format == "context" and on_disk:
+        raise UsageError(
+            f"--base {image.base} is a file or folder, but --format context needs an image's name",
+            f"load the image and give its name, or use --format {' or '.join(IMAGE_FORMATS)}",
+        )
+    if image.format in IMAGE_FORMATS and image.base is None:
+        raise UsageError(
+            f"--format {image.format} needs --base, an image on disk to build on",
+            f"skopeo copy docker://{releases.DEFAULT_BASE} oci:triton:base, then --base triton;"
+            " with --format context, `docker build` fetches it",
+        )
+    if image.format not in IMAGE_FORMATS and image.sign is not None:
+        raise UsageError(
+            "--sign needs --format oci or docker: a folder for docker build is not an image yet",
+            "write the image with --base and --format, or sign what docker builds with cosign",
+        )
+    if image.format in IMAGE_FORMATS and options.wheels:
+        raise UsageError(
+            "--wheels needs --format context", "leave it out: an image includes its packages"
+        )
+
+
+def _of_context(made: Bundle, options: PackageOptions) -> dict[str, Any]:
+    path = made.path.resolve()
+    return {
+        "path": str(path),
+        "format": "context",
+        "tag": options.tag,
+        "digest": made.manifest.digest,
+        "bytes": made.manifest.total_bytes,
+        "base": options.base,
+        "base_pinned": bool(options.base_digest),
+        "model_repository": str(path / MODEL_REPOSITORY),
+    }
+
+
+def _of_image(made: WrittenImage, signed: bool) -> dict[str, Any]:
+    from canvasrt.containers.image.attest import attestation_of
+
+    image = made.image
+    return {
+        "path": str(image.path),
+        "format": made.format,
+        "tag": image.tag,
+        "digest": made.manifest.digest,
+        "image_digest": image.digest,
+        "image_id": image.image_id,
+        "attestation": str(attestation_of(image.path)) if signed else None,
+        "base_bytes": image.base_bytes,
+        "added_bytes": image.added_bytes,
+        "engine_bytes": made.engine_bytes,
+        "other_bytes": made.other_bytes,
+        "layers": [
+            {"what": layer.created_by, "digest": layer.digest, "bytes": layer.size}
+            for layer in image.layers
+        ],
+    }

@@ -1,43 +1,55 @@
-"""The prompt of `generate` and `infer`, and the system message of `chat`: their arguments, and the one function that reads them."""
+"""Options that `generate`, `infer` and `chat` share besides the sampler's: the prompt, the canvas, drafts and the time limit."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from canvasrt.cli.options import argument, option, read_option
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.runtime.sampling_params import MAX_INT32
 
 PromptText = Annotated[
     str | None,
-    typer.Argument(
-        metavar="PROMPT", show_default=False, help="The user's message; - reads it from stdin."
-    ),
+    argument("PROMPT", "The user's message; - reads it from stdin."),
 ]
 PromptIds = Annotated[
     str | None,
-    typer.Option(
-        "--prompt-ids",
-        metavar="3,4,5",
-        show_default=False,
-        help="Token ids to continue as they are, instead of PROMPT.",
-    ),
+    option("--prompt-ids", "3,4,5", "Token ids to continue as they are, instead of PROMPT."),
 ]
 System = Annotated[
     str | None,
-    typer.Option("--system", metavar="TEXT", show_default=False, help="The system message."),
+    option("--system", "TEXT", "The system message."),
 ]
 Raw = Annotated[
     bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template.")
 ]
 
+Drafts = Annotated[
+    bool,
+    typer.Option("--drafts", help="Print the draft of each step too; on a terminal, in place."),
+]
+CanvasJson = Annotated[
+    str | None,
+    option(
+        "--canvas",
+        "JSON",
+        'Seed, pin or restrict the tokens at positions, as in {"pin": {"0": 17}}.',
+    ),
+]
+AnswerTimeout = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=0, help="How long the whole answer may take."),
+]
+
 
 @dataclass(frozen=True)
 class PromptInput:
-    """What to continue: `ids` if they were given, else `text`, as a chat unless it is `raw`."""
+    """The prompt: `ids` if present, else `text`, as a chat unless it is `raw`."""
 
     text: str = ""
     ids: list[int] | None = None
@@ -54,7 +66,7 @@ class PromptInput:
 def read_prompt(
     text: str | None, ids: str | None = None, system: str | None = None, raw: bool = False
 ) -> PromptInput:
-    """Return the prompt that the arguments of a command name; `-` reads its text from stdin.
+    """Return the prompt from a command's arguments; `-` reads its text from stdin.
 
     UsageError unless they name exactly one that is not empty.
     """
@@ -90,3 +102,19 @@ def _token_ids(text: str) -> list[int]:
             "give whole numbers separated by commas: --prompt-ids 3,4,5",
         )
     return [int(word) for word in words]
+
+
+def canvas_conditions(text: str | None, infill: str | None = None) -> Any:
+    """Parse the conditions of --canvas. UsageError for invalid ones, or with --infill."""
+    if text is None:
+        return None
+    if infill is not None:
+        raise UsageError("--infill has a canvas of its own", "leave out --canvas")
+
+    from canvasrt.runtime.conditions import read_conditions
+
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--canvas is not JSON: {error}", 'give {"pin": {"0": 17}}') from None
+    return read_option(lambda: read_conditions(value))

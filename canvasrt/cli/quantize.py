@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from canvasrt.cli import options
 from canvasrt.console import emit, progress, size
 from canvasrt.recipes import SHIPPED
@@ -16,20 +14,17 @@ if TYPE_CHECKING:
 
 Graphs = Annotated[
     Path,
-    typer.Argument(
-        metavar="GRAPHS",
-        show_default=False,
-        help="A folder that `canvasrt export` wrote: in bf16 for GPUs and CPUs, in fp32 for CPUs only.",
+    options.argument(
+        "GRAPHS",
+        "A folder that `canvasrt export` wrote: in bf16 for GPUs and CPUs, in fp32 for CPUs only.",
     ),
 ]
 Recipe = Annotated[
     str,
-    typer.Option(
-        "--precision",
-        "-p",
-        metavar="NAME|FILE",
-        show_default=False,
-        help=f"A recipe: {', '.join(SHIPPED)}, or a YAML recipe of your own.",
+    options.option(
+        "--precision, -p",
+        "NAME|FILE",
+        f"A recipe: {', '.join(SHIPPED)}, or a YAML recipe of your own.",
     ),
 ]
 
@@ -53,15 +48,14 @@ def quantize(
     check_calibration(calibration, recipe.is_calibrated, recipe.name)
     for module in ("torch", "onnx_ir", "modelopt"):
         require(module, "export")
-    require("onnxruntime", "cpu")
     from canvasrt.export.quantize.quantize import quantize_graphs
 
-    with progress() as report:
-        bundle = quantize_graphs(graphs, out, recipe, calibration, report)
-    _show(bundle, recipe.name, as_json)
+    with progress():
+        bundle = quantize_graphs(graphs, out, recipe, calibration)
+    _show(bundle, recipe.name)
 
 
-def _show(bundle: Bundle, recipe: str, as_json: bool) -> None:
+def _show(bundle: Bundle, recipe: str) -> None:
     from canvasrt.export.quantize.quantize import read_calibration
 
     manifest, found = bundle.manifest, read_calibration(bundle)
@@ -98,7 +92,7 @@ def _show(bundle: Bundle, recipe: str, as_json: bool) -> None:
                 " input scale; more or other prompts would reach them"
             )
 
-    emit(data, as_json, render)
+    emit(data, render)
 
 
 def _named(idle: dict[str, list[int]], most: int = 3) -> str:

@@ -22,7 +22,7 @@ def with_sampling(command: Callable[..., None], text_only: bool = False) -> Call
 
     A command that shows text alone (`text_only`) has no parameters that ask for anything else.
 
-    The command gets the values that have one, by parameter name. UsageError for a value out of
+    The command gets the given values by parameter name. UsageError for a value out of
     range.
     """
 

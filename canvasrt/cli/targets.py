@@ -1,9 +1,14 @@
 """`canvasrt targets`: lists what engines can be built for."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from canvasrt.cli import options
 from canvasrt.console import emit, size, table
+
+if TYPE_CHECKING:
+    from canvasrt.targets import Target
 
 
 def targets(as_json: options.AsJson = False) -> None:
@@ -30,29 +35,36 @@ def targets(as_json: options.AsJson = False) -> None:
     def render(console: Any) -> None:
         columns = (
             "target",
-            "GPU",
-            "memory",
-            "cap.",
+            "GPU, capability, memory",
             "builder",
             "precisions",
             "26B at 8K",
-            "built here",
-            "runs here",
+            "here",
         )
         rows = [
             (
                 target.name,
-                target.gpu,
-                "-" if target.memory is None else size(target.memory),
-                target.capability_text,
+                _gpu(target),
                 target.builder,
                 ", ".join(target.precisions),
-                f"{fit.precision}, {size(fit.memory.total)}" if fit else "does not fit",
-                no_build or "yes",
-                no_run or "yes",
+                f"{fit.precision}, {size(fit.memory.total)}" if fit else "too large",
+                _here(no_build, no_run),
             )
             for target, fit, no_build, no_run in found
         ]
         console.print(table(columns, rows))
 
-    emit(data, as_json, render)
+    emit(data, render)
+
+
+def _gpu(target: Target) -> str:
+    if target.capability is None:
+        return target.gpu
+    return f"{target.gpu}, {target.capability_text}, {size(target.memory or 0)}"
+
+
+def _here(no_build: str, no_run: str) -> str:
+    """Return what this machine does with a target, or what it lacks to build for it."""
+    if no_build:
+        return no_build.partition(" (")[0]
+    return "builds" if no_run else "builds, runs"

@@ -9,36 +9,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from canvasrt.cli import options
-from canvasrt.console import emit, progress, size
+from canvasrt.console import emit, progress, show_section, size
 from canvasrt.defaults import MAX_SAMPLES, MAX_STEPS
+from canvasrt.errors import CanvasError, UsageError
 
 if TYPE_CHECKING:
     from canvasrt.bundle import Bundle
 
 Checked = Annotated[
     Path,
-    typer.Argument(
-        metavar="BUNDLE",
-        show_default=False,
-        help="A folder or an image that `canvasrt export`, `build` or `package` wrote.",
+    options.argument(
+        "BUNDLE", "A folder or an image that `canvasrt export`, `build` or `package` wrote."
     ),
 ]
 Reference = Annotated[
     str | None,
-    typer.Option(
+    options.option(
         "--reference",
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="Also compare the results with transformers on this checkpoint.",
+        "CHECKPOINT",
+        "Also compare the results with transformers on this checkpoint.",
     ),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(
+    options.option(
         "--report",
-        metavar="DIR",
-        show_default=False,
-        help="Write what is measured to this folder, as report.json, report.md and report.html.",
+        "DIR",
+        "Write what is measured to this folder, as report.json, report.md and report.html.",
     ),
 ]
 Questions = Annotated[
@@ -54,11 +51,10 @@ Questions = Annotated[
 
 Decisions = Annotated[
     str | None,
-    typer.Option(
+    options.option(
         "--decisions",
-        metavar="FILE",
-        show_default=False,
-        help="Measure probabilities on labelled questions: JSON Lines or YAML, or demo.",
+        "FILE",
+        "Measure probabilities on labelled questions: JSON Lines or YAML, or demo.",
     ),
 ]
 Samples = Annotated[
@@ -80,11 +76,10 @@ Fit = Annotated[
 ]
 Key = Annotated[
     Path | None,
-    typer.Option(
+    options.option(
         "--key",
-        metavar="FILE",
-        show_default=False,
-        help="For an image: also check its provenance, signed with the private key that matches this one.",
+        "FILE",
+        "For an image: also check its provenance, signed with the private key that matches this one.",
     ),
 ]
 
@@ -106,9 +101,9 @@ def verify(
 
     The exit code is 1 when the limits of its recipe or precision are exceeded.
     """
+    from canvasrt.bundle import load_bundle
     from canvasrt.checkpoints.locate import find_checkpoint
-    from canvasrt.containers.image.verify import is_image
-    from canvasrt.errors import CanvasError, UsageError
+    from canvasrt.containers.image.verify import check_package, is_image
 
     if report is not None and reference is None and decisions is None:
         raise UsageError("--report needs --reference or --decisions", "add one of them")
@@ -123,65 +118,37 @@ def verify(
                 raise UsageError(
                     f"{name} does not support images", "verify the bundle instead of the image"
                 )
-        _verify_image(bundle, key, as_json)
+        _verify_image(bundle, key)
         return
     if key is not None:
         raise UsageError(f"--key needs an image, and {bundle} is not one", "leave out --key")
+    if reference is not None or decisions is not None:
+        from canvasrt import fidelity
+        from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
     checkpoint = None if reference is None else find_checkpoint(reference)
-    found, quality, read = _check(
-        bundle,
-        None if checkpoint is None else (checkpoint, questions),
-        None if decisions is None else (decisions, samples, steps, fit),
-        report,
-        f"against {reference}" if reference else f"on {decisions}",
-    )
-    _show(found, quality, read, reference, report, as_json)
-    if quality is not None and not quality["ok"]:
-        from canvasrt.fidelity import failures
-
-        raise CanvasError(
-            f"{bundle} does not compute what {reference} does: {failures(quality)}",
-            "check that it was made from this checkpoint; --report DIR shows the largest differences",
-        )
-
-
-def _check(
-    path: Path,
-    compare: tuple[Path, int] | None,
-    decide: tuple[str, int, int, bool] | None,
-    report: Path | None,
-    title: str,
-) -> tuple[Bundle, dict[str, Any] | None, dict[str, Any] | None]:
-    """Check the files; compare with a checkpoint, by so many questions; ask a file's labelled questions, with
-    so many samples and steps, and fit a temperature."""
-    from canvasrt.bundle import load_bundle
-    from canvasrt.containers.image.verify import check_package
-
-    quality = read = None
-    with progress() as show:
-        found = load_bundle(path, progress=lambda done, total: show("checking files", done, total))
+    quality: dict[str, Any] | None = None
+    read: dict[str, Any] | None = None
+    with progress():
+        found = load_bundle(bundle)
         check_package(found)
         if report is not None:
-            from canvasrt.fidelity import check_report_folder
-
-            check_report_folder(report)
-        if decide is not None:
-            file, samples, steps, fit = decide
-            from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
-
-            read = measure_decisions(found, file, ReadSettings(samples, steps), fit, show)
-        if compare is not None:
-            from canvasrt.fidelity import measure_quality
-
-            quality = measure_quality(found, *compare, show) | ({"decisions": read} if read else {})
-    if report is not None:
-        from canvasrt.fidelity import write_decisions, write_report
-
-        if quality is not None:
-            write_report(quality, f"{path.name} {title}", report)
-        elif read is not None:
-            write_decisions(read, f"{path.name} {title}", report)
-    return found, quality, read
+            fidelity.check_report_folder(report)
+        if decisions is not None:
+            settings = ReadSettings(samples, steps)
+            read = measure_decisions(found, decisions, settings, fit)
+        if checkpoint is not None:
+            quality = fidelity.measure_quality(found, checkpoint, questions)
+            quality |= {"decisions": read} if read else {}
+    if report is not None and quality is not None:
+        fidelity.write_report(quality, f"{bundle.name} against {reference}", report)
+    elif report is not None and read is not None:
+        fidelity.write_decisions(read, f"{bundle.name} on {decisions}", report)
+    _show(found, quality, read, reference, report)
+    if quality is not None and not quality["ok"]:
+        raise CanvasError(
+            f"{bundle} does not compute what {reference} does: {fidelity.failures(quality)}",
+            "check that it was made from this checkpoint; --report DIR shows the largest differences",
+        )
 
 
 def _show(
@@ -190,7 +157,6 @@ def _show(
     read: dict[str, Any] | None,
     reference: str | None,
     report: Path | None,
-    as_json: bool,
 ) -> None:
     manifest, unlisted = bundle.manifest, bundle.unlisted()
     data: dict[str, Any] = {
@@ -222,55 +188,41 @@ def _show(
         if report is not None:
             console.print(f"report: {report / 'report.html'}")
 
-    emit(data, as_json, render)
+    emit(data, render)
 
 
 def _draw(console: Any, quality: dict[str, Any], reference: str) -> None:
     """Print the verdict, the limits, and the largest differences."""
-    from canvasrt.console import table
-    from canvasrt.fidelity import markdown
+    from canvasrt.fidelity import tables
 
     overall = quality["steps"]["all"]
     console.print(
         f"against {reference}: {overall['argmax_agreement']:.2%} of {overall['positions']:,} positions have the same"
-        f" best token; the entropy differs by {markdown.small(overall['entropy_error_mean'])} nats on average,"
-        f" at most by {markdown.small(overall['entropy_error_max'])}"
+        f" best token; the entropy differs by {tables.small(overall['entropy_error_mean'])} nats on average,"
+        f" at most by {tables.small(overall['entropy_error_max'])}"
     )
-    for title, heads, rows in (
-        ("Limits", ("", "measured", "limit", ""), markdown.limit_rows(quality)),
-        ("Denoising steps", markdown.STEP_HEADS, markdown.step_rows(quality)),
-        ("Exact answers", markdown.ANSWER_HEADS, markdown.answer_rows(quality)),
-        ("Pace", markdown.PACE_HEADS, markdown.pace_rows(quality)[-2:]),
-        ("Layers, worst first", markdown.LAYER_HEADS, markdown.layer_rows(quality)),
-        ("Experts, worst first", markdown.EXPERT_HEADS, markdown.expert_rows(quality)),
-    ):
-        if rows:
-            console.print(f"\n[bold]{title}[/bold]")
-            plain = [[cell.strip("*") for cell in row] for row in rows]
-            console.print(table(heads, plain))
-    console.print(f"\n{markdown.verdict(quality)}")
+    for each in tables.sections({**quality, "decisions": None}):
+        if each["title"] in tables.BRIEF:
+            show_section(console, {**each, "note": ""})
+    console.print(f"\n{tables.verdict(quality)}")
 
 
 def _draw_decisions(console: Any, read: dict[str, Any]) -> None:
     """Print how good the probabilities are."""
-    from canvasrt.console import table
     from canvasrt.fidelity import reliability
 
-    console.print(table(reliability.HEADS, reliability.rows(read)))
-    if read["fit"]:
-        console.print(table(reliability.FIT_HEADS, reliability.fit_rows(read)))
+    for each in reliability.reliability_sections(read):
+        show_section(console, {**each, "note": ""})
     console.print(reliability.calibration_verdict(read))
 
 
-def _verify_image(path: Path, key: Path | None, as_json: bool) -> None:
+def _verify_image(path: Path, key: Path | None) -> None:
     """Check an image that `canvasrt package` wrote: its layers, the package inside, and with `key`
     who signed it."""
-    from canvasrt.containers.image.attest import check_attestation
     from canvasrt.containers.image.verify import verify_image
 
-    with progress() as show:
-        found = verify_image(path, show)
-    provenance = None if key is None else dict(check_attestation(path, found.digest, key))
+    with progress():
+        found = verify_image(path, key)
     data = {
         "image": str(path),
         "ok": True,
@@ -279,17 +231,16 @@ def _verify_image(path: Path, key: Path | None, as_json: bool) -> None:
         "bytes": found.bytes,
         "files": len(found.manifest.files),
         "components": found.components,
-        "provenance": provenance,
+        "provenance": found.provenance and dict(found.provenance),
     }
 
     def render(console: Any) -> None:
         console.print(
             f"{path}: {found.layers} layers, {size(found.bytes)}; {len(found.manifest.files)} files of"
             f" the package and {found.components} components in its bill of materials, all intact",
-            markup=False,
         )
-        if provenance is not None:
+        if (provenance := found.provenance) is not None:
             given = provenance["buildDefinition"]["externalParameters"]
-            console.print(f"signed by {key}: {given['tag']} on {given['base']}", markup=False)
+            console.print(f"signed by {key}: {given['tag']} on {given['base']}")
 
-    emit(data, as_json, render)
+    emit(data, render)

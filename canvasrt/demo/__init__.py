@@ -1,1 +1,1 @@
-"""The demo: a tiny DiffusionGemma, its tasks, and the script that trained it."""
+"""The demo: two tiny DiffusionGemmas, and the questions that they answer."""

@@ -19,7 +19,7 @@ COLORS = {
     "purple": (150, 50, 180),
 }
 MOST_DOTS = 3
-RADIUS = 0.11  # of the root of the picture's area
+RADIUS = 0.11  # as a share of the root of the picture's area
 _ASPECTS = (0.75, 1.34)
 _SIDES = (72, 200)  # pixels
 

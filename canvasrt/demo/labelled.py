@@ -14,14 +14,14 @@ from canvasrt.extras import require
 from canvasrt.runtime.pictures import BUDGETS
 
 _SUMS = ("add", "subtract")
-_OFF = (1, -1, 10)  # what wrong sums differ by
+_OFF = (1, -1, 10)  # the errors of wrong sums
 
 
 def labelled(count: int, more: bool) -> list[dict[str, Any]]:
     """Return `count` held-out sums and differences, each with wrong ones to choose from.
 
-    With `more`, also what the second phase of the training teaches: `count` cases of each task with
-    known probabilities, and as many pictures, both asked with letters and bare.
+    With `more`, add the tasks of the second training phase: `count` cases of each task with known
+    probabilities, and as many pictures, both asked with letters and bare.
     """
     found = [_sum(task, prompt) for task in _SUMS for prompt in questions(task)[::7][:count]]
     if more:

@@ -25,9 +25,9 @@ class ClosedQuestion:
 
 @dataclass(frozen=True)
 class Case:
-    """One situation: what is known about it, and what may come of it.
+    """One situation: its description, and its possible outcomes.
 
-    state: what is said. ask: the question in a plain chat, if the state does not imply it.
+    state: its description. ask: the question in a plain chat, if the state does not imply it.
     outcomes: the answers of a plain chat; their probabilities add up to 1. key: decides the split.
     """
 

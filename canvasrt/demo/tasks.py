@@ -17,6 +17,8 @@ from typing import Literal
 
 Split = Literal["train", "held-out"]
 
+# The longest answer, 30 numbers of a count, takes a little over three blocks.
+MAX_NEW_TOKENS = 128
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 BRACKETS = {"(": ")", "[": "]", "{": "}"}

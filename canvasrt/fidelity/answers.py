@@ -3,131 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from canvasrt.demo.reply import MAX_NEW_TOKENS
-from canvasrt.demo.tasks import TASKS, is_correct
+from canvasrt.demo.tasks import MAX_NEW_TOKENS, TASKS, is_correct
 from canvasrt.fidelity.prompts import PromptSet, chats, spread
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.stats import paired_loss, ratio_interval, wilson
-from canvasrt.progress import Progress
-from canvasrt.runtime.generator import Finished, Generator, Request, Result
+from canvasrt.progress import report
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
+from canvasrt.runtime.request import Finished, Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from canvasrt.types import Json
 
 # Seeds of generations. The compared steps use seeds from 0.
 FIRST_SEED = 1_000
 BATCH = 4
 
 
-@dataclass
-class GenerationTotals:
-    """What generations took, with one entry per request on one side."""
-
-    steps: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    def add(self, result: Result) -> None:
-        self.steps.append(sum(result.steps))
-        self.blocks.append(len(result.steps))
-        self.tokens.append(len(result.token_ids))
-
-    def to_json(self) -> dict[str, float]:
-        """Return denoising steps per block, and new tokens per denoising pass, including
-        end-of-sequence tokens."""
-        return {
-            "steps_per_block": sum(self.steps) / sum(self.blocks),
-            "tokens_per_pass": sum(self.tokens) / sum(self.steps),
-        }
-
-
-@dataclass
-class Pace:
-    """Both sides' work on the same requests."""
-
-    bundle: GenerationTotals = field(default_factory=GenerationTotals)
-    reference: GenerationTotals = field(default_factory=GenerationTotals)
-
-    def add(self, bundle: Result, reference: Result) -> None:
-        self.bundle.add(bundle)
-        self.reference.add(reference)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return both sides, and by what share the bundle needs more steps per block."""
-        ours, theirs = self.bundle.to_json(), self.reference.to_json()
-        # Both sides nearly always generate the same number of blocks; only the steps vary.
-        low, high = ratio_interval(self.bundle.steps, self.reference.steps)
-        blocks = sum(self.reference.blocks) / sum(self.bundle.blocks)
-        return {
-            "requests": len(self.bundle.steps),
-            "bundle": ours,
-            "reference": theirs,
-            "steps_growth": ours["steps_per_block"] / theirs["steps_per_block"] - 1,
-            "steps_growth_interval": [low * blocks - 1, high * blocks - 1],
-        }
-
-
-@dataclass
-class Marks:
-    """Both sides' right and wrong answers to the same questions."""
-
-    both: int = 0
-    lost: int = 0  # only the reference was right
-    gained: int = 0  # only the bundle was right
-    neither: int = 0
-
-    def add(self, bundle: bool, reference: bool) -> None:
-        self.both += bundle and reference
-        self.lost += reference and not bundle
-        self.gained += bundle and not reference
-        self.neither += not (bundle or reference)
-
-    @property
-    def asked(self) -> int:
-        return self.both + self.lost + self.gained + self.neither
-
-    def to_json(self) -> dict[str, Any]:
-        """Return shares from 0 to 1 with 95% intervals: Wilson's per side, a paired one for the loss."""
-        asked = self.asked
-        return {
-            "asked": asked,
-            **{
-                side: {"right": right, "share": right / asked, "interval": wilson(right, asked)}
-                for side, right in (
-                    ("bundle", self.both + self.gained),
-                    ("reference", self.both + self.lost),
-                )
-            },
-            "lost": self.lost,
-            "gained": self.gained,
-            "loss": (self.lost - self.gained) / asked,
-            "loss_interval": paired_loss(self.lost, self.gained, asked),
-        }
-
-
-@dataclass
-class AnswerScores:
-    """The demo's held-out questions, by task."""
-
-    tasks: dict[str, Marks]
-    pace: dict[str, Pace]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the results of all tasks together, and of each."""
-        total = Marks()
-        for marks in self.tasks.values():
-            for name, count in vars(marks).items():
-                setattr(total, name, getattr(total, name) + count)
-        return {
-            "all": total.to_json(),
-            "tasks": [
-                {"task": name, **marks.to_json(), "pace": self.pace[name].to_json()}
-                for name, marks in self.tasks.items()
-            ],
-        }
+# One request's results: the bundle's, and the reference's.
+Pair = tuple[Result, Result]
+SIDES = ("bundle", "reference")
 
 
 def ask_questions(
@@ -135,30 +32,72 @@ def ask_questions(
     reference: ReferenceModel,
     tokenizer: Tokenizer,
     questions: int,
-    progress: Progress,
-) -> tuple[AnswerScores, Pace]:
-    """Ask both sides `questions` held-out questions per demo task."""
+) -> tuple[Json, Json]:
+    """Ask both sides `questions` held-out questions per demo task. Return marks, and the pace of all."""
     asked = [(task, question) for task in TASKS for question in spread(task, questions)]
     prompts = PromptSet("questions", chats(tokenizer, [question for _, question in asked]))
-    pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS, progress)
-    answers = AnswerScores({task: Marks() for task in TASKS}, {task: Pace() for task in TASKS})
-    total = Pace()
-    for (task, question), pair in zip(asked, pairs, strict=True):
-        ours, theirs = (is_correct(question, tokenizer.decode(each.token_ids)) for each in pair)
-        answers.tasks[task].add(ours, theirs)
-        answers.pace[task].add(*pair)
-        total.add(*pair)
-    return answers, total
+    pairs = _generate(model, reference, prompts, MAX_NEW_TOKENS)
+    right = [
+        (
+            is_correct(question, _text(tokenizer, ours)),
+            is_correct(question, _text(tokenizer, theirs)),
+        )
+        for (_, question), (ours, theirs) in zip(asked, pairs, strict=True)
+    ]
+    tasks = []
+    for task in TASKS:
+        own = [number for number, (name, _) in enumerate(asked) if name == task]
+        found = {"task": task, **marks([right[number] for number in own])}
+        tasks.append(found | {"pace": pace([pairs[number] for number in own])})
+    return {"all": marks(right), "tasks": tasks}, pace(pairs)
 
 
-def compare_pace(
-    model: Model, reference: ReferenceModel, prompts: PromptSet, progress: Progress
-) -> Pace:
-    """Continue every prompt on both sides, up to the checkpoint's own number of tokens."""
-    pace = Pace()
-    for pair in _generate(model, reference, prompts, None, progress):
-        pace.add(*pair)
-    return pace
+def compare_pace(model: Model, reference: ReferenceModel, prompts: PromptSet) -> Json:
+    """Continue every prompt on both sides, up to the checkpoint's own number of tokens; return the pace."""
+    return pace(_generate(model, reference, prompts, None))
+
+
+def marks(right: Sequence[tuple[bool, bool]]) -> Json:
+    """Return shares from 0 to 1 with 95% intervals: Wilson's per side, a paired one for the loss.
+
+    right: per question, whether the bundle's answer is right, and whether the reference's is.
+    """
+    asked = len(right)
+    counts = dict(zip(SIDES, map(sum, zip(*right, strict=True)), strict=True))
+    lost = sum(theirs and not ours for ours, theirs in right)
+    gained = sum(ours and not theirs for ours, theirs in right)
+    shares = {
+        side: {"right": count, "share": count / asked, "interval": wilson(count, asked)}
+        for side, count in counts.items()
+    }
+    loss = {"loss": (lost - gained) / asked, "loss_interval": paired_loss(lost, gained, asked)}
+    return {"asked": asked, **shares, "lost": lost, "gained": gained, **loss}
+
+
+def pace(pairs: Sequence[Pair]) -> Json:
+    """Return each side's steps per block, and tokens per pass with those that end a sequence; and by what share the
+    bundle needs more steps per block."""
+    ours, theirs = zip(*pairs, strict=True)
+    steps = [[sum(each.steps) for each in side] for side in (ours, theirs)]
+    blocks = [sum(len(each.steps) for each in side) for side in (ours, theirs)]
+    tokens = [sum(len(each.token_ids) for each in side) for side in (ours, theirs)]
+    totals = [
+        {"steps_per_block": sum(taken) / count, "tokens_per_pass": new / sum(taken)}
+        for taken, count, new in zip(steps, blocks, tokens, strict=True)
+    ]
+    # Both sides nearly always generate the same number of blocks; only the steps vary.
+    low, high = ratio_interval(*steps)
+    scale = blocks[1] / blocks[0]
+    return {
+        "requests": len(pairs),
+        **dict(zip(SIDES, totals, strict=True)),
+        "steps_growth": totals[0]["steps_per_block"] / totals[1]["steps_per_block"] - 1,
+        "steps_growth_interval": [low * scale - 1, high * scale - 1],
+    }
+
+
+def _text(tokenizer: Tokenizer, result: Result) -> str:
+    return tokenizer.decode(result.token_ids)
 
 
 def _generate(
@@ -166,8 +105,7 @@ def _generate(
     reference: ReferenceModel,
     prompts: PromptSet,
     max_new_tokens: int | None,
-    progress: Progress,
-) -> list[tuple[Result, Result]]:
+) -> list[Pair]:
     """Return each prompt's result from the bundle and from the reference, under the same noise."""
     requests = [
         Request(
@@ -181,12 +119,12 @@ def _generate(
         )
         for number, tokens in enumerate(prompts.tokens)
     ]
-    ours = _run(model, requests, "generating with the bundle", progress)
-    theirs = _run(reference, requests, "generating with transformers", progress)
+    ours = _run(model, requests, "generating with the bundle")
+    theirs = _run(reference, requests, "generating with transformers")
     return list(zip(ours, theirs, strict=True))
 
 
-def _run(side: Any, requests: Sequence[Request], what: str, progress: Progress) -> list[Result]:
+def _run(side: Any, requests: Sequence[Request], what: str) -> list[Result]:
     """Return every request's result, in order."""
     generator = Generator(side, side.max_batch or BATCH)
     # Prompts of one length run together: the reference takes them as a batch.
@@ -194,9 +132,9 @@ def _run(side: Any, requests: Sequence[Request], what: str, progress: Progress) 
     added = {generator.add(requests[i]): i for i in order}
     results: dict[int, Result] = {}
     while not generator.idle:
-        progress(what, len(results), len(requests))
+        report(what, len(results), len(requests))
         for event in generator.step():
             if isinstance(event, Finished):
                 results[added[event.id]] = event.result
-    progress(what, len(requests), len(requests))
+    report(what, len(requests), len(requests))
     return [results[i] for i in range(len(requests))]

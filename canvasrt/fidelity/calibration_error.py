@@ -46,8 +46,8 @@ class Scored:
 def summary(scored: Sequence[Scored]) -> Json:
     """Return counts, errors and the reliability of answers.
 
-    `brier_at_best` is what the right probabilities themselves would score: only known ones that are
-    neither 0 nor 1 leave any.
+    `brier_at_best` is the Brier score of the right probabilities themselves, which is above 0 only
+    where those are known and neither 0 nor 1.
     """
     means = [_mean(each, 1.0) for each in scored]
     shares = np.array([mean[each.event] for each, mean in zip(scored, means, strict=True)])
@@ -90,8 +90,8 @@ def ece(shares: np.ndarray, right: np.ndarray) -> float:
 
 
 def _by_chance(shares: np.ndarray, firm: np.ndarray) -> Json:
-    """Return the error that exactly right probabilities show with so few questions: mean and 95th
-    percentile over simulated answers. Known probabilities have no chance in them."""
+    """Return the error that exactly right probabilities would show by chance with so few questions:
+    mean and 95th percentile over simulated answers. It is 0 for known probabilities."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(_SIMULATED if firm.any() else 1):
@@ -140,8 +140,8 @@ def fit_temperatures(scored: Sequence[Scored]) -> dict[str, float]:
 
 
 def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
-    """Return the answers at temperatures that were fitted without them: every second question of a
-    type and group at the other half's."""
+    """Return the answers at temperatures that were fitted without them: each half of a type and
+    group takes those of the other half."""
     halves = _halves(scored)
     found: list[Scored | None] = [None] * len(scored)
     for half in (0, 1):
@@ -155,8 +155,8 @@ def cross_fitted(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def _halves(scored: Sequence[Scored]) -> list[int]:
-    """Return 0 and 1 in turns within each type and group: both halves then hold every kind, however
-    regularly a file repeats them."""
+    """Return 0 and 1 in turns within each type and group, so both halves hold every kind even if a
+    file repeats them regularly."""
     counts: Counter[tuple[str, str]] = Counter()
     found = []
     for each in scored:
@@ -177,7 +177,7 @@ def _fit(scored: Sequence[Scored]) -> float:
 
 
 def _lowest(loss: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a function with one valley is lowest, by golden sections."""
+    """Return the minimum of a unimodal function, by golden-section search."""
     ratio = (5**0.5 - 1) / 2
     left, right = high - ratio * (high - low), low + ratio * (high - low)
     at_left, at_right = loss(left), loss(right)

@@ -14,7 +14,7 @@ from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.prompts import PromptSet
 from canvasrt.fidelity.reference import ReferenceModel, ReferenceRow
 from canvasrt.fidelity.stats import RelativeError, Series
-from canvasrt.progress import Progress
+from canvasrt.progress import report
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
 from canvasrt.runtime.sampling_params import SamplingParams
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 COMPARED_STEPS = 12
 PHASES = ("early", "middle", "late")
-# How many prompts are captured: the encoding, and the first, middle and last step.
+# The number of captured prompts. Of each, the encoding is captured, and the first, middle and last
+# step.
 CAPTURED_PROMPTS = 8
 # An acceptance bound below zero accepts nothing, so the head's next canvas is the given noise.
 NOTHING = -1.0
@@ -103,20 +104,19 @@ def compare_steps(
     observed: ObservedModel,
     reference: ReferenceModel,
     prompts: PromptSet,
-    progress: Progress,
     most: int = COMPARED_STEPS,
 ) -> Steps:
     """Denoise one block after every prompt, without early stop, on both sides at once."""
     count = max(len(PHASES), min(most, reference.sampler.max_denoising_steps))
     steps = Steps(len(prompts.tokens), prompts.kind, [StepSeries() for _ in range(count)])
     for seed, tokens in enumerate(prompts.tokens):
-        progress("comparing denoising steps", seed, len(prompts.tokens))
+        report("comparing denoising steps", seed, len(prompts.tokens))
         params = SamplingParams.from_defaults(
             reference.sampler, reference.config, seed=seed, max_denoising_steps=count
         )
         capture = seed in _chosen(len(prompts.tokens))
         _compare_prompt(observed, reference, tokens, params, steps, capture)
-    progress("comparing denoising steps", len(prompts.tokens), len(prompts.tokens))
+    report("comparing denoising steps", len(prompts.tokens), len(prompts.tokens))
     return steps
 
 

@@ -11,19 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from canvasrt import progress
 from canvasrt.bundle import Bundle
 from canvasrt.demo.labelled import labelled
 from canvasrt.errors import CanvasError
 from canvasrt.fidelity.calibration_error import Scored, cross_fitted, fit_temperatures, summary
-from canvasrt.progress import Progress, no_progress
 from canvasrt.recipes.fields import read_yaml
+from canvasrt.runtime.answers.decision import DecisionRequest, DecisionResult
 from canvasrt.runtime.answers.layout import Ask
 from canvasrt.runtime.answers.questions import TYPES, Question, text_of
-from canvasrt.runtime.answers.read import ReadRequest, ReadResult
-from canvasrt.runtime.generator import Finished, Generator
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import BUDGETS, read_picture
+from canvasrt.runtime.request import Finished
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
@@ -46,16 +47,14 @@ def measure_decisions(
     file: str,
     reading: ReadSettings,
     fitted: bool = False,
-    progress: Progress | None = None,
 ) -> Json:
     """Return how good a bundle's probabilities are for the questions of a file, or of the demo.
 
-    With `fitted`, also temperatures by type, and what they change: every half of the questions is
+    With `fitted`, also return temperatures by type and their effect: each half of the questions is
     measured at the temperatures of the other half. CanvasError names what is wrong with the file.
     """
-    show = progress or no_progress
     items = _of_demo(bundle) if file == DEMO_QUESTIONS else read_labelled(Path(file))
-    scored = _answers(bundle, file, items, reading, show)
+    scored = _answers(bundle, file, items, reading)
     report = {
         "file": file,
         "samples": reading.samples,
@@ -72,7 +71,8 @@ def measure_decisions(
 
 
 def _of_demo(bundle: Bundle) -> list[Json]:
-    """Return the demo's questions: those of its second phase only for a tower that it trained."""
+    """Return the demo's questions; those of its second phase only if the model has its trained
+    tower."""
     vision = bundle.manifest.model.vision or {}
     return labelled(_DEMO_CASES, more=vision.get("num_hidden_layers", 0) > 1)
 
@@ -130,12 +130,12 @@ def _files(item: Mapping[str, Any], file: Path, number: int) -> list[bytes]:
 
 
 def _answers(
-    bundle: Bundle, file: str, items: Sequence[Json], reading: ReadSettings, show: Progress
+    bundle: Bundle, file: str, items: Sequence[Json], reading: ReadSettings
 ) -> list[Scored]:
     """Ask every question; item i is read with seed `seed + i`. All are checked before the first is asked."""
     model, tokenizer = open_model(bundle.path), Tokenizer.load(bundle)
 
-    def request(number: int) -> tuple[Ask, list[np.ndarray], ReadRequest]:
+    def request(number: int) -> tuple[Ask, list[np.ndarray], DecisionRequest]:
         try:
             made = _request(items[number], model, tokenizer, reading, number)
             generator.check(made[2])
@@ -150,14 +150,14 @@ def _answers(
     pending: dict[int, tuple[int, Ask, list[np.ndarray]]] = {}
     found: dict[int, list[Scored]] = {}
     while len(found) < len(items):
-        show("asking labelled questions", len(found), len(items))
-        # Images are large once they are decoded, so few requests wait.
+        progress.report("asking labelled questions", len(found), len(items))
+        # Decoded images are large, so few requests wait.
         for number in islice(left, 2 * generator.max_batch - len(pending)):
             ask, right, made = request(number)
             pending[generator.add(made, is_checked=True)] = number, ask, right
         for event in generator.step():
             if isinstance(event, Finished):
-                assert isinstance(event.result, ReadResult)
+                assert isinstance(event.result, DecisionResult)
                 number, ask, right = pending.pop(event.id)
                 group = str(items[number].get("group") or "")
                 answers = zip(ask.questions, event.result.draws, right, strict=True)
@@ -167,7 +167,7 @@ def _answers(
 
 def _request(
     item: Json, model: Model, tokenizer: Tokenizer, reading: ReadSettings, number: int
-) -> tuple[Ask, list[np.ndarray], ReadRequest]:
+) -> tuple[Ask, list[np.ndarray], DecisionRequest]:
     listed = item.get("questions")
     if not isinstance(listed, list):
         raise CanvasError("questions is not a list", "give at least one question")
@@ -186,7 +186,7 @@ def _request(
     ]
     files = item.get("images", [])
     if files:
-        model.check_sees()
+        model.check_vision()
     assert model.config.vision is not None or not files
     most = item.get("image_tokens", max(BUDGETS))
     pictures = [read_picture(file, model.config.vision or {}, most) for file in files]

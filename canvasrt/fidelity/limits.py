@@ -1,4 +1,4 @@
-"""How much a bundle may lose against its reference, and whether it stays within that."""
+"""The limits on a bundle's losses against its reference, and their check."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _weights(report: Json) -> Iterator[LimitCheck]:
 
 
 def _what(kind: str | None) -> str:
-    """Return what is limited: the matrices of a format, those with the checkpoint's codes, or all others."""
+    """Return the subject of a limit: the matrices of a format, those with the checkpoint's codes, or all others."""
     if kind == "kept":
         return "worst matrix that has the checkpoint's codes, relative error"
     return f"worst {kind.upper() if kind else 'unquantized'} matrix, relative error"

@@ -67,7 +67,7 @@ class ObservingBackend(OrtBackend):
         )
 
     def _take(self, open_it: Callable[[], OrtSegment], segment: OnDemand) -> OrtSegment:
-        """Open a segment in place of the one that is open."""
+        """Open a segment after closing the open one."""
         if self._current is not None:
             self._current.close()
         self._current = segment
@@ -89,7 +89,7 @@ class OnDemand:
         self._opened: OrtSegment | None = None
 
     def close(self) -> None:
-        """Drop what is open."""
+        """Close the open segment."""
         self._opened = None
 
     def run(self, feeds: Mapping[str, np.ndarray], wanted: Iterable[str] | None = None) -> Arrays:
@@ -131,7 +131,7 @@ class ObservedModel:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[ObservedHead | None]:
-        """Yield the head, which keeps the logits of what runs inside; None if they are not visible."""
+        """Yield the head, which keeps the logits of passes inside the block; None if they are not visible."""
         if self.head is not None:
             self.head.watch = True
         yield self.head
@@ -147,8 +147,8 @@ class ObservedModel:
 
 
 def with_logits(model: ModelProto) -> ModelProto:
-    """Return a head that also outputs its logits: what the temperature divides, or in a shortened sampler, what the factor
-    with the temperature multiplies, times the cap in that factor."""
+    """Return a head that also outputs its logits: the value that the temperature divides, or in a shortened sampler, the value
+    that the factor multiplies, times the cap in that factor."""
     from onnx import TensorProto, helper
 
     divisions = [node for node in model.graph.node if node.op_type == "Div"]

@@ -1,10 +1,9 @@
-"""The error of each segment and layer on the reference's inputs, so that errors do not add up."""
+"""The error of every segment and layer on the reference's inputs, so that errors do not
+accumulate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -12,95 +11,81 @@ from canvasrt.fidelity.capture import CapturedPass
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.pass_shapes import DENOISE, ENCODE
-from canvasrt.progress import Progress
+from canvasrt.progress import report
 from canvasrt.runtime.body_inputs import expert_slots
-from canvasrt.runtime.cpu import HostModel
 from canvasrt.runtime.engine import Arrays, Segment
+from canvasrt.runtime.host_model import HostModel
 from canvasrt.runtime.kv_cache import RequestCache, past_feeds, token_feeds
+from canvasrt.types import Json
 
-
-@dataclass
-class SegmentErrors:
-    """Relative errors of a segment's outputs, by phase."""
-
-    name: str
-    layers: Sequence[int]
-    hidden: dict[str, RelativeError] = field(default_factory=lambda: _phases())
-    keys: dict[str, RelativeError] = field(default_factory=lambda: _phases())
-    values: dict[str, RelativeError] = field(default_factory=lambda: _phases())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one number per phase for each output."""
-        outputs = {"hidden_out": self.hidden, "keys": self.keys, "values": self.values}
-        return {
-            "name": self.name,
-            "layers": list(self.layers),
-            **{name: _values(errors) for name, errors in outputs.items()},
-        }
-
-
-@dataclass
-class LayerErrors:
-    """The relative error of one layer's output, by phase."""
-
-    layer: int
-    kind: str
-    hidden: dict[str, RelativeError] = field(default_factory=lambda: _phases())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return one number per phase."""
-        return {"layer": self.layer, "kind": self.kind, **_values(self.hidden)}
+# Relative errors of outputs, by phase.
+ByPhase = dict[str, RelativeError]
 
 
 def part_errors(
-    observed: ObservedModel, passes: Sequence[CapturedPass], progress: Progress
-) -> tuple[list[SegmentErrors], list[LayerErrors]]:
+    observed: ObservedModel, passes: Sequence[CapturedPass]
+) -> tuple[list[Json], list[Json]]:
     """Run every body segment on the inputs of the reference's layers in `passes`, as a whole and
-    layer by layer."""
+    layer by layer.
+
+    Return one error per phase for each segment's outputs, and for each layer.
+    """
     assert observed.backend is not None
     assert isinstance(observed.model, HostModel)
     config = observed.model.config
     bodies = [entry for entry in observed.bundle.manifest.segments if "layers" in entry]
     segments, layers = [], []
     for number, entry in enumerate(bodies):
-        progress("running segments on the reference's inputs", number, len(bodies))
+        report("running segments on the reference's inputs", number, len(bodies))
         held = entry["layers"]
-        errors = SegmentErrors(entry["name"], held)
-        each = [LayerErrors(layer, config.layers[layer].kind) for layer in held]
+        errors = {name: _phases() for name in ("hidden_out", "keys", "values")}
+        each = [_phases() for _ in held]
         whole, cut = observed.backend.segments[entry["name"]], observed.layers(entry)
         # One after the other: a streamed segment is opened once for all passes.
         for seen in passes:
-            _compare_segment(whole, _feeds(seen, observed.model, held), seen, errors)
+            _compare_segment(whole, _feeds(seen, observed.model, held), seen, held, errors)
         for seen in passes:
-            _compare_layers(cut, _feeds(seen, observed.model, held), seen, each)
-        segments.append(errors)
-        layers += each
-    progress("running segments on the reference's inputs", len(bodies), len(bodies))
+            _compare_layers(cut, _feeds(seen, observed.model, held), seen, held, each)
+        found = {name: _values(one) for name, one in errors.items()}
+        segments.append({"name": entry["name"], "layers": list(held)} | found)
+        layers += [
+            {"layer": layer, "kind": config.layers[layer].kind} | _values(one)
+            for layer, one in zip(held, each, strict=True)
+        ]
+    report("running segments on the reference's inputs", len(bodies), len(bodies))
     return segments, layers
 
 
 def _compare_segment(
-    segment: Segment, feeds: Arrays, seen: CapturedPass, errors: SegmentErrors
+    segment: Segment,
+    feeds: Arrays,
+    seen: CapturedPass,
+    layers: Sequence[int],
+    errors: Mapping[str, ByPhase],
 ) -> None:
     out = _run(segment, feeds)
-    errors.hidden[seen.phase].add(out["hidden_out"], seen.outputs()[errors.layers[-1]])
-    for layer in errors.layers:
+    errors["hidden_out"][seen.phase].add(out["hidden_out"], seen.outputs()[layers[-1]])
+    for layer in layers:
         # A sliding layer's cache no longer holds the start of a long prompt.
         for ours, expected, sums in (
-            (out[f"new_key_{layer}"], seen.keys[layer], errors.keys),
-            (out[f"new_value_{layer}"], seen.values[layer], errors.values),
+            (out[f"new_key_{layer}"], seen.keys[layer], errors["keys"]),
+            (out[f"new_value_{layer}"], seen.values[layer], errors["values"]),
         ):
             sums[seen.phase].add(ours[:, :, -expected.shape[2] :], expected)
 
 
 def _compare_layers(
-    segment: Segment, feeds: Arrays, seen: CapturedPass, errors: Sequence[LayerErrors]
+    segment: Segment,
+    feeds: Arrays,
+    seen: CapturedPass,
+    layers: Sequence[int],
+    errors: Sequence[ByPhase],
 ) -> None:
-    inner = {f"hidden_{k}": seen.hidden[each.layer] for k, each in enumerate(errors) if k}
+    inner = {f"hidden_{k}": seen.hidden[layer] for k, layer in enumerate(layers) if k}
     out = _run(segment, feeds | inner)
-    for k, each in enumerate(errors):
-        name = "hidden_out" if each is errors[-1] else f"hidden_out_{k}"
-        each.hidden[seen.phase].add(out[name], seen.outputs()[each.layer])
+    for k, (layer, error) in enumerate(zip(layers, errors, strict=True)):
+        name = "hidden_out" if layer == layers[-1] else f"hidden_out_{k}"
+        error[seen.phase].add(out[name], seen.outputs()[layer])
 
 
 def _run(segment: Segment, feeds: Mapping[str, np.ndarray]) -> Arrays:
@@ -126,9 +111,9 @@ def _feeds(seen: CapturedPass, model: HostModel, layers: Sequence[int]) -> Array
     }
 
 
-def _phases() -> dict[str, RelativeError]:
+def _phases() -> ByPhase:
     return {ENCODE: RelativeError(), DENOISE: RelativeError()}
 
 
-def _values(errors: Mapping[str, RelativeError]) -> dict[str, float]:
+def _values(errors: ByPhase) -> dict[str, float]:
     return {phase: error.value for phase, error in errors.items()}

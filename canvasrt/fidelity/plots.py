@@ -7,38 +7,28 @@ from typing import Any
 import numpy as np
 
 from canvasrt.fidelity.compare import PHASES, phase_of
-from canvasrt.pages.drawing import OURS, THEIRS, THIRD, drawing, figure_of
+from canvasrt.fidelity.reliability import diagram
+from canvasrt.pages.drawing import LABELLED, OURS, THEIRS, THIRD, bars, drawing, figure_of, points
 from canvasrt.types import Json
-
-# Bars are numbered up to this many.
-_LABELLED = 12
-_GROUPS = 4
 
 
 def plots(report: Json) -> dict[str, str]:
     """Return SVG by plot, without plots that the report has no numbers for."""
-    drawn = {}
-    for name, draw, needs in (
-        ("steps", _steps, "steps"),
-        ("answers", _answers, "answers"),
-        ("pace", _pace, "answers"),
-        ("segments", _segments, "segments"),
-        ("layers", _layers, "layers"),
-        ("experts", _experts, "experts"),
-    ):
-        if report[needs]:
-            drawn[name] = drawing(name, _DESCRIPTIONS[name], draw, report)
+    drawn = {
+        name: drawing(name, about, draw, report)
+        for name, draw, needs, about in (
+            ("steps", _steps, "steps", "Divergence of the logits by denoising step"),
+            ("answers", _answers, "answers", "Share of right answers by task with 95% intervals"),
+            ("pace", _pace, "answers", "Denoising steps per block by task"),
+            ("segments", _segments, "segments", "Relative error of each segment's outputs"),
+            ("layers", _layers, "layers", "Relative error of each layer's output"),
+            ("experts", _experts, "experts", "Relative error of each expert's output"),
+        )
+        if report[needs]
+    }
+    if report.get("decisions"):
+        drawn["reliability"] = diagram(report["decisions"])
     return drawn
-
-
-_DESCRIPTIONS = {
-    "steps": "Divergence of the logits by denoising step",
-    "answers": "Share of right answers by task with 95% intervals",
-    "pace": "Denoising steps per block by task",
-    "segments": "Relative error of each segment's outputs",
-    "layers": "Relative error of each layer's output",
-    "experts": "Relative error of each expert's output",
-}
 
 
 def _steps(report: Json) -> Any:
@@ -76,27 +66,17 @@ def _steps(report: Json) -> Any:
 
 
 def _answers(report: Json) -> Any:
-    answers = report["answers"]
-    rows = [*answers["tasks"], {"task": "all", **answers["all"]}]
+    rows = [*report["answers"]["tasks"], {"task": "all", **report["answers"]["all"]}]
     figure, axes = figure_of(0.9 + 0.34 * len(rows))
     places = np.arange(len(rows))[::-1]
     for side, label, colour, marker, shift in (
         ("reference", "transformers", THEIRS, "s", 0.14),
         ("bundle", "bundle", OURS, "o", -0.14),
     ):
-        shares = np.array([100 * row[side]["share"] for row in rows])
-        bounds = 100 * np.array([row[side]["interval"] for row in rows]).T
-        axes.errorbar(
-            shares,
-            places + shift,
-            xerr=np.maximum(0, [shares - bounds[0], bounds[1] - shares]),
-            fmt=marker,
-            color=colour,
-            markersize=5,
-            elinewidth=1.6,
-            capsize=3,
-            label=label,
-        )
+        shares = [100 * row[side]["share"] for row in rows]
+        bounds = [[100 * each for each in row[side]["interval"]] for row in rows]
+        at = [place + shift for place in places]
+        points(axes, at, shares, bounds, label, colour, marker, sideways=True)
     axes.axhline(0.5, color="#bbbbbb", linewidth=0.8)
     axes.set_yticks(places, [row["task"] for row in rows])
     axes.set_xlabel("exactly right, %, with 95% intervals")
@@ -108,19 +88,21 @@ def _answers(report: Json) -> Any:
 
 def _pace(report: Json) -> Any:
     rows = [*report["answers"]["tasks"], {"task": "all", "pace": report["pace"]}]
-    figure, axes = figure_of(2.6)
     series = [
-        ("transformers", THEIRS, [row["pace"]["reference"]["steps_per_block"] for row in rows]),
-        ("bundle", OURS, [row["pace"]["bundle"]["steps_per_block"] for row in rows]),
+        (label, colour, [row["pace"][side]["steps_per_block"] for row in rows])
+        for label, colour, side in (
+            ("transformers", THEIRS, "reference"),
+            ("bundle", OURS, "bundle"),
+        )
     ]
-    _bars(axes, [row["task"] for row in rows], series, "{:.1f}")
+    figure, axes = figure_of(2.6)
+    bars(axes, [row["task"] for row in rows], series, "{:.1f}")
     axes.set_ylabel("denoising steps per block")
     return figure
 
 
 def _segments(report: Json) -> Any:
     rows = report["segments"]
-    figure, axes = figure_of(2.6)
     series = [
         (label, colour, [row[key]["denoise"] for row in rows])
         for label, colour, key in (
@@ -129,22 +111,21 @@ def _segments(report: Json) -> Any:
             ("values", THEIRS, "values"),
         )
     ]
+    figure, axes = figure_of(2.6)
     names = [f"{row['name']} (layers {row['layers'][0]} to {row['layers'][-1]})" for row in rows]
-    _bars(axes, names, series, "{:.2g}")
+    bars(axes, names, series, "{:.2g}")
     axes.set_ylabel("relative error, denoising")
     return figure
 
 
 def _layers(report: Json) -> Any:
     rows = report["layers"]
+    phases = (("encode", THIRD), ("denoise", OURS))
+    series = [(phase, colour, [row[phase] for row in rows]) for phase, colour in phases]
+    few = len(rows) <= LABELLED
     figure, axes = figure_of(2.6)
-    series = [
-        ("encode", THIRD, [row["encode"] for row in rows]),
-        ("denoise", OURS, [row["denoise"] for row in rows]),
-    ]
-    few = len(rows) <= _LABELLED
     names = [f"{row['layer']} {row['kind']}" if few else str(row["layer"]) for row in rows]
-    _bars(axes, names, series, "{:.2g}")
+    bars(axes, names, series, "{:.2g}")
     axes.set_xlabel("layer")
     axes.set_ylabel("relative error of its output")
     return figure
@@ -168,7 +149,7 @@ def _experts(report: Json) -> Any:
     axes.set_yticks(np.arange(len(layers)), layers)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
-    if columns <= _LABELLED:
+    if columns <= LABELLED:
         axes.set_xticks(np.arange(columns))
         middle = np.nanmax(grid) / 2 if np.isfinite(grid).any() else 0
         for (row, column), value in np.ndenumerate(grid):
@@ -177,24 +158,3 @@ def _experts(report: Json) -> Any:
             axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8.5)
     figure.colorbar(image, ax=axes, label="relative error", pad=0.015)
     return figure
-
-
-def _bars(
-    axes: Any, names: list[str], series: list[tuple[str, str, list[float]]], form: str
-) -> None:
-    """Draw groups of bars from zero, with their numbers if there is room."""
-    width = 0.8 / len(series)
-    places = np.arange(len(names))
-    for number, (label, colour, values) in enumerate(series):
-        at = places + (number - (len(series) - 1) / 2) * width
-        bars = axes.bar(at, values, width * 0.94, color=colour, label=label)
-        if len(names) * len(series) <= 2 * _LABELLED:
-            labels = [form.format(value) for value in values]
-            axes.bar_label(bars, labels, fontsize=8, padding=1.5)
-    axes.set_xticks(places, names)
-    # Few groups get the same width as many would.
-    spare = max(0.0, (_GROUPS - len(names)) / 2)
-    axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
-    axes.margins(y=0.12)
-    axes.grid(axis="y")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)

@@ -57,8 +57,8 @@ class ReferenceModel:
 
         logging.disable_progress_bar()
         self.config, self.sampler = ModelConfig.from_checkpoint(checkpoint)
-        # A request keeps its logits between steps, and a step needs several arrays of their size:
-        # 256 MB each at most.
+        # A request keeps its logits between steps, and a step needs several arrays of that size, at
+        # most 256 MB each.
         logits = self.config.canvas_length * self.config.vocab_size
         self.max_batch = max(1, min(MAX_REFERENCE_BATCH, MAX_LOGITS // logits))
         self.max_context = self.config.max_position_embeddings
@@ -186,7 +186,7 @@ class ReferenceModel:
 
 
 def _joined(caches: list[Any]) -> Any:
-    """Join caches of one length into one that is only read."""
+    """Join caches of one length into a read-only one."""
     if len(caches) == 1:
         return caches[0]
     joined = copy.copy(caches[0])

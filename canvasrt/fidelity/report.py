@@ -7,26 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from canvasrt import progress
 from canvasrt.build.memory import parameters
 from canvasrt.bundle import Bundle, made_by
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
-from canvasrt.fidelity.answers import AnswerScores, Pace, ask_questions, compare_pace
+from canvasrt.fidelity.answers import ask_questions, compare_pace
 from canvasrt.fidelity.compare import COMPARED_STEPS, PHASES, Steps, compare_steps
 from canvasrt.fidelity.limits import check_limits, limits_of
 from canvasrt.fidelity.observed_model import ObservedModel
 from canvasrt.fidelity.part_errors import DENOISE, part_errors
-from canvasrt.fidelity.prompts import PromptSet, is_demo, prompts_for
+from canvasrt.fidelity.prompts import is_demo, prompts_for
 from canvasrt.fidelity.reference import ReferenceModel
 from canvasrt.fidelity.weights import weight_errors
 from canvasrt.machine import available_bytes, gpus
-from canvasrt.progress import Progress, no_progress
 from canvasrt.runtime.tokenizer import Tokenizer
 from canvasrt.types import Json
 
 WORST = 5
-# Of a streamed model, which is read from the disk once per pass: a short prompt and a long one.
+# For a streamed model, which is read from the disk once per pass: a short prompt and a long one.
 STREAMED_PROMPTS = 2
 
 
@@ -34,7 +34,6 @@ def measure_quality(
     bundle: Bundle,
     checkpoint: Path,
     questions: int,
-    progress: Progress | None = None,
 ) -> Json:
     """Return the report as JSON.
 
@@ -43,7 +42,6 @@ def measure_quality(
     few prompts and steps, and no free generation. Raises CanvasError when the bundle cannot run
     here, or when the checkpoint has another shape.
     """
-    show = progress or no_progress
     config, _ = ModelConfig.from_checkpoint(checkpoint)
     if config != bundle.manifest.model:
         raise CanvasError(
@@ -51,7 +49,7 @@ def measure_quality(
             "give the checkpoint that the bundle was made from",
         )
     _check_runs_here(bundle)
-    show("loading both sides", 0, 0)
+    progress.report("loading both sides")
     streamed = is_streamed(config, checkpoint)
     observed, reference = ObservedModel(bundle, streamed), ReferenceModel(checkpoint, streamed)
     tokenizer = _tokenizer(bundle)
@@ -61,12 +59,15 @@ def measure_quality(
     if streamed:
         prompts = replace(prompts, tokens=prompts.tokens[:STREAMED_PROMPTS])
     most = len(PHASES) if streamed else COMPARED_STEPS
-    steps = compare_steps(observed, reference, prompts, show, most)
+    steps = compare_steps(observed, reference, prompts, most)
     report: Json = {**_header(bundle), "steps": steps.to_json(), "pace": None, "answers": None}
     if questions and not streamed:
-        demo = tokenizer if is_demo(checkpoint) else None
-        report |= _generations(observed, reference, prompts, demo, questions, show)
-    report |= _inside(observed, checkpoint, steps, show)
+        sides = observed.model, reference
+        if tokenizer is not None and is_demo(checkpoint):
+            report["answers"], report["pace"] = ask_questions(*sides, tokenizer, questions)
+        else:
+            report["pace"] = compare_pace(*sides, prompts)
+    report |= _inside(observed, checkpoint, steps)
     checks = check_limits(limits_of(bundle.manifest.options), report)
     report["limits"] = [each.to_json() for each in checks]
     report["ok"] = all(each.ok for each in checks)
@@ -134,41 +135,24 @@ def _tokenizer(bundle: Bundle) -> Tokenizer | None:
     return Tokenizer.load(bundle) if bundle.manifest.tokenizer else None
 
 
-def _generations(
-    observed: ObservedModel,
-    reference: ReferenceModel,
-    prompts: PromptSet,
-    demo: Tokenizer | None,
-    questions: int,
-    progress: Progress,
-) -> Json:
-    answers: AnswerScores | None = None
-    pace: Pace
-    if demo is not None:
-        answers, pace = ask_questions(observed.model, reference, demo, questions, progress)
-    else:
-        pace = compare_pace(observed.model, reference, prompts, progress)
-    return {"pace": pace.to_json(), "answers": answers and answers.to_json()}
-
-
-def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps, progress: Progress) -> Json:
+def _inside(observed: ObservedModel, checkpoint: Path, steps: Steps) -> Json:
     """Return the errors of segments, layers, matrices and experts; None for engines that cannot be read."""
     if observed.backend is None:
         return dict.fromkeys(("segments", "head", "layers", "weights", "experts", "worst"))
-    segments, layers = part_errors(observed, steps.passes, progress)
-    weights = weight_errors(observed.bundle, checkpoint, steps.passes, progress)
+    segments, layers = part_errors(observed, steps.passes)
+    weights, experts = weight_errors(observed.bundle, checkpoint, steps.passes)
     found: Json = {
-        "segments": [each.to_json() for each in segments],
+        "segments": segments,
         "head": steps.head.to_json(),
-        "layers": [each.to_json() for each in layers],
-        "weights": [each.to_json() for each in weights.matrices],
-        "experts": [each.to_json() for each in weights.experts],
+        "layers": layers,
+        "weights": weights,
+        "experts": experts,
     }
     return {**found, "worst": _worst(found)}
 
 
 def _worst(found: Json) -> Json:
-    """Return the entries that lose most, worst first, without those that lose nothing."""
+    """Return the entries with the largest errors, worst first, without errors of 0."""
 
     def first(items: list[Json], key: Any) -> list[Json]:
         return sorted((each for each in items if key(each)), key=key, reverse=True)[:WORST]

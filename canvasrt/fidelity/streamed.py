@@ -1,6 +1,6 @@
 """transformers' model with the weights of one layer in memory at a time, for checkpoints that do not fit whole.
 
-Weights that the checkpoint has quantized are widened to what they stand for.
+Weights that the checkpoint stores quantized are dequantized.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import nn
 
 from canvasrt.checkpoints.weight_names import DECODER
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.codes import read_codes
-from canvasrt.export.int4 import read_int4
+from canvasrt.export.compressed_tensors import read_int4
+from canvasrt.export.modelopt import read_codes
 from canvasrt.export.weights import ENCODER, Weight, parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The output's weight is the table's; what else the encoder and the decoder have in common has their names.
+# The output projection is the table; the encoder's and decoder's other shared weights have names of their own.
 _SHARED = {"lm_head.weight": f"{DECODER}.embed_tokens.weight"}
 _VISION = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
 
 def streamed_module(path: Path) -> Any:
-    """Load a checkpoint in fp32, but its layers when they run, and its vision tower never."""
+    """Load a checkpoint in fp32. Layers are loaded when they run, the vision tower never."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     checkpoint = Checkpoint(path)
@@ -65,7 +65,7 @@ def streamed_module(path: Path) -> Any:
 
 
 def read_wide(checkpoint: Checkpoint, name: str, wide: Tensor) -> None:
-    """Read a parameter of transformers' model into float32 `wide`, whatever the checkpoint has in its place."""
+    """Read a parameter of transformers' model into float32 `wide`, in whatever form the checkpoint stores it."""
     shape, flat, first = wide.shape, wide.view(-1), 0
     for part in wide_rows(checkpoint, (name,), tuple(shape)):
         flat[first : first + part.numel()] = part.reshape(-1)
@@ -83,7 +83,7 @@ def wide_rows(
 
 
 def held_format(checkpoint: Checkpoint, parts: Sequence[str], shape: tuple[int, ...]) -> str | None:
-    """Return the format of the codes that a checkpoint has for that weight, None if it has its values."""
+    """Return the format of the codes that a checkpoint stores for a weight; None if it stores plain values."""
     weight = _weight(checkpoint, parts, shape)
     held = read_int4(weight) or read_codes(weight)
     return held.form.format if held else None
@@ -102,7 +102,7 @@ def _stream(
 ) -> None:
     """Have a layer read its weights before it runs, and drop them afterwards.
 
-    One layer runs at a time, so all share the memory in `room`: taking it anew costs as much as filling it.
+    One layer runs at a time, so all share the memory in `room`: allocating it costs as much as filling it.
     """
     empty = dict(layer.named_parameters())
 
@@ -135,7 +135,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Give modules that are made inside parameters without data; buffers keep theirs."""
+    """Create the parameters of modules inside the block without data; buffers keep theirs."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +16,9 @@ from canvasrt.fidelity.capture import CapturedPass
 from canvasrt.fidelity.stats import RelativeError
 from canvasrt.formats import FORMATS, INT4, INT8
 from canvasrt.graphs import lowbits
-from canvasrt.graphs.nbits import CODES, SCALES
-from canvasrt.graphs.table import TABLE_SCALE, TABLE_VALUES
-from canvasrt.progress import Progress
+from canvasrt.graphs.names import CODES, SCALES, TABLE_SCALE, TABLE_VALUES
+from canvasrt.progress import report
+from canvasrt.types import Json
 
 if TYPE_CHECKING:
     from canvasrt.export.checkpoint import Checkpoint
@@ -27,71 +26,42 @@ if TYPE_CHECKING:
 EXPERT_WEIGHTS = (GATE_UP, DOWN)
 
 
-@dataclass
-class WeightError:
-    """The relative error of one matrix. `name` is as in recipes; `format` is None if it is not quantized. If `kept`, the
-    checkpoint has it in that format, and its codes should be the same."""
-
-    name: str
-    layer: int | None
-    format: str | None
-    error: float
-    kept: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-@dataclass
-class ExpertError:
-    """Relative errors of one expert: of its two matrices, and of its output over the tokens that
-    the reference routed to it.
-
-    The output is computed from the bundle's weights, without rounding their inputs; it is None if
-    no token came.
-    """
-
-    layer: int
-    expert: int
-    gate_up: float
-    down: float
-    tokens: int
-    output: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-@dataclass
-class WeightErrors:
-    """Every matrix of the network's layers, and every expert."""
-
-    matrices: list[WeightError] = field(default_factory=list)
-    experts: list[ExpertError] = field(default_factory=list)
-
-
 def weight_errors(
-    bundle: Bundle, checkpoint_path: Path, passes: Sequence[CapturedPass], progress: Progress
-) -> WeightErrors:
-    """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time."""
+    bundle: Bundle, checkpoint_path: Path, passes: Sequence[CapturedPass]
+) -> tuple[list[Json], list[Json]]:
+    """Compare a bundle's graphs with the checkpoint, one expert or matrix in memory at a time.
+
+    Return the relative error of each matrix, and of each expert. A matrix's entry has its name as in recipes; its format, None
+    if it is not quantized; and `kept`: whether the checkpoint stores it in that format, so codes should be equal. An expert's
+    entry has the errors of its two matrices, and of its output over the tokens that the reference routed to it, without
+    rounding of inputs; None if there were none.
+    """
     from canvasrt.export.checkpoint import Checkpoint
 
     checkpoint, config = Checkpoint(checkpoint_path), bundle.manifest.model
-    found = WeightErrors()
+    matrices: list[Json] = []
+    experts: list[Json] = []
     for entry in (entry for entry in bundle.manifest.segments if "layers" in entry):
         graph = _Weights(bundle.file(entry["file"]))
         formats = entry.get("quantized") or {}
         for local, layer in enumerate(entry["layers"]):
-            progress("comparing weights", layer, len(config.layers))
+            report("comparing weights", layer, len(config.layers))
             errors, totals = _experts(graph, local, layer, checkpoint, passes)
-            found.experts += errors
-            found.matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
-    found.matrices += _table(bundle, checkpoint)
+            experts += errors
+            matrices += _matrices(graph, local, layer, checkpoint, config, formats, totals)
+    matrices += _table(bundle, checkpoint)
     if "checkpoint_quantization" not in bundle.manifest.options:
-        # What was widened and quantized again has codes of its own.
-        found.matrices = [replace(each, kept=False) for each in found.matrices]
-    progress("comparing weights", len(config.layers), len(config.layers))
-    return found
+        # A weight that was dequantized and quantized again has other codes.
+        matrices = [each | {"kept": False} for each in matrices]
+    report("comparing weights", len(config.layers), len(config.layers))
+    return matrices, experts
+
+
+def _matrix(
+    name: str, layer: int | None, format: str | None, error: RelativeError, kept: bool = False
+) -> Json:
+    found = {"name": name, "layer": layer, "format": format}
+    return found | {"error": error.value, "kept": kept}
 
 
 def _matrices(
@@ -102,8 +72,8 @@ def _matrices(
     config: ModelConfig,
     formats: Mapping[str, str],
     experts: Mapping[str, RelativeError],
-) -> Iterator[WeightError]:
-    """Compare the matrices of a layer; those of its `experts` have been."""
+) -> Iterator[Json]:
+    """Compare the matrices of a layer, except those of its `experts`."""
     from canvasrt.export.weights import body_sources
     from canvasrt.fidelity.streamed import held_format
 
@@ -120,10 +90,10 @@ def _matrices(
         full = f"layers.{layer}.{short.removesuffix('.weight')}"
         format = formats.get(full)
         kept = format is not None and held_format(checkpoint, parts, graph.shape(ours)) == format
-        yield WeightError(full, layer, format, error.value, kept)
+        yield _matrix(full, layer, format, error, kept)
 
 
-def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
+def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[Json]:
     """Return the embedding table's error, if it is quantized, with one part in memory at a time."""
     from canvasrt.export.weights import head_sources
 
@@ -137,7 +107,7 @@ def _table(bundle: Bundle, checkpoint: Checkpoint) -> list[WeightError]:
         rows = slice(first, first + len(part))
         error.add(read(rows), part.float().numpy())
         first += len(part)
-    return [WeightError(TABLE, None, format, error.value)]
+    return [_matrix(TABLE, None, format, error)]
 
 
 class _Weights:
@@ -237,7 +207,7 @@ def _pairs(
 
 def _experts(
     graph: _Weights, local: int, layer: int, checkpoint: Checkpoint, passes: Sequence[CapturedPass]
-) -> tuple[list[ExpertError], dict[str, RelativeError]]:
+) -> tuple[list[Json], dict[str, RelativeError]]:
     """Compare the experts of a layer: each one, and all of them by matrix."""
     stored = f"{DECODER}.layers.{layer}.experts"
     both = [
@@ -257,9 +227,10 @@ def _experts(
             own.append(RelativeError())
             own[-1].add(*pair)
             total.off, total.size = total.off + own[-1].off, total.size + own[-1].size
-        value = output.value if len(given) else None
         first, second = (each.value for each in own)
-        errors.append(ExpertError(layer, expert, first, second, len(given), value))
+        value = output.value if len(given) else None
+        found: Json = {"layer": layer, "expert": expert, "gate_up": first, "down": second}
+        errors.append(found | {"tokens": len(given), "output": value})
     return errors, totals
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from canvasrt.extras import require
-from canvasrt.fidelity.markdown import markdown
-from canvasrt.fidelity.quality_page import quality_page
-from canvasrt.fidelity.reliability import reliability_lines, reliability_page
+from canvasrt.fidelity.plots import plots
+from canvasrt.fidelity.reliability import calibration_verdict, diagram, reliability_sections
 from canvasrt.fidelity.report import finite
+from canvasrt.fidelity.tables import sections, subject, verdict, versions
+from canvasrt.pages import render_markdown, render_page
 from canvasrt.staging import check_output, staging
+from canvasrt.types import Json
+
+_FOOTER = "Written by canvasrt verify"
 
 
 def check_report_folder(folder: Path) -> None:
@@ -20,23 +23,29 @@ def check_report_folder(folder: Path) -> None:
     require("matplotlib", "report")
 
 
-def write_report(report: dict[str, Any], title: str, folder: Path) -> None:
+def write_report(report: Json, title: str, folder: Path) -> None:
     """Write report.json, report.md and report.html into an empty folder."""
     title = f"Quality of {title}"
-    with staging(folder) as tmp:
-        text = json.dumps(finite(report), indent=2, ensure_ascii=False) + "\n"
-        (tmp / "report.json").write_text(text, encoding="utf-8")
-        (tmp / "report.md").write_text(markdown(report, title), encoding="utf-8")
-        (tmp / "report.html").write_text(quality_page(report, title), encoding="utf-8")
+    found = list(sections(report, plots(report)))
+    about = [each for each in (subject(report), report["recipe_description"]) if each]
+    opening = f"**{verdict(report)}** {subject(report)} ({versions(report)})"
+    said = {"ok": report["ok"], "text": verdict(report)}
+    page = render_page(title, about, found, f"{_FOOTER}; {versions(report)}.", said)
+    _write(folder, report, render_markdown(title, opening, found), page)
 
 
-def write_decisions(report: dict[str, Any], title: str, folder: Path) -> None:
+def write_decisions(report: Json, title: str, folder: Path) -> None:
     """Write the report of labelled questions alone, as the same three files."""
     title = f"Decisions of {title}"
-    footer = "Written by canvasrt verify."
+    found = list(reliability_sections(report, {"reliability": diagram(report)}))
+    opening = calibration_verdict(report)
+    page = render_page(title, [opening], found, f"{_FOOTER}.")
+    _write(folder, report, render_markdown(title, opening, found), page)
+
+
+def _write(folder: Path, report: Json, markdown: str, page: str) -> None:
     with staging(folder) as tmp:
         text = json.dumps(finite(report), indent=2, ensure_ascii=False) + "\n"
         (tmp / "report.json").write_text(text, encoding="utf-8")
-        body = "\n".join([f"# {title}", *reliability_lines(report)]) + "\n"
-        (tmp / "report.md").write_text(body, encoding="utf-8")
-        (tmp / "report.html").write_text(reliability_page(report, title, footer), encoding="utf-8")
+        (tmp / "report.md").write_text(markdown, encoding="utf-8")
+        (tmp / "report.html").write_text(page, encoding="utf-8")

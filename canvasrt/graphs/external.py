@@ -66,15 +66,12 @@ def append(
     model: ir.Model,
     weight: Stored,
     out: BinaryIO,
-    advance: Callable[[int], None] | None = None,
 ) -> None:
     """Append a weight's bytes to the file `out` and point the graph's initializer at them."""
     out.write(b"\0" * (-out.tell() % (PAGE_BYTES if weight.size >= LARGE_WEIGHT else WORD)))
     offset = out.tell()
     for piece in weight.read():
-        written = out.write(piece)
-        if advance:
-            advance(written)
+        out.write(piece)
     length = out.tell() - offset
     assert length == weight.size, (weight.name, length, weight.size)
     value = model.graph.initializers[weight.name]

@@ -1,4 +1,4 @@
-"""What positions alone decide, in a graph of its own: masks, rotations and sizes stay the same for all passes of a block.
+"""Moves masks, rotations and sizes, which depend on positions alone, into a graph that runs once per block.
 
 In a small model, a quarter of a body's nodes compute them, in every pass.
 """
@@ -6,193 +6,190 @@ In a small model, a quarter of a body's nodes compute them, in every pass.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
 
 from canvasrt.defaults import CALL_LENGTH
-from canvasrt.graphs.protos import drop_unused
+from canvasrt.graphs import external
+from canvasrt.graphs.edit import drop_unused
+from canvasrt.graphs.names import PAST
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
-
-# The inputs of a body that a pass does not change, beside cached keys and values.
+# The inputs of a body that stay the same over a pass, besides cached keys and values.
 _FIXED = ("positions", "groups", "causal", "past_positions_")
-_PAST = ("past_key_", "past_value_")
 
 
-def split_geometry(bodies: Sequence[ModelProto], folder: Path) -> ModelProto:
-    """Move all nodes of body graphs that only positions decide into one graph, and return it.
+def split_geometry(bodies: Sequence[ir.Model]) -> ir.Model:
+    """Move all nodes of body graphs that depend on positions alone into one graph, and return it.
 
-    Bodies are rewritten in place. They take what they need of it as inputs of the same names, so equal values of several
-    bodies are one, and cached keys and values as `[B, kv_heads, O * 8, head_dim]`. Small weights are read from `folder`.
+    Bodies are rewritten in place. They read its values as inputs of the same names, so bodies share equal values, and take
+    cached keys and values as `[B, kv_heads, O * 8, head_dim]`.
     """
-    from onnx import helper, shape_inference
-
-    made = _Geometry(folder)
-    wanted = [made.take(body.graph) for body in bodies]
-    first = bodies[0]
-    names = list(dict.fromkeys(name for each in wanted for name in each.values()))
-    outputs = [helper.make_empty_tensor_value_info(name) for name in names]
-    graph = helper.make_graph(
-        made.nodes, "geometry", list(made.inputs.values()), outputs, list(made.weights.values())
+    geometry = _Geometry()
+    taken = [geometry.take(body.graph) for body in bodies]
+    outputs = list(dict.fromkeys(value for each in taken for value in each.values()))
+    graph = ir.Graph(
+        list(geometry.inputs.values()),
+        outputs,
+        nodes=geometry.nodes,
+        initializers=list(geometry.weights.values()),
+        opset_imports=dict(bodies[0].opset_imports),
+        name="geometry",
     )
-    model = helper.make_model(graph, ir_version=first.ir_version, opset_imports=first.opset_import)
-    model = shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
-    for each in model.graph.output:
-        for dim in each.type.tensor_type.shape.dim:
-            dim.ClearField("dim_param")  # names that mean nothing elsewhere
-    types = {each.name: each for each in model.graph.output}
-    for body, taken in zip(bodies, wanted, strict=True):
-        _give(body.graph, taken, types)
+    model = ir.Model(graph, ir_version=bodies[0].ir_version)
+    ShapeInferencePass()(model)
+    for value in outputs:
+        assert value.shape is not None, f"the shape of {value.name} is unknown"
+        # Names of sizes are only valid in one graph.
+        value.shape = ir.Shape([each if isinstance(each, int) else None for each in value.shape])
+    for body, values in zip(bodies, taken, strict=True):
+        _read_geometry(body, values)
     return model
 
 
 class _Geometry:
     """The nodes so far. Equal ones of several bodies are one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.nodes: list[NodeProto] = []
-        self.inputs: dict[str, ValueInfoProto] = {}
-        self.weights: dict[str, TensorProto] = {}
-        self._folder = folder
-        self._made: dict[tuple[object, ...], list[str]] = {}
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+        self.inputs: dict[str, ir.Value] = {}
+        self.weights: dict[str, ir.Value] = {}
+        self._made: dict[tuple[object, ...], ir.Node] = {}
 
-    def take(self, graph: GraphProto) -> dict[str, str]:
-        """Add what a body computes from positions. Return the name here of each value that its other nodes read."""
+    def take(self, graph: ir.Graph) -> dict[ir.Value, ir.Value]:
+        """Add a body's nodes that depend on positions alone. Return the values that its other nodes read: the body's value →
+        the one here."""
         _ask_positions_for_sizes(graph)
         _take_flat_pasts(graph)
-        # What a layer has learnt stays with it.
-        weights = {e.name: e for e in graph.initializer if not e.name.startswith("layers.")}
-        inputs = {each.name: each for each in graph.input if each.name.startswith(_FIXED)}
-        constant = set(weights)
-        here: dict[str, str] = {}
-        for node in graph.node:
-            read = {each for each in node.input if each}
-            if constant >= read:  # each graph keeps its own constants
-                constant |= set(node.output)
-                continue
-            if not (here.keys() | inputs.keys() | constant) >= read:
-                continue
-            self.inputs |= {name: inputs[name] for name in node.input if name in inputs}
-            names = [
-                each if each in inputs else here.get(each) or self._constant(graph, weights, each)
-                for each in node.input
-            ]
-            here |= zip(node.output, self._add(node, names), strict=True)
-        kept = [node for node in graph.node if not here.keys() >= set(node.output)]
-        read = {each for node in kept for each in node.input}
-        read |= {each.name for each in graph.output}
-        return {value: name for value, name in here.items() if value in read}
+        here: dict[ir.Value, ir.Value] = {}
+        inputs = {value for value in graph.inputs if str(value.name).startswith(_FIXED)}
+        constant = {value for value in graph.initializers.values() if _is_shared(value)}
+        for node in graph:
+            read = {value for value in node.inputs if value is not None}
+            if read <= constant:  # each graph keeps its own constants
+                constant |= set(node.outputs)
+            elif read <= here.keys() | inputs | constant:
+                names = [None if each is None else self._value(each, here) for each in node.inputs]
+                here |= zip(node.outputs, self._add(node, names).outputs, strict=True)
+        moved = {made for value in here if (made := value.producer()) is not None}
+        return {
+            value: there
+            for value, there in here.items()
+            if value.is_graph_output() or not moved.issuperset(value.consumers())
+        }
 
-    def _add(self, node: NodeProto, inputs: list[str]) -> list[str]:
-        attributes = sorted(each.SerializeToString() for each in node.attribute)
+    def _value(self, value: ir.Value, here: dict[ir.Value, ir.Value]) -> ir.Value:
+        """Return the value in this graph for a body's value."""
+        if value in here:
+            return here[value]
+        node = value.producer()
+        if node is not None:  # a constant
+            inputs = [None if each is None else self._value(each, here) for each in node.inputs]
+            return self._add(node, inputs).outputs[value.index() or 0]
+        if value.is_initializer():
+            return self._weight(value)
+        known = ir.Value(name=value.name, type=value.type, shape=value.shape)
+        return self.inputs.setdefault(str(value.name), known)
+
+    def _add(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
+        attributes = [
+            ir.to_proto(each).SerializeToString() for _, each in sorted(node.attributes.items())
+        ]
         key = (node.op_type, node.domain, *attributes, *inputs)
         if key not in self._made:
-            from onnx import NodeProto as Node
-
-            new = Node()
-            new.CopyFrom(node)
-            del new.input[:], new.output[:]
             stem = f"geometry_{len(self._made)}"
-            self._made[key] = [f"{stem}_{i}" if i else stem for i in range(len(node.output))]
-            new.name = stem
-            new.input.extend(inputs)
-            new.output.extend(self._made[key])
-            self.nodes.append(new)
+            made = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                list(node.attributes.values()),
+                num_outputs=len(node.outputs),
+                name=stem,
+            )
+            for number, value in enumerate(made.outputs):
+                value.name = f"{stem}_{number}" if number else stem
+            self._made[key] = made
+            self.nodes.append(made)
         return self._made[key]
 
-    def _constant(self, graph: GraphProto, weights: dict[str, TensorProto], value: str) -> str:
-        """Return the name here of a weight or constant of a body."""
-        if not value:
-            return ""
-        if value not in weights:
-            (node,) = (each for each in graph.node if value in each.output)
-            return self._add(node, [self._constant(graph, weights, each) for each in node.input])[
-                list(node.output).index(value)
-            ]
-        weight = _loaded(weights[value], self._folder)
-        name = f"weight_{hashlib.sha256(weight.SerializeToString()).hexdigest()[:16]}"
-        weight.name = name
-        self.weights[name] = weight
-        return name
-
-
-def _loaded(weight: TensorProto, folder: Path) -> TensorProto:
-    """Return a nameless copy of a weight that holds its data itself."""
-    from onnx import TensorProto as Tensor
-
-    external = {entry.key: entry.value for entry in weight.external_data}
-    copy = Tensor(data_type=weight.data_type, dims=weight.dims)
-    if external:
-        # onnx reads no linked files, which these may be.
-        with (folder / external["location"]).open("rb") as file:
-            file.seek(int(external.get("offset", 0)))
-            copy.raw_data = file.read(int(external["length"]))
-    else:
-        copy.CopyFrom(weight)
-        copy.ClearField("name")
-    return copy
-
-
-def _ask_positions_for_sizes(graph: GraphProto) -> None:
-    """Read the length of a past off its positions instead of its keys."""
-    octets = {
-        each.type.tensor_type.shape.dim[1].dim_param: each.name
-        for each in graph.input
-        if each.name.startswith("past_positions_")
-    }
-    pasts = {
-        each.name: octets[each.type.tensor_type.shape.dim[2].dim_param]
-        for each in graph.input
-        if each.name.startswith(_PAST)
-    }
-    for node in graph.node:
-        if node.op_type == "Shape" and node.input[0] in pasts:
-            bounds = {each.name: each for each in node.attribute}
-            assert (bounds["start"].i, bounds["end"].i) == (2, 3), "a past's other sizes are known"
-            node.input[0] = pasts[node.input[0]]
-            bounds["start"].i, bounds["end"].i = 1, 2
-
-
-def _take_flat_pasts(graph: GraphProto) -> None:
-    """Take cached keys and values in the shape that a Reshape gave them."""
-    pasts = {each.name: each for each in graph.input if each.name.startswith(_PAST)}
-    flat: dict[str, str] = {}
-    kept = []
-    for node in graph.node:
-        if node.op_type == "Reshape" and node.input[0] in pasts:
-            flat[node.output[0]] = node.input[0]
-            continue
-        for place, value in enumerate(node.input):
-            node.input[place] = flat.get(value, value)
-            assert value not in pasts or value in flat.values(), f"{value} is read as octets"
-        kept.append(node)
-    for each in pasts.values():
-        shape = each.type.tensor_type.shape
-        batch, heads, octets, _, size = (
-            type(dim).FromString(dim.SerializeToString()) for dim in shape.dim
+    def _weight(self, value: ir.Value) -> ir.Value:
+        """Return a body's weight with its data, under a name by its content."""
+        tensor = value.const_value
+        assert tensor is not None
+        data = b"".join(external.pieces(tensor))
+        shape = [int(size) for size in tensor.shape.numpy()]
+        digest = hashlib.sha256(f"{tensor.dtype.name} {shape} ".encode() + data).hexdigest()
+        name = f"weight_{digest[:16]}"
+        array = ir.tensor(np.frombuffer(data, tensor.dtype.numpy()).reshape(shape), name=name)
+        known = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape), const_value=array
         )
-        octets.dim_param = octets.dim_param.replace("octets", "tokens")
-        del shape.dim[:]
-        shape.dim.extend([batch, heads, octets, size])
-    del graph.node[:]
-    graph.node.extend(kept)
+        return self.weights.setdefault(name, known)
 
 
-def _give(graph: GraphProto, taken: dict[str, str], types: dict[str, ValueInfoProto]) -> None:
+def _is_shared(value: ir.Value) -> bool:
+    """Return whether a weight is a constant, not learnt."""
+    return not str(value.name).startswith("layers.")
+
+
+def _ask_positions_for_sizes(graph: ir.Graph) -> None:
+    """Read the length of a past from its positions instead of its keys."""
+    positions = {
+        _size(value, 1): value
+        for value in graph.inputs
+        if str(value.name).startswith("past_positions_")
+    }
+    for past in _pasts(graph):
+        for node in past.consumers():
+            if node.op_type != "Shape":
+                continue
+            bounds = [node.attributes[name].as_int() for name in ("start", "end")]
+            assert bounds == [2, 3], "a past's other sizes are known"
+            node.replace_input_with(0, positions[_size(past, 2)])
+            node.attributes["start"], node.attributes["end"] = (
+                ir.AttrInt64("start", 1),
+                ir.AttrInt64("end", 2),
+            )
+
+
+def _take_flat_pasts(graph: ir.Graph) -> None:
+    """Take cached keys and values in the shape that a Reshape gave them."""
+    for past in _pasts(graph):
+        for node in past.consumers():
+            assert node.op_type == "Reshape", f"{past.name} is read as octets"
+            node.outputs[0].replace_all_uses_with(past)
+            graph.remove(node, safe=True)
+        assert past.shape is not None
+        batch, heads, octets, _, size = past.shape
+        tokens = ir.SymbolicDim(str(octets).replace("octets", "tokens"))
+        past.shape = ir.Shape([batch, heads, tokens, size])
+
+
+def _pasts(graph: ir.Graph) -> list[ir.Value]:
+    return [value for value in graph.inputs if str(value.name).startswith(PAST)]
+
+
+def _size(value: ir.Value, axis: int) -> str:
+    """Return the name of a dynamic size."""
+    assert value.shape is not None
+    return str(value.shape[axis])
+
+
+def _read_geometry(body: ir.Model, values: dict[ir.Value, ir.Value]) -> None:
     """Make a body read the geometry's values as inputs."""
-    from onnx import TensorProto, helper
-
-    outputs = {each.name for each in graph.output}
-    assert not outputs & taken.keys(), "a body returns what positions decide"
-    for node in graph.node:
-        for place, value in enumerate(node.input):
-            node.input[place] = taken.get(value, value)
-    drop_unused(graph)
-    read = {each for node in graph.node for each in node.input}
-    kept = [each for each in graph.input if each.name in read]
-    del graph.input[:]
-    graph.input.extend([*kept, *(types[name] for name in dict.fromkeys(taken.values()))])
-    graph.input.append(helper.make_tensor_value_info(CALL_LENGTH, TensorProto.BOOL, [0, None]))
+    graph = body.graph
+    given: dict[str, ir.Value] = {}
+    for value, there in values.items():
+        assert not value.is_graph_output(), "a body returns what positions decide"
+        name = str(there.name)
+        known = ir.Value(name=name, type=there.type, shape=there.shape)
+        value.replace_all_uses_with(given.setdefault(name, known))
+    drop_unused(body)
+    for value in [each for each in graph.inputs if not each.uses()]:
+        graph.inputs.remove(value)
+    length = ir.Value(
+        name=CALL_LENGTH, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([0, None])
+    )
+    graph.inputs.extend([*given.values(), length])

@@ -42,7 +42,7 @@ def values_of(codes: Codes) -> Floats:
 
 @cache
 def _pairs_of(codes: Codes) -> npt.NDArray[np.uint64]:
-    """Return the two numbers that each byte encodes, `[256]`: looked up as one, they take a seventh of the time."""
+    """Return the pairs of numbers that a byte encodes, `[256]`: one lookup per pair takes a seventh of the time."""
     byte = np.arange(256)
     pairs = np.stack([values_of(codes)[byte & 15], values_of(codes)[byte >> 4]], axis=-1)
     return pairs.view(np.uint64)[:, 0]

@@ -8,7 +8,7 @@ runs. Weights are streamed, one piece in memory at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ import onnx_ir as ir
 from canvasrt.bundle import Bundle
 from canvasrt.formats import ALL_CODES, Codes, NumberFormat, rounding_format
 from canvasrt.graphs import external, lowbits, table
-from canvasrt.graphs.experts import DOMAIN
+from canvasrt.graphs.edit import drop_unused, input_of, insert, sizes_of
 from canvasrt.graphs.external import Stored
-from canvasrt.graphs.nbits import CODES, SCALES, UNPACK
+from canvasrt.graphs.names import CODES, DOMAIN, SCALES, TABLE_VALUES, UNPACK
 from canvasrt.graphs.rounding import operator, rounding
-from canvasrt.progress import Progress
+from canvasrt.progress import report
 
 _FLOAT, _BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 _VALUES = ".values"
@@ -35,7 +35,7 @@ _DTYPE_ATTRIBUTES = ("to", "dtype", "output_dtype")
 _PIECE = 1 << 22
 
 
-def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[str, Any]:
+def lower(graphs: Bundle, out: Path, doing: str = "lowering graphs for a CPU") -> dict[str, Any]:
     """Write every graph of a bundle to the folder `out` in a form that ONNX Runtime runs on a CPU.
 
     Files, inputs and outputs keep their names; bfloat16 and E4M3 ones become float32. The embedding
@@ -44,8 +44,7 @@ def lower(graphs: Bundle, out: Path, progress: Progress | None = None) -> dict[s
     """
     files = [segment["file"] for segment in graphs.manifest.segments]
     for number, name in enumerate(files):
-        if progress:
-            progress("lowering graphs for a CPU", number, len(files))
+        report(doing, number, len(files))
         lower_graph(graphs.file(name), out / name)
     (head,) = (entry["file"] for entry in graphs.manifest.segments if entry["name"] == "head")
     return {**table.embedding_entry(out / head), **table.host_head_of(graphs.manifest.embedding)}
@@ -59,6 +58,7 @@ def lower_graph(source: Path, out: Path) -> None:
     _round_inputs(model.graph)
     _lower_cache(model.graph)
     _widen_graph(model)
+    drop_unused(model)
     for function in rounding(model.graph):
         model.functions[function.identifier()] = function
         model.opset_imports[function.domain] = 1
@@ -76,11 +76,11 @@ def lower_graph(source: Path, out: Path) -> None:
 
 
 def _rewrite_weights(graph: ir.Graph) -> dict[str, Stored]:
-    """Replace every packed weight by what a CPU reads. Return the initializers to write, by name."""
+    """Replace every packed weight by the form for a CPU. Return the initializers to write, by name."""
     written: dict[str, Stored] = {}
     packed = {name: value.dtype for name, value in graph.initializers.items()}
     for name in [name for name in packed if name.endswith(_VALUES)]:
-        if name == table.TABLE_VALUES:  # stays as it is: `table` makes it run
+        if name == TABLE_VALUES:  # unchanged: `table` rewrites it
             continue
         kind = _Int4Weight if packed[name] == ir.DataType.INT4 else _Weight
         items = kind(graph, name.removesuffix(_VALUES)).rewrite()
@@ -96,29 +96,23 @@ class _Weight:
         values = {part: graph.initializers.get(name + part) for part in _PARTS}
         self.values = {part: value for part, value in values.items() if value is not None}
         self.tensors: dict[str, Any] = {part: v.const_value for part, v in self.values.items()}
-        self.shape = tuple(int(size) for size in self.tensors[_VALUES].shape.numpy())
+        self.shape = tuple(sizes_of(self.values[_VALUES]))
 
     def rewrite(self) -> list[Stored]:
-        """Replace the parts by the plain weight, its factor included. Return the initializers to write."""
-        plain = ir.Value(name=self.name, type=ir.TensorType(_FLOAT), shape=ir.Shape(self.shape))
-        self.graph.initializers[self.name] = plain
+        """Replace codes and scales by the plain weight, factor included. Return the initializers to write."""
+        plain = _initializer(self.graph, Stored(self.name, _FLOAT, self.shape, self._read))
+        self._dequantized().replace_all_uses_with(plain)
+        for part in (".scale", ".factor"):
+            if part in self.values and (scaled := _multiplication(self.values[part])):
+                scaled.outputs[0].replace_all_uses_with(input_of(scaled))
+        return [Stored(self.name, _FLOAT, self.shape, self._read)]
+
+    def _dequantized(self) -> ir.Value:
+        """Return the value of the weight's DequantizeLinear and of the cast that may follow."""
         (dequantize,) = self.values[_VALUES].consumers()
         wide = dequantize.outputs[0]
         users = wide.consumers()
-        if [node.op_type for node in users] == ["Cast"]:
-            wide = users[0].outputs[0]
-        wide.replace_all_uses_with(plain)
-        _drop(self.graph, wide.producer())
-        for part in (".scale", ".factor"):
-            if part in self.values and (scaled := _multiplication(self.values[part])):
-                product = scaled.inputs[0]
-                assert product is not None
-                scaled.outputs[0].replace_all_uses_with(product)
-                _drop(self.graph, scaled)
-        for value in self.values.values():
-            if not value.consumers():
-                del self.graph.initializers[str(value.name)]
-        return [Stored(self.name, _FLOAT, self.shape, self._read)]
+        return users[0].outputs[0] if [node.op_type for node in users] == ["Cast"] else wide
 
     def _read(self) -> Iterator[memoryview]:
         """Yield one expert at a time, or the whole of a plain matrix."""
@@ -144,6 +138,13 @@ class _Weight:
             yield np.ascontiguousarray(wide).reshape(-1).view(np.uint8).data
 
 
+def _initializer(graph: ir.Graph, item: Stored) -> ir.Value:
+    """Add an initializer whose data is written later."""
+    value = ir.Value(name=item.name, type=ir.TensorType(item.dtype), shape=ir.Shape(item.shape))
+    graph.initializers[item.name] = value
+    return value
+
+
 def _multiplication(value: ir.Value) -> ir.Node | None:
     """Return the multiplication of a product by a part of its weight, which may be reshaped before."""
     for node in value.consumers():
@@ -164,21 +165,12 @@ class _Int4Weight(_Weight):
             Stored(self.name + CODES, ir.DataType.UINT8, (*rows, width // 2), self._codes),
             Stored(self.name + SCALES, _FLOAT, tuple(map(int, blocks)), self._scales),
         ]
-        inputs = [self._initializer(item) for item in items]
+        inputs = [_initializer(self.graph, item) for item in items]
         (dequantize,) = self.values[_VALUES].consumers()
-        node = ir.node(UNPACK, inputs, domain=DOMAIN, name=f"{self.name}/unpack")
-        node.outputs[0].name = f"{self.name}/unpacked"
-        self.graph.insert_before(dequantize, node)
-        dequantize.outputs[0].replace_all_uses_with(node.outputs[0])
-        self.graph.remove(dequantize, safe=True)
-        for value in self.values.values():
-            del self.graph.initializers[str(value.name)]
+        name = f"{self.name}/unpacked"
+        unpacked = insert(dequantize, UNPACK, inputs, name, domain=DOMAIN)
+        dequantize.outputs[0].replace_all_uses_with(unpacked)
         return items
-
-    def _initializer(self, item: Stored) -> ir.Value:
-        value = ir.Value(name=item.name, type=ir.TensorType(item.dtype), shape=ir.Shape(item.shape))
-        self.graph.initializers[item.name] = value
-        return value
 
     def _scales(self) -> Iterator[memoryview]:
         scales = np.ascontiguousarray(_floats(self.tensors[_BLOCK_SCALES]))
@@ -193,26 +185,21 @@ class _Int4Weight(_Weight):
 def _round_inputs(graph: ir.Graph) -> None:
     """Replace the quantizers of activations by nodes that round.
 
-    Rows are rounded one by one, so gathered values are rounded before the gather: there are fewer
-    rows then, and the experts keep the form that `experts.split_experts` knows.
+    Rounding is by row, so it moves before a gather: there are fewer rows there, and the experts
+    keep the form that `experts.split_experts` expects.
     """
     for node in list(graph):
         kind = _quantizes_to(node)
         if kind is None or node.outputs[0].is_graph_output():
             continue
-        x, scale = node.inputs
-        assert x is not None
-        assert scale is not None
+        x, scale = input_of(node), input_of(node, 1)
         last = _dequantized(node)
         gather = x.producer()
         if gather is not None and gather.op_type == "Gather" and len(x.consumers()) == 1:
-            before = gather.inputs[0]
-            assert before is not None
-            gather.replace_input_with(0, _rounded(graph, gather, kind, before, scale))
+            gather.replace_input_with(0, _rounded(gather, kind, input_of(gather), scale))
             last.replace_all_uses_with(x)
         else:
-            last.replace_all_uses_with(_rounded(graph, node, kind, x, scale))
-        _drop(graph, last.producer())
+            last.replace_all_uses_with(_rounded(node, kind, x, scale))
 
 
 def _quantizes_to(node: ir.Node) -> NumberFormat | None:
@@ -221,13 +208,10 @@ def _quantizes_to(node: ir.Node) -> NumberFormat | None:
     return rounding_format(node.op_type, ir.DataType(dtype.value).name if dtype else None)
 
 
-def _rounded(
-    graph: ir.Graph, where: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value
-) -> ir.Value:
-    node = ir.node(operator(kind), [x, scale], domain=DOMAIN, name=f"{scale.name}/round")
-    output = node.outputs[0]
-    output.name, output.type, output.shape = f"{scale.name}/rounded", ir.TensorType(_FLOAT), x.shape
-    graph.insert_before(where, node)
+def _rounded(before: ir.Node, kind: NumberFormat, x: ir.Value, scale: ir.Value) -> ir.Value:
+    name = f"{scale.name}/rounded"
+    output = insert(before, operator(kind), [x, scale], name, domain=DOMAIN)
+    output.type, output.shape = ir.TensorType(_FLOAT), x.shape
     return output
 
 
@@ -247,20 +231,15 @@ def _lower_cache(graph: ir.Graph) -> None:
         if value.dtype is not None and value.dtype.name in ALL_CODES:
             (dequantize,) = value.consumers()
             dequantize.outputs[0].replace_all_uses_with(value)
-            graph.remove(dequantize, safe=True)
             value.type = ir.TensorType(_FLOAT)
     for index, value in enumerate(list(graph.outputs)):
         node = value.producer()
         kind = None if node is None else _quantizes_to(node)
         if node is None or kind is None:
             continue
-        x, scale = node.inputs
-        assert x is not None
-        assert scale is not None
-        rounded = _rounded(graph, node, kind, x, scale)
+        rounded = _rounded(node, kind, input_of(node), input_of(node, 1))
         graph.outputs[index] = rounded
-        graph.remove(node, safe=True)
-        rounded.name = value.name
+        rounded.name, value.name = value.name, f"{value.name}_codes"
 
 
 def _widen_graph(model: ir.Model) -> None:
@@ -309,24 +288,14 @@ def _bytes(tensor: Any) -> np.ndarray:
 
 
 def _codes_of(tensor: Any) -> Codes:
-    """Return what a quantized tensor stores its numbers as."""
+    """Return the codes of a quantized tensor."""
     return ALL_CODES[tensor.dtype.name]
 
 
 def _floats(tensor: Any) -> np.ndarray:
-    """Return a small tensor's values in float32, whatever it is stored in."""
+    """Return a small tensor's values in float32, from any dtype."""
     data = _bytes(tensor)
     shape = tuple(int(size) for size in tensor.shape.numpy())
     if tensor.dtype == _BFLOAT16:
         return lowbits.from_bf16(data.view(np.uint16)).reshape(shape)
     return data.view(np.float32).reshape(shape)
-
-
-def _drop(graph: ir.Graph, node: ir.Node | None) -> None:
-    """Remove a node whose results nothing reads, and then what only it read."""
-    if node is None or any(value.uses() or value.is_graph_output() for value in node.outputs):
-        return
-    before: list[Callable[[], ir.Node | None]] = [v.producer for v in node.inputs if v is not None]
-    graph.remove(node, safe=True)
-    for producer in before:
-        _drop(graph, producer())

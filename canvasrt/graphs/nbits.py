@@ -1,76 +1,71 @@
 """INT4 products on a CPU: ONNX Runtime's MatMulNBits reads a lowered graph's codes and scales as they are.
 
-Its weight is `[out, in / block, block / 2]` bytes of two unsigned codes each, the first in the low bits: the lowered
+Its weight is `[out, in / block, block / 2]` bytes of two unsigned codes, the first in the low bits: the lowered
 graph's bytes, reshaped into blocks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
-from canvasrt.graphs.protos import CONTRIB, drop_unused, import_contrib, make_node
+from canvasrt.graphs.edit import (
+    CONTRIB,
+    drop_unused,
+    input_of,
+    insert,
+    made_by,
+    part,
+    replace,
+    sizes_of,
+)
+from canvasrt.graphs.names import UNPACK
 
-if TYPE_CHECKING:
-    from onnx import ModelProto, NodeProto, TensorProto
-
-# The lowered graph's function that unpacks an INT4 weight, and the suffixes of its two inputs' names.
-UNPACK, CODES, SCALES = "UnpackInt4", ".codes", ".scales"
 # Accuracy levels. Inputs in int8 halve the time of a product with few rows, and gain nothing for a whole canvas.
 ACCURACY_EXACT, ACCURACY_INT8 = 0, 4
 
 
-def use_nbits(model: ModelProto) -> bool:
+def use_nbits(model: ir.Model) -> bool:
     """Rewrite every product with an INT4 matrix `[out, in]` in place. Return False if there is none."""
-    graph = model.graph
-    weights = {item.name: item for item in graph.initializer}
-    unpacked = {
-        each.output[0]: each
-        for each in graph.node
-        if each.op_type == UNPACK and len(weights[each.input[0]].dims) == 2
-    }
-    turned = {
-        each.output[0]: each
-        for each in graph.node
-        if each.op_type == "Transpose" and each.input[0] in unpacked
-    }
-    products = [
-        (place, each, unpacked[turned[each.input[1]].input[0]])
-        for place, each in enumerate(graph.node)
-        if each.op_type == "MatMul" and each.input[1] in turned
-    ]
-    for place, old, weight in products:
-        codes, scales = (weights[name] for name in weight.input)
-        block = cut_blocks(codes, scales)
-        graph.node[place].CopyFrom(
-            product(old.input[0], codes, scales, block, old.output[0], ACCURACY_EXACT)
-        )
-    if products:
-        drop_unused(graph)
-        import_contrib(model)
-    return bool(products)
+    found = False
+    for node in list(model.graph):
+        transpose = made_by(node.inputs[1], "Transpose") if node.op_type == "MatMul" else None
+        unpack = made_by(transpose.inputs[0], UNPACK) if transpose else None
+        if unpack is None or len(sizes_of(input_of(unpack))) != 2:
+            continue
+        codes, scales = input_of(unpack), input_of(unpack, 1)
+        blocks = part(model.graph, codes, f"{codes.name}.blocks", block_shape(codes, scales))
+        name = str(codes.name)
+        old = node.outputs[0]
+        replace(old, product(node, input_of(node), blocks, scales, str(old.name), ACCURACY_EXACT))
+        codes.name, blocks.name = f"{name}.flat", name
+        found = True
+    if found:
+        drop_unused(model)
+        model.opset_imports.setdefault(CONTRIB, 1)
+    return found
 
 
-def cut_blocks(codes: TensorProto, scales: TensorProto) -> int:
-    """Reshape the codes from `[out, in / 2]` to `[out, in / block, block / 2]`. Return the block's length."""
-    out, width = codes.dims
-    count = scales.dims[1]
-    codes.dims[:] = [out, count, width // count]
-    return 2 * width // count
+def block_shape(codes: ir.Value, scales: ir.Value) -> list[int]:
+    """Return the shape in blocks, `[out, in / block, block / 2]`, of a matrix's codes."""
+    *_, out, width = sizes_of(codes)
+    count = sizes_of(scales)[-1]
+    return [out, count, width // count]
 
 
 def product(
-    x: str, codes: TensorProto, scales: TensorProto, block: int, output: str, level: int
-) -> NodeProto:
-    """Return the node that multiplies `x` `[…, in]` by a matrix whose codes are in blocks, after `cut_blocks`."""
-    out, count, _ = codes.dims
-    sizes = {"K": count * block, "N": out, "block_size": block}
-    return make_node(
+    before: ir.Node, x: ir.Value, codes: ir.Value, scales: ir.Value, name: str, level: int
+) -> ir.Value:
+    """Multiply `x` `[…, in]` by a matrix whose codes are in blocks."""
+    out, count, width = sizes_of(codes)
+    return insert(
+        before,
         "MatMulNBits",
-        [x, codes.name, scales.name],
-        [output],
-        output + "_node",
+        [x, codes, scales],
+        name,
         domain=CONTRIB,
+        K=count * 2 * width,
+        N=out,
+        block_size=2 * width,
         bits=4,
         accuracy_level=level,
-        **sizes,
     )

@@ -11,8 +11,7 @@ import onnx_ir as ir
 
 from canvasrt.formats import FORMATS, Codes, NumberFormat
 from canvasrt.graphs import lowbits
-from canvasrt.graphs.experts import DOMAIN
-from canvasrt.graphs.nbits import UNPACK
+from canvasrt.graphs.names import DOMAIN, UNPACK
 
 _OPSET = 23
 _FLOAT = ir.DataType.FLOAT.value

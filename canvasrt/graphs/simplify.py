@@ -1,42 +1,40 @@
-"""Layers for a CPU, in fewer nodes: there, much of a small model's time is what each node costs.
+"""Layers for a CPU, in fewer nodes: a small model's time there is mostly overhead per node.
 
-ONNX Runtime computes a value once if two nodes have the same kind and inputs. So it is enough that all layers ask the
-same question: then their masks and sizes are one.
+ONNX Runtime computes a value once if two nodes have the same kind and inputs. So it is enough to write all layers' masks and
+sizes in the same way: each is then computed once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
-from canvasrt.graphs.protos import (
+from canvasrt.graphs.edit import (
     CONTRIB,
+    ancestors,
     drop_unused,
-    import_contrib,
+    input_of,
+    insert,
     integers,
     integers_of,
-    make_node,
+    is_constant,
+    made_by,
     replace,
 )
+from canvasrt.graphs.names import PAST
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from onnx import GraphProto, ModelProto, NodeProto
-
-Producers = dict[str, "NodeProto"]
-_PAST = ("past_key_", "past_value_")
-_END = 2**63 - 1  # where a Slice ends that runs to the end
+_END = 2**63 - 1  # the end of a Slice that runs to the end of its axis
 
 
-def simplify_layers(model: ModelProto) -> bool:
+def simplify_layers(model: ir.Model) -> bool:
     """Rewrite a body graph in place. Only the rounding of what it computes changes.
 
     Return False if the graph has no layers.
     """
     graph = model.graph
-    if not any(each.name.startswith(_PAST) for each in graph.input):
+    if not any(str(value.name).startswith(PAST) for value in graph.inputs):
         return False
     _share_lengths(graph)
     _share_phase(graph)
@@ -44,285 +42,226 @@ def simplify_layers(model: ModelProto) -> bool:
     _skip_whole_slices(graph)
     _split_heads(graph)
     _fold_scales(graph)
-    _fuse(graph, _softmax)
-    _fuse(graph, _expert_scale)
-    _fuse(graph, _rotation)
+    _fuse(model)
     _join_norms(graph)
-    drop_unused(graph)
-    import_contrib(model)
+    drop_unused(model)
+    model.opset_imports.setdefault(CONTRIB, 1)
+    graph.sort()
     return True
 
 
-def _share_lengths(graph: GraphProto) -> None:
-    """Ask one layer of each kind how long its past is: all pasts of a kind have the same length."""
-    first: dict[tuple[str, ...], str] = {}
-    same: dict[str, str] = {}
-    for each in graph.input:
-        if each.name.startswith(_PAST):
-            sizes = tuple(dim.dim_param for dim in each.type.tensor_type.shape.dim)
-            same[each.name] = first.setdefault(sizes, each.name)
-    for node in graph.node:
-        if node.op_type == "Shape" and node.input[0] in same:
-            node.input[0] = same[node.input[0]]
+def _share_lengths(graph: ir.Graph) -> None:
+    """Read the past's length from one layer of each kind: all pasts of a kind have the same
+    length."""
+    first: dict[tuple[str, ...], ir.Value] = {}
+    for value in graph.inputs:
+        if not str(value.name).startswith(PAST):
+            continue
+        assert value.shape is not None
+        same = first.setdefault(tuple(map(str, value.shape)), value)
+        for node in value.consumers():
+            if node.op_type == "Shape":
+                node.replace_input_with(0, same)
 
 
-def _share_phase(graph: GraphProto) -> None:
-    """Give each token its phase before a layer chooses its scalar by it: choosing comes last, the rest is shared."""
-    nodes: list[NodeProto] = []
-    # By the value that was chosen from, in the shape it has by now.
-    chosen: dict[str, NodeProto] = {}
-    for node in graph.node:
-        if node.op_type == "Where" and node.input[0] == "causal":
-            chosen[node.output[0]] = node
-        elif node.input and node.input[0] in chosen and node.op_type != "Mul":
-            choice = chosen.pop(node.input[0])
-            node.input[0] = choice.input[0]
-            phase = f"{node.output[0]}_phase"
-            chosen[node.output[0]] = make_node(
-                "Where", [phase, *choice.input[1:]], [node.output[0]], choice.name
-            )
-            node.output[0] = phase
-            nodes.append(node)
-        else:
-            nodes += [chosen.pop(each) for each in node.input if each in chosen]
-            nodes.append(node)
-    _put(graph, nodes)
+def _share_phase(graph: ir.Graph) -> None:
+    """Expand the phase to tokens before a layer selects its scalar by it: only the selection differs between layers, the rest
+    is shared."""
+    (causal,) = (value for value in graph.inputs if value.name == "causal")
+    for choice in causal.consumers():
+        if choice.op_type != "Where":
+            continue
+        chosen = choice.outputs[0]
+        while [node.op_type for node in chosen.consumers()] != ["Mul"]:
+            (node,) = chosen.consumers()
+            phase = node.outputs[0]
+            phase.replace_all_uses_with(chosen)
+            node.replace_input_with(0, input_of(choice))
+            choice.replace_input_with(0, phase)
+            chosen.shape, phase.type = phase.shape, ir.TensorType(ir.DataType.BOOL)
 
 
-def _join_reshapes(graph: GraphProto) -> None:
-    """Reshape what was just reshaped from its first form, which leaves one node without use."""
-    made = _producers(graph)
-    for node in graph.node:
-        while node.op_type == "Reshape" and _is(made, node.input[0], "Reshape"):
-            node.input[0] = made[node.input[0]].input[0]
+def _join_reshapes(graph: ir.Graph) -> None:
+    """Apply the second of two reshapes to the original value, so the first one is unused."""
+    for node in graph:
+        while node.op_type == "Reshape" and (inner := made_by(node.inputs[0], "Reshape")):
+            node.replace_input_with(0, input_of(inner))
 
 
-def _fuse(
-    graph: GraphProto, fused: Callable[[Producers, NodeProto], list[NodeProto] | None]
-) -> None:
-    """Replace each node for which `fused` returns others, the last of which has its output."""
-    made = _producers(graph)
-    nodes: list[NodeProto] = []
-    for node in graph.node:
-        nodes += fused(made, node) or [node]
-    _put(graph, nodes)
+def _skip_whole_slices(graph: ir.Graph) -> None:
+    """Remove slices that keep the whole value."""
+    for node in list(graph):
+        bounds = _bounds(node)
+        if bounds and bounds[:2] == (0, _END) and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(input_of(node))
+            graph.remove(node, safe=True)
 
 
-def _skip_whole_slices(graph: GraphProto) -> None:
-    """Read past slices that leave everything."""
-    held, kept = _held(graph), {each.name for each in graph.output}
-    whole: dict[str, str] = {}
-    for node in graph.node:
-        for place, value in enumerate(node.input):
-            node.input[place] = whole.get(value, value)
-        bounds = _bounds(graph, node, held)
-        if bounds is not None and bounds[:2] == (0, _END) and node.output[0] not in kept:
-            whole[node.output[0]] = node.input[0]
-    _put(graph, [node for node in graph.node if node.output[0] not in whole])
-
-
-def _split_heads(graph: GraphProto) -> None:
-    """Cut a projection into queries, keys and values by one node."""
-    held, made = _held(graph), _producers(graph)
-    parts: dict[str, list[tuple[int, int, int, NodeProto]]] = {}
-    for node in graph.node:
-        bounds = _bounds(graph, node, held)
-        if bounds is not None and _is(made, node.input[0], "Transpose"):
-            parts.setdefault(node.input[0], []).append((*bounds, node))
+def _split_heads(graph: ir.Graph) -> None:
+    """Split QKV with a single Split node."""
+    parts: dict[ir.Value, list[tuple[int, int, int, ir.Node]]] = {}
+    for node in graph:
+        bounds = _bounds(node)
+        if bounds and made_by(node.inputs[0], "Transpose"):
+            parts.setdefault(input_of(node), []).append((*bounds, node))
     for source, slices in parts.items():
         firsts, lasts, axes, nodes = zip(*sorted(slices, key=lambda each: each[0]), strict=True)
-        heads = _heads(graph, made, source)
+        heads = _heads(source)
         if heads is None or {*axes} != {1}:
             continue
         if [*firsts, heads] != [0, *lasts[:-1], min(heads, lasts[-1])]:
             continue
-        sizes = integers(np.diff([*firsts, heads]), f"{source}_sizes")
-        graph.initializer.append(sizes)
-        outputs = [each.output[0] for each in nodes]
-        split = make_node("Split", [source, sizes.name], outputs, f"{source}_split", axis=1)
-        replace(graph, made[source], [made[source], split])
-        for each in nodes:
-            graph.node.remove(each)
+        sizes = integers(graph, f"{source.name}_sizes", np.diff([*firsts, heads]))
+        names = [f"{source.name}_part_{number}" for number in range(len(nodes))]
+        split = insert(nodes[0], "Split", [source, sizes], *names, axis=1).producer()
+        assert split is not None
+        for node, output in zip(nodes, split.outputs, strict=True):
+            replace(node.outputs[0], output)
 
 
-def _bounds(graph: GraphProto, node: NodeProto, held: set[str]) -> tuple[int, int, int] | None:
+def _bounds(node: ir.Node) -> tuple[int, int, int] | None:
     """Return where a Slice begins and ends, and its axis; None for other nodes, several axes, and steps."""
-    if node.op_type != "Slice" or len(node.input) < 4 or not held.issuperset(node.input[1:]):
+    if node.op_type != "Slice" or len(node.inputs) < 4:
         return None
-    found = [integers_of(graph, each) for each in node.input[1:]]
-    if any(len(each) != 1 for each in found) or found[3:] not in ([], [[1]]):
+    found = [integers_of(value) for value in node.inputs[1:]]
+    if any(each is None or len(each) != 1 for each in found) or found[3:] not in ([], [[1]]):
         return None
-    return found[0][0], found[1][0], found[2][0]
+    first, last, axis = (each[0] for each in found[:3] if each is not None)
+    return first, last, axis
 
 
-def _heads(graph: GraphProto, made: Producers, turned: str) -> int | None:
-    """Return how many heads a value has that comes from `[B, L, heads, size]` by a norm and a transpose."""
-    normed = made[turned].input[0]
-    if not (_is(made, normed, "RMSNormalization") and _is(made, made[normed].input[0], "Reshape")):
-        return None
-    shape = made[made[made[normed].input[0]].input[1]]
-    return integers_of(graph, shape.input[2])[0] if shape.op_type == "Concat" else None
+def _heads(turned: ir.Value) -> int | None:
+    """Return the number of heads of a value computed from `[B, L, heads, size]` by a norm and a transpose."""
+    transpose = made_by(turned, "Transpose")
+    norm = made_by(transpose.inputs[0], "RMSNormalization") if transpose else None
+    reshape = made_by(norm.inputs[0], "Reshape") if norm else None
+    shape = made_by(reshape.inputs[1], "Concat") if reshape else None
+    heads = integers_of(shape.inputs[2]) if shape else None
+    return heads[0] if heads else None
 
 
-def _fold_scales(graph: GraphProto) -> None:
-    """Scale a product's weights, which ONNX Runtime does once as it loads them, in place of its inputs."""
-    held, kept = _held(graph), {each.name for each in graph.output}
-    last = integers([-1], "last_axis")
-    graph.initializer.append(last)
-    nodes = list(graph.node)
-    for node in list(reversed(nodes)):
-        if node.op_type != "Mul" or node.input[1] not in held or node.output[0] in kept:
+def _fold_scales(graph: ir.Graph) -> None:
+    """Move a scale from a product's inputs to its weights, where ONNX Runtime applies it once at load."""
+    last = integers(graph, "last_axis", [-1])
+    for node in reversed(list(graph)):
+        if node.op_type != "Mul" or node.outputs[0].is_graph_output():
             continue
-        products = [each for each in nodes if node.output[0] in each.input]
-        axes = _axes(graph, node.input[1])
-        if axes not in (0, 1) or not products:
+        x, scale = node.inputs
+        assert x is not None
+        rank = _rank(scale)
+        products = node.outputs[0].consumers()
+        if scale is None or rank not in (0, 1) or not products:
             continue
-        if not all(each.op_type == "MatMul" and each.input[1] in held for each in products):
+        if not all(_is_product_with_weight(each, node.outputs[0]) for each in products):
             continue
-        x, scale = node.input
         for product in products:
-            name = f"{node.output[0]}_in_{product.name}"
-            new = [make_node("Mul", [product.input[1], scale], [name], name)]
-            if axes:  # a number for each input, so for each row of the weights
-                rows = make_node("Unsqueeze", [scale, last.name], [f"{name}_rows"], f"{name}_rows")
-                new[0].input[1] = rows.output[0]
-                new.insert(0, rows)
-            held.add(name)
-            product.input[0], product.input[1] = x, name
-            place = next(number for number, each in enumerate(nodes) if each is product)
-            nodes[place:place] = new
-        nodes = [each for each in nodes if each is not node]
-    _put(graph, nodes)
+            name = f"{node.outputs[0].name}_in_{product.name}"
+            factor = scale
+            if rank:  # a number for each input, so for each row of the weights
+                factor = insert(product, "Unsqueeze", [scale, last], f"{name}_rows")
+            weight = insert(product, "Mul", [product.inputs[1], factor], name)
+            product.replace_input_with(0, x)
+            product.replace_input_with(1, weight)
+        graph.remove(node, safe=True)
 
 
-def _axes(graph: GraphProto, value: str) -> int | None:
-    """Return how many axes a weight or a constant has; None for what is computed."""
-    for each in graph.initializer:
-        if each.name == value:
-            return len(each.dims)
-    for node in graph.node:
-        if value in node.output and node.op_type == "Constant":
-            (held,) = node.attribute
-            return len(held.t.dims) if held.name == "value" else int(held.name.endswith("s"))
+def _is_product_with_weight(node: ir.Node, x: ir.Value) -> bool:
+    return node.op_type == "MatMul" and node.inputs[0] is x and is_constant(input_of(node, 1))
+
+
+def _rank(value: ir.Value | None) -> int | None:
+    """Return the number of axes of a weight or a constant; None for a computed value."""
+    if value is None or not (value.is_initializer() or made_by(value, "Constant")):
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else len(tensor.shape)
+
+
+def _fuse(model: ir.Model) -> None:
+    """Replace groups of nodes by the one operator that ONNX Runtime has for them."""
+    from onnxscript.rewriter import RewritePass
+    from onnxscript.rewriter.pattern import RewriteRule
+
+    RewritePass(
+        [
+            RewriteRule(_spelled_softmax, _softmax, remove_nodes=False),
+            RewriteRule(_looked_up_rows, _looked_up_numbers, remove_nodes=False),
+            RewriteRule(_turned_halves, _rotation, _is_rotation, remove_nodes=False),
+        ]
+    )(model)
+
+
+def _spelled_softmax(op: Any, x: ir.Value) -> ir.Value:
+    """A router's softmax over scores, the first of which is the largest; its sum is written in two halves."""
+    powers = op.Exp(op.Sub(x, op.Slice(x, _allow_other_inputs=True)))
+    halves = [
+        op.ReduceSum(op.Slice(powers, _allow_other_inputs=True), _allow_other_inputs=True)
+        for _ in range(2)
+    ]
+    return op.Div(powers, op.Add(*halves))
+
+
+def _softmax(op: Any, x: ir.Value) -> ir.Value:
+    return op.Softmax(x, axis=-1)
+
+
+def _looked_up_rows(
+    op: Any, scale: ir.Value, index: ir.Value, axis: ir.Value, axes: ir.Value
+) -> ir.Value:
+    """The scales of a token's experts, looked up as rows of one number."""
+    return op.Squeeze(op.Gather(op.Unsqueeze(scale, axis), index), axes)
+
+
+def _looked_up_numbers(op: Any, scale: ir.Value, index: ir.Value, **_: ir.Value) -> ir.Value:
+    return op.Gather(scale, index, axis=0)
+
+
+def _turned_halves(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+    """A rotation, `x · cos + [−second, first] · sin`."""
+    second, first = (op.Slice(x, _allow_other_inputs=True) for _ in range(2))
+    return op.Add(op.Mul(x, cos), op.Mul(op.Concat(op.Neg(second), first), sin))
+
+
+def _is_rotation(context: Any, cos: ir.Value, sin: ir.Value, **_: ir.Value) -> bool:
+    return _half_angles(cos, "Cos") is not None and _half_angles(sin, "Sin") is not None
+
+
+def _rotation(op: Any, x: ir.Value, cos: ir.Value, **_: ir.Value) -> ir.Value:
+    """RotaryEmbedding takes halves of cosine and sine."""
+    angles = _half_angles(cos, "Cos")
+    return op.RotaryEmbedding(x, op.Cos(angles), op.Sin(angles))
+
+
+def _half_angles(turn: ir.Value, kind: str) -> ir.Value | None:
+    """Return the angles `[B, L, head_dim / 2]` that are doubled before their cosine or sine is taken, and maybe cast."""
+    node = turn.producer()
+    if node is not None and node.op_type == "Cast":
+        node = input_of(node).producer()
+    if node is None or node.op_type != kind:
+        return None
+    for each in ancestors(input_of(node)):
+        if each.op_type == "Concat":
+            first, second = each.inputs
+            return first if first is second else None
     return None
 
 
-def _held(graph: GraphProto) -> set[str]:
-    """Return the values that do not depend on inputs: weights and constants, also if turned or cast."""
-    held = {each.name for each in graph.initializer}
-    for node in graph.node:
-        if node.op_type in ("Constant", "Transpose", "Cast", "Reshape"):
-            held |= set(node.output) if held.issuperset(node.input) else set()
-    return held
-
-
-def _expert_scale(made: Producers, node: NodeProto) -> list[NodeProto] | None:
-    """Return one Gather for the scales of a token's experts, which are looked up as rows of one number."""
-    if node.op_type != "Squeeze" or not _is(made, node.input[0], "Gather"):
-        return None
-    rows, index = made[node.input[0]].input
-    if not _is(made, rows, "Unsqueeze"):
-        return None
-    return [make_node("Gather", [made[rows].input[0], index], list(node.output), node.name, axis=0)]
-
-
-def _softmax(made: Producers, node: NodeProto) -> list[NodeProto] | None:
-    """Return the softmax that a router spells out as `e / sum(e)`, e being `exp(x - first of x)`."""
-    if node.op_type != "Div" or not _is(made, node.input[0], "Exp"):
-        return None
-    powers, total = node.input
-    difference = made[made[powers].input[0]]
-    if difference.op_type != "Sub":
-        return None
-    x, first = difference.input
-    summed = _comes_from(made, total, powers, ("ReduceSum", "Add", "Slice"))
-    if not (summed and _comes_from(made, first, x, ("Slice",))):
-        return None
-    return [make_node("Softmax", [x], list(node.output), node.name, axis=-1)]
-
-
-def _rotation(made: Producers, node: NodeProto) -> list[NodeProto] | None:
-    """Return one RotaryEmbedding for `x · cos + [−second, first] · sin`. It takes halves of cos and sin."""
-    if node.op_type != "Add" or not all(_is(made, value, "Mul") for value in node.input):
-        return None
-    (x, cos), (turned, sin) = (made[value].input for value in node.input)
-    cos, sin = _uncast(made, cos), _uncast(made, sin)
-    if not (_is(made, cos, "Cos") and _is(made, sin, "Sin") and _is(made, turned, "Concat")):
-        return None
-    negative, first = made[turned].input
-    if not (_is(made, negative, "Neg") and _comes_from(made, first, x, ("Slice",))):
-        return None
-    if not _comes_from(made, made[negative].input[0], x, ("Slice",)):
-        return None
-    angles = _half_angles(made, cos)
-    turns = [f"{node.name}_{kind}" for kind in ("cos", "sin")]
-    return [
-        make_node("Cos", [angles], turns[:1], f"{turns[0]}_node"),
-        make_node("Sin", [angles], turns[1:], f"{turns[1]}_node"),
-        make_node("RotaryEmbedding", [x, *turns], list(node.output), node.name),
-    ]
-
-
-def _uncast(made: Producers, value: str) -> str:
-    """Return what a cast to float32 reads, which is float32 already in a lowered graph's rotations."""
-    return made[value].input[0] if _is(made, value, "Cast") else value
-
-
-def _half_angles(made: Producers, turn: str) -> str:
-    """Return the angles `[B, L, head_dim / 2]` that are doubled before their cosine is taken."""
-    value = made[turn].input[0]
-    while not _is(made, value, "Concat"):
-        value = made[value].input[0]
-    first, second = made[value].input
-    assert first == second, "the two halves of a head turn by different angles"
-    return first
-
-
-def _join_norms(graph: GraphProto) -> None:
-    """Compute a sum and its norm in one node. What reads the sum later, takes it from there."""
-    made = _producers(graph)
-    sums: dict[str, str] = {}
-    nodes: list[NodeProto] = []
-    for node in graph.node:
-        for place, value in enumerate(node.input):
-            node.input[place] = sums.get(value, value)
-        if node.op_type == "RMSNormalization" and _is(made, node.input[0], "Add"):
-            added = made[node.input[0]]
-            sums[node.input[0]] = f"{node.input[0]}_normed"
-            nodes.append(_skip_norm(node, list(added.input), sums[node.input[0]]))
-        else:
-            nodes.append(node)
-    _put(graph, nodes)
-
-
-def _skip_norm(norm: NodeProto, added: list[str], total: str) -> NodeProto:
-    """Return ONNX Runtime's node for a norm of the sum of two values, which becomes its last output."""
-    epsilon = next(each.f for each in norm.attribute if each.name == "epsilon")
-    outputs = [norm.output[0], "", "", total]
-    inputs = [*added, norm.input[1]]
-    kind = "SkipSimplifiedLayerNormalization"
-    return make_node(kind, inputs, outputs, norm.name, domain=CONTRIB, epsilon=epsilon)
-
-
-def _comes_from(made: Producers, value: str, source: str, kinds: tuple[str, ...]) -> bool:
-    """Return whether a value is computed from `source` by nodes of these kinds and constants alone."""
-    if value == source:
-        return True
-    node = made.get(value)
-    if node is None or node.op_type not in kinds:
-        return False
-    inputs = node.input if node.op_type == "Add" else node.input[:1]
-    return all(_comes_from(made, each, source, kinds) for each in inputs)
-
-
-def _producers(graph: GraphProto) -> Producers:
-    return {value: node for node in graph.node for value in node.output}
-
-
-def _is(made: Producers, value: str, kind: str) -> bool:
-    return value in made and made[value].op_type == kind
-
-
-def _put(graph: GraphProto, nodes: list[NodeProto]) -> None:
-    del graph.node[:]
-    graph.node.extend(nodes)
+def _join_norms(graph: ir.Graph) -> None:
+    """Compute a sum and its norm in one node, from which the sum's other readers take it."""
+    for node in list(graph):
+        added = made_by(node.inputs[0], "Add") if node.op_type == "RMSNormalization" else None
+        if added is None:
+            continue
+        total, names = added.outputs[0], (f"{node.name}_normed", "", "", f"{node.name}_total")
+        normed = insert(
+            node,
+            "SkipSimplifiedLayerNormalization",
+            [*added.inputs, node.inputs[1]],
+            *names,
+            domain=CONTRIB,
+            epsilon=node.attributes["epsilon"].as_float(),
+        )
+        joined = normed.producer()
+        assert joined is not None
+        replace(node.outputs[0], normed)
+        replace(total, joined.outputs[3])

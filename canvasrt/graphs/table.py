@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from canvasrt.checkpoints.weight_names import TABLE
-from canvasrt.graphs.protos import (
+from canvasrt.defaults import TABLE_PIECE_BYTES
+from canvasrt.graphs.edit import (
     CONTRIB,
-    import_contrib,
+    drop_unused,
+    input_of,
+    insert,
     integers,
-    make_node,
+    part,
     replace,
-    rows_of,
-    users,
+    sizes_of,
+    user,
 )
+from canvasrt.graphs.names import TABLE_SCALE, TABLE_VALUES
 
-if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto
-
-TABLE_VALUES, TABLE_SCALE = f"{TABLE}.values", f"{TABLE}.scale"
-# A piece in float32 is the memory that a product needs beyond the mapped table: at most these bytes, and in a small
-# model at most an eighth of the table. More pieces than needed would cost the sum of their results.
-PIECE_BYTES, PIECES, LEAST_BYTES = 1 << 27, 8, 1 << 20
+# In a small model, a piece has at most an eighth of the table. More pieces than needed would cost the sum of their
+# results.
+PIECES, LEAST_BYTES = 8, 1 << 20
 
 
 def embedding_entry(file: Path) -> dict[str, Any]:
@@ -33,8 +34,6 @@ def embedding_entry(file: Path) -> dict[str, Any]:
 
     `file` is the head's graph.
     """
-    import onnx_ir as ir
-
     stored = ir.load(file).graph.initializers
     table = stored[TABLE_VALUES if TABLE_VALUES in stored else TABLE].const_value
     assert isinstance(table, ir.ExternalTensor)
@@ -55,88 +54,95 @@ def host_head_of(entry: dict[str, Any]) -> dict[str, Any]:
     return {"host_head": entry["host_head"]} if "host_head" in entry else {}
 
 
-def split_table(model: ModelProto) -> bool:
-    """Multiply by an INT8 table in pieces, so that it is never whole in float32. Return False without one.
+def split_table(model: ir.Model) -> bool:
+    """Multiply by an INT8 table in pieces, so that only a piece is in float32 at a time. Return False without such a table.
 
     The graph is edited in place. The pieces are parts of the same bytes. Looked-up rows are dequantized afterwards.
     """
-    graph = model.graph
-    stored = {item.name: item for item in graph.initializer}
+    stored = model.graph.initializers
     if TABLE_VALUES not in stored:
         return False
-    (wide,) = (each for each in users(graph, TABLE_VALUES) if TABLE_SCALE in each.input)
-    for unit in [each for each in users(graph, TABLE_VALUES) if each is not wide]:
-        _look_up_first(graph, unit)
-    (turned,) = (each for each in users(graph, wide.output[0]) if each.op_type == "Transpose")
-    (logits,) = users(graph, turned.output[0])
-    (soft,) = (each for each in users(graph, wide.output[0]) if each.op_type == "MatMul")
-    pieces = _Pieces(graph, stored[TABLE_VALUES], stored[TABLE_SCALE])
-    replace(graph, logits, pieces.turned(logits.input[0], logits.output[0]))
-    replace(graph, soft, pieces.straight(soft.input[0], soft.output[0]))
-    for each in (turned, wide):
-        replace(graph, each, [])
-    import_contrib(model)
+    values, scale = stored[TABLE_VALUES], stored[TABLE_SCALE]
+    for node in values.consumers():
+        if scale not in node.inputs:
+            _look_up_first(node)
+    (wide,) = (node.outputs[0] for node in values.consumers() if scale in node.inputs)
+    logits = user(user(wide, "Transpose").outputs[0], "MatMul")
+    soft = user(wide, "MatMul")
+    pieces = _Pieces(model.graph, values, scale)
+    replace(logits.outputs[0], pieces.multiply_transposed(logits))
+    replace(soft.outputs[0], pieces.multiply(soft))
+    drop_unused(model)
+    model.opset_imports.setdefault(CONTRIB, 1)
     return True
 
 
 class _Pieces:
     """The products with the table, in pieces of its rows."""
 
-    def __init__(self, graph: GraphProto, values: TensorProto, scale: TensorProto) -> None:
+    def __init__(self, graph: ir.Graph, values: ir.Value, scale: ir.Value) -> None:
         self._graph, self._values, self._scale = graph, values, scale
-        tokens, width = values.dims
-        size = tokens * width * 4
-        count = -(-size // min(PIECE_BYTES, max(LEAST_BYTES, size // PIECES)))
+        tokens, self._width = sizes_of(values)
+        size = tokens * self._width * 4
+        count = -(-size // min(TABLE_PIECE_BYTES, max(LEAST_BYTES, size // PIECES)))
         self._cuts = [tokens * number // count for number in range(count + 1)]
+        self._codes = [
+            part(graph, values, f"{TABLE_VALUES}.{number}", [last - first, self._width], first)
+            for number, (first, last) in enumerate(self._bounds)
+        ]
 
-    def turned(self, x: str, output: str) -> list[NodeProto]:
-        """Return the nodes for `x` `[…, D]` times the transpose: `[…, V]`."""
-        nodes, parts = [], []
-        for number, wide in enumerate(self._wide("logits")):
-            parts.append(f"{TABLE}/logits_{number}")
-            product = _node("FusedMatMul", [x, wide.output[0]], parts[-1], domain=CONTRIB, transB=1)
-            nodes += [wide, product]
-        return [*nodes, _node("Concat", parts, output, axis=-1)]
+    @property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(zip(self._cuts[:-1], self._cuts[1:], strict=True))
 
-    def straight(self, x: str, output: str) -> list[NodeProto]:
-        """Return the nodes for `x` `[…, V]` times the table: `[…, D]`."""
-        sizes = np.diff(self._cuts)
-        self._graph.initializer.append(integers(sizes, f"{TABLE}/sizes"))
-        shares = [f"{TABLE}/share_{number}" for number in range(len(sizes))]
-        nodes = [make_node("Split", [x, f"{TABLE}/sizes"], shares, f"{TABLE}/split", axis=-1)]
-        parts = []
-        for number, wide in enumerate(self._wide("soft")):
-            parts.append(f"{TABLE}/soft_{number}")
-            nodes += [wide, _node("MatMul", [shares[number], wide.output[0]], parts[-1])]
-        return [*nodes, _node("Sum", parts, output)]
+    def multiply_transposed(self, node: ir.Node) -> ir.Value:
+        """Return the logits `[…, V]` of `x` `[…, D]`: its products with the rows, joined."""
+        parts = [
+            insert(
+                node,
+                "FusedMatMul",
+                [input_of(node), wide],
+                f"{TABLE}/logits_{number}",
+                domain=CONTRIB,
+                transB=1,
+            )
+            for number, wide in enumerate(self._dequantized(node, "logits"))
+        ]
+        return insert(node, "Concat", parts, f"{TABLE}/logits", axis=-1)
 
-    def _wide(self, use: str) -> Iterator[NodeProto]:
-        """Yield the node that dequantizes each piece. The uses share the codes, which are then mapped once. Each has its
-        own scales, or ONNX Runtime would keep the first product's pieces for the second."""
-        for number, first in enumerate(self._cuts[:-1]):
-            count = self._cuts[number + 1] - first
-            codes, scale = f"{TABLE_VALUES}.{number}", f"{TABLE_SCALE}.{use}_{number}"
-            self._add(self._values, first, count, codes)
-            self._add(self._scale, first, count, scale)
-            yield _node("DequantizeLinear", [codes, scale], f"{TABLE}/{use}_wide_{number}", axis=0)
+    def multiply(self, node: ir.Node) -> ir.Value:
+        """Return the product `[…, D]` of `x` `[…, V]` and the table: the sum over the rows' parts."""
+        sizes = integers(self._graph, f"{TABLE}/sizes", np.diff(self._cuts))
+        names = [f"{TABLE}/share_{number}" for number in range(len(self._codes))]
+        split = insert(node, "Split", [input_of(node), sizes], *names, axis=-1).producer()
+        assert split is not None
+        wide = self._dequantized(node, "soft")
+        parts = [
+            insert(node, "MatMul", [share, each], f"{TABLE}/soft_{number}")
+            for number, (share, each) in enumerate(zip(split.outputs, wide, strict=True))
+        ]
+        return insert(node, "Sum", parts, f"{TABLE}/soft")
 
-    def _add(self, whole: TensorProto, first: int, count: int, name: str) -> None:
-        """Add part of a tensor to the graph, once."""
-        if not any(item.name == name for item in self._graph.initializer):
-            self._graph.initializer.append(rows_of(whole, first, count, name))
-
-
-def _look_up_first(graph: GraphProto, unit: NodeProto) -> None:
-    """Look rows up before dequantizing them, instead of dequantizing the whole table."""
-    (gather,) = users(graph, unit.output[0])
-    codes = f"{gather.output[0]}_codes"
-    new = [
-        _node("Gather", [unit.input[0], gather.input[1]], codes, axis=0),
-        _node("DequantizeLinear", [codes, unit.input[1]], gather.output[0]),
-    ]
-    replace(graph, gather, new)
-    replace(graph, unit, [])
+    def _dequantized(self, before: ir.Node, use: str) -> Iterator[ir.Value]:
+        """Dequantize the pieces one after another. Both uses share the codes, which are then mapped once. Each use has its own
+        scales. Otherwise ONNX Runtime would keep the first product's pieces for the second."""
+        for number, (first, last) in enumerate(self._bounds):
+            name = f"{TABLE_SCALE}.{use}_{number}"
+            scale = part(self._graph, self._scale, name, [last - first], first)
+            codes, wide = self._codes[number], f"{TABLE}/{use}_wide_{number}"
+            yield insert(before, "DequantizeLinear", [codes, scale], wide, axis=0)
 
 
-def _node(kind: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
-    return make_node(kind, inputs, [output], f"{output}_node", **attributes)
+def _look_up_first(dequantize: ir.Node) -> None:
+    """Look up rows before dequantizing, instead of dequantizing the whole table."""
+    gather = user(dequantize.outputs[0], "Gather")
+    rows = gather.outputs[0]
+    codes = insert(
+        gather,
+        "Gather",
+        [input_of(dequantize), input_of(gather, 1)],
+        f"{rows.name}_codes",
+        axis=0,
+    )
+    wide = insert(gather, "DequantizeLinear", [codes, input_of(dequantize, 1)], f"{rows.name}_wide")
+    replace(rows, wide)

@@ -1,8 +1,8 @@
-"""Self-contained HTML reports: tables and inline plots."""
+"""Reports as self-contained HTML with inline plots, and as Markdown, from the same sections."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -45,3 +45,23 @@ def section(
         "last_is_total": last_is_total,
         "empty": empty,
     }
+
+
+def table_of(
+    items: Iterable[Any], columns: Mapping[str, Callable[[Any], Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: one row per item; a column's function turns the item into its cell."""
+    return list(columns), [[str(pick(each)) for pick in columns.values()] for each in items]
+
+
+def render_markdown(title: str, opening: str, sections: Iterable[Json]) -> str:
+    """Return Markdown, without the plots."""
+    lines = [f"# {title}"]
+    lines += ["", opening] if opening else []
+    for each in sections:
+        lines += ["", f"## {each['title']}", ""]
+        lines += [each["note"], ""] if each["note"] else []
+        for heads, rows in each["tables"]:
+            lines += [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"] if rows else []
+            lines += [f"| {' | '.join(row)} |" for row in rows] if rows else [each["empty"]]
+    return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from canvasrt.extras import require
@@ -26,6 +26,9 @@ COLOURS = (
 )
 INK, PALE = "#333333", "#e6e6e6"
 WIDTH = 8.4  # inches
+# Bars are numbered up to this many.
+LABELLED = 12
+_GROUPS = 4
 STYLE = {
     "svg.fonttype": "none",
     "font.size": 9.5,
@@ -66,3 +69,49 @@ def _svg(figure: Any, description: str) -> str:
     text = out.getvalue()
     text = text[text.index("<svg") :]
     return text.replace("<svg ", f'<svg role="img" aria-label="{description}" ', 1)
+
+
+def bars(
+    axes: Any, names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]], form: str
+) -> None:
+    """Draw groups of bars from zero, with their numbers if there is room. A series is its label, colour and values."""
+    width = 0.8 / len(series)
+    for number, (label, colour, values) in enumerate(series):
+        shift = (number - (len(series) - 1) / 2) * width
+        places = [place + shift for place in range(len(names))]
+        drawn = axes.bar(places, values, width * 0.94, color=colour, label=label)
+        if len(names) * len(series) <= 2 * LABELLED:
+            axes.bar_label(drawn, [form.format(each) for each in values], fontsize=8, padding=1.5)
+    axes.set_xticks(range(len(names)), names)
+    # Few groups get the same width as many would.
+    spare = max(0.0, (_GROUPS - len(names)) / 2)
+    axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
+    axes.margins(y=0.12)
+    axes.grid(axis="y")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(series), borderaxespad=0.2)
+
+
+def points(
+    axes: Any,
+    at: Sequence[float],
+    values: Sequence[float],
+    intervals: Sequence[Sequence[float]],
+    label: str,
+    colour: str,
+    marker: str,
+    sideways: bool = False,
+) -> None:
+    """Draw values with their intervals at places of the x axis, or with `sideways` of the y axis."""
+    pairs = zip(values, intervals, strict=True)
+    errors = [[max(0.0, v - low), max(0.0, high - v)] for v, (low, high) in pairs]
+    below_above = [list(each) for each in zip(*errors, strict=True)]
+    axes.errorbar(
+        *((values, at) if sideways else (at, values)),
+        **{"xerr" if sideways else "yerr": below_above},
+        fmt=marker,
+        color=colour,
+        markersize=5,
+        elinewidth=1.5,
+        capsize=3,
+        label=label,
+    )

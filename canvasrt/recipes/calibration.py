@@ -8,9 +8,10 @@ from canvasrt.errors import CanvasError, UsageError
 
 
 def check_calibration(file: Path | None, is_calibrated: bool, what: str) -> None:
-    """Refuse prompts that nothing would read, and a file that is not there.
+    """Refuse calibration prompts without a use, and a missing file.
 
-    `what` names what is made. UsageError unless it `is_calibrated`; CanvasError without the file.
+    `what` names the product. UsageError unless it `is_calibrated`; CanvasError if the file is
+    missing.
     """
     if file is None:
         return

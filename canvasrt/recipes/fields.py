@@ -48,7 +48,7 @@ class Fields:
         return self._data.get(key, default)
 
     def wrong(self, key: str, wanted: str, found: Any) -> CanvasError:
-        """Return the error for a value that is not as it should be."""
+        """Return the error for an invalid value."""
         return CanvasError(
             f"{self.where}: {self._name(key)} should be {wanted}, not {found!r}", self._hint
         )

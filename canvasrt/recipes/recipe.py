@@ -31,7 +31,7 @@ _README = "canvasrt/recipes/README.md shows how a recipe is written"
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of one weight.
+    """How one weight is quantized.
 
     Attributes:
         format: a name in the table of number formats.
@@ -80,7 +80,7 @@ class CalibrationSettings:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the quantized model may lose against its reference; None is not checked.
+    """Limits on the quantized model's losses against its reference; None is not checked.
 
     Attributes:
         answers_lost: right answers per 100 questions.

@@ -1,4 +1,4 @@
-"""Compiles the kernels ahead of time, for GPUs that need not be here."""
+"""Compiles the kernels ahead of time, without a GPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def compile_kernel(form: KernelForm, capability: tuple[int, int]) -> CompiledKer
 
 
 def constants(form: KernelForm, capability: tuple[int, int]) -> dict[str, int]:
-    """Return what a kernel is compiled for, by parameter."""
+    """Return a kernel's compile-time constants by parameter."""
     sizes = form.sizes
     if form.function == ROUND:
         return {"D": sizes.size, "BLOCK": BLOCK_ROWS, "OUT": PROGRAM_OUTPUTS}

@@ -1,4 +1,4 @@
-"""Cuts a body graph at its experts, into pieces between which other kernels compute them.
+"""Cuts a body graph at its experts, which kernels then compute between the pieces.
 
 Piece k ends with what layer k's experts need; piece k + 1 begins with their rows. Every node but the experts' own is kept,
 so the numbers are those of the whole graph.
@@ -6,7 +6,7 @@ so the numbers are those of the whole graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from canvasrt.checkpoints.weight_names import DOWN, GATE_UP
 from canvasrt.errors import CanvasError
-from canvasrt.graphs.experts import SLOTS
+from canvasrt.graphs.edit import ancestors, input_of, next_node
+from canvasrt.graphs.names import SLOTS
 from canvasrt.sorted_rows.description import (
     CARRIED,
     EXPERT_INDEX,
@@ -61,24 +62,24 @@ class _Experts:
 
     def __init__(self, graph: ir.Graph, number: int) -> None:
         gate_up, down = (f"layers.{number}.{each}" for each in (GATE_UP, DOWN))
-        taken = _input(_product(graph, gate_up), 0)
-        gather = next(node for node in _ancestors(taken) if node.op_type == "Gather")
-        self.own = _input(gather, 0)
+        taken = input_of(_product(graph, gate_up), 0)
+        gather = next(node for node in ancestors(taken) if node.op_type == "Gather")
+        self.own = input_of(gather, 0)
         codes = graph.initializers.get(f"{gate_up}.values")
         in_fp8 = codes is not None and codes.dtype == ir.DataType.FLOAT8E4M3FN
         self.scale = f"{gate_up}.input_scale" if in_fp8 else None
-        chosen = next(n for n in _ancestors(_input(gather, 1)) if n.op_type == "TopK")
+        chosen = next(n for n in ancestors(input_of(gather, 1)) if n.op_type == "TopK")
         self.index = chosen.outputs[1]
-        self.rows = _next(_product(graph, down).outputs[0], "Gather").outputs[0]
-        self.weighted = _next(self.rows, "Mul")
+        self.rows = next_node(_product(graph, down).outputs[0], "Gather").outputs[0]
+        self.weighted = next_node(self.rows, "Mul")
         side = next(v for v in self.weighted.inputs if v is not None and v is not self.rows)
-        # What turns the shares of a token's choices into a factor of its rows.
+        # The nodes that turn the shares of a token's choices into a factor of its rows.
         self.between: list[ir.Node] = []
-        for node in _ancestors(side):
+        for node in ancestors(side):
             self.between.append(node)
             if node.op_type == "Transpose":
                 break
-        self.shares = _input(self.between[-1], 0)
+        self.shares = input_of(self.between[-1], 0)
 
 
 def _find(graph: ir.Graph, layers: int) -> list[_Cut]:
@@ -98,9 +99,9 @@ def _find(graph: ir.Graph, layers: int) -> list[_Cut]:
 
 
 def _stages(graph: ir.Graph, experts: Iterable[_Experts]) -> dict[ir.Value, int]:
-    """Return after how many layers' experts each value is known.
+    """Return for each value the number of layers whose experts it depends on.
 
-    Values that no hidden state decides are not there, such as masks: each piece computes its own.
+    Values that depend on no hidden state, such as masks, are missing: each piece computes its own.
     """
     stages = {value: 0 for value in graph.inputs if value.name == "hidden"}
     late: dict[ir.Node, int] = {}
@@ -120,7 +121,7 @@ def _crossing(
 ) -> list[str]:
     """Return the values of one stage that the next one reads, without those of the experts."""
     found: dict[str, None] = {}
-    # Nodes of the experts lead to their rows, which come from outside now, and to their loads.
+    # Nodes of the experts only lead to their rows, which are inputs now, and to their loads.
     wanted = _leading_to([value for value in graph.outputs if value.name != "load"], experts)
     for node in graph:
         if node not in wanted or all(stages.get(value) != stage + 1 for value in node.outputs):
@@ -134,7 +135,7 @@ def _crossing(
 
 
 def _leading_to(values: Iterable[ir.Value], given: set[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` need when others are given."""
+    """Return the nodes that compute `values` from other, known values."""
     todo, found = list(values), set[ir.Node]()
     while todo:
         value = todo.pop()
@@ -194,7 +195,7 @@ class _Piece:
 
     def hand_out(self, cut: _Cut, layer: int) -> list[ir.Value]:
         """Return the piece's outputs: what lies at the cut, and one layer's new keys and values."""
-        tokens = self._add("Shape", [self._input("positions")], "tokens")
+        tokens = self._add("Shape", [self.input_of("positions")], "tokens")
         choices = self._choices(cut)
         own = self._values[cut.own]
         dtype = self._dtype
@@ -224,7 +225,8 @@ class _Piece:
         shape: list[int],
         only_valid: bool = False,
     ) -> ir.Value:
-        """Let what reads a value read an input, which has its two axes of tokens in place of one.
+        """Make a value's readers read an input instead, which has two axes of tokens in place of
+        one.
 
         With `only_valid`, padding's rows are read as zeros: nobody writes them.
         """
@@ -243,7 +245,7 @@ class _Piece:
     def _without_padding(self, rows: ir.Value) -> list[ir.Node]:
         """Return nodes that put zeros in place of the rows `[K, T, D]` of tokens without a position."""
         zero = self._constant([0], "padding")
-        valid = ir.node("GreaterOrEqual", [self._input("positions"), zero], name="cut/valid")
+        valid = ir.node("GreaterOrEqual", [self.input_of("positions"), zero], name="cut/valid")
         shape = self._constant([1, -1, 1], "valid")
         column = ir.node("Reshape", [valid.outputs[0], shape], name="cut/valid_rows")
         nothing = ir.Value(
@@ -270,14 +272,14 @@ class _Piece:
         return made
 
     def _choices(self, cut: _Cut) -> int:
-        """Return how many experts a token has, which its TopK has as a constant."""
+        """Return the number of experts per token, a constant of the TopK."""
         chosen = self._values[cut.index].producer()
         assert chosen is not None
-        count = ir.convenience.get_const_tensor(_input(chosen, 1))
+        count = ir.convenience.get_const_tensor(input_of(chosen, 1))
         assert count is not None
         return int(count.numpy().item())
 
-    def _input(self, name: str) -> ir.Value:
+    def input_of(self, name: str) -> ir.Value:
         return next(value for value in self._graph.inputs if value.name == name)
 
     def _add(self, kind: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
@@ -296,31 +298,4 @@ class _Piece:
 def _product(graph: ir.Graph, weight: str) -> ir.Node:
     """Return the MatMul with a weight, which is stored as it is or as codes."""
     stored = graph.initializers.get(weight) or graph.initializers[f"{weight}.values"]
-    return _next(stored, "MatMul")
-
-
-def _next(value: ir.Value, kind: str) -> ir.Node:
-    """Return the first node of a kind along a chain of single users."""
-    while True:
-        (node,) = (user for user, _ in value.uses())
-        if node.op_type == kind:
-            return node
-        value = node.outputs[0]
-
-
-def _ancestors(value: ir.Value) -> Iterator[ir.Node]:
-    """Yield the nodes that a value comes from, nearest first."""
-    queue, seen = [value], {value}
-    while queue:
-        node = queue.pop(0).producer()
-        if node is not None:
-            yield node
-            queue += [each for each in node.inputs if each is not None and each not in seen]
-            seen.update(each for each in node.inputs if each is not None)
-
-
-def _input(node: ir.Node, place: int) -> ir.Value:
-    value = node.inputs[place]
-    if value is None:
-        raise ValueError(node.name)
-    return value
+    return next_node(stored, "MatMul")

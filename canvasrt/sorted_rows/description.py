@@ -1,4 +1,4 @@
-"""What a segment of pieces consists of: its engines, its experts' weights, and the kernels between the engines.
+"""A segment in pieces: its engines, its experts' weights, and the kernels between the engines.
 
 The file of such a segment is JSON, see `SortedSegment`. It names the other files, which lie next to it.
 """
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import BLOCK_ROWS
 
@@ -21,35 +22,42 @@ PROGRAM_OUTPUTS = 64
 FORMS = {None: 0, "int4": 1, "fp8": 2, "nvfp4": 3}
 # Those whose products take rounded rows.
 ROUNDED = ("fp8", "nvfp4")
-# Values between pieces: what the experts take, and their result, a row for each choice and token.
+# Values between pieces: the experts' inputs, and their result with one row per token and chosen expert.
 EXPERT_INPUT, EXPERT_INDEX, EXPERT_ROWS = "own", "index", "expert_rows"
-# What a piece keeps for the next one: the weights of a token's choices, and two values like hidden states.
+# Values that a piece hands to the next one: the weights of a token's choices, and two values shaped like hidden states.
 SHARES, CARRIED = "shares", ("carried_0", "carried_1")
-# Behind the names of those when a piece hands them out.
+# The suffix of these names among a piece's outputs.
 OUT = "_out"
-# What the kernels hand to each other: each expert's rows, their number, and inner states.
+# Buffers between kernels: each expert's rows, their number, and inner states.
 ORDER, COUNTS, INNER = "order", "counts", "inner"
 SORT, ROUND, GATE_UP_KERNEL, DOWN_KERNEL = "sort_rows", "round_rows", "gate_up", "down"
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """The experts of a model: their number, how many each token has, and the widths outside and inside."""
+    """The experts of a model: their number, experts per token, and outer and inner width."""
 
     experts: int
     top_k: int
     size: int
     inner: int
 
+    @classmethod
+    def of(cls, model: ModelConfig) -> ExpertSizes:
+        """Return the sizes of a model's experts."""
+        return cls(
+            model.num_experts, model.top_k_experts, model.hidden_size, model.moe_intermediate_size
+        )
+
     def blocks(self, tokens: int) -> int:
-        """Return the most blocks that the rows of so many tokens can fill."""
+        """Return the most blocks that `tokens` tokens' rows can fill."""
         rows = tokens * self.top_k
         return rows // BLOCK_ROWS + min(self.experts, rows)
 
     def buffers(self, tokens: int, item: int) -> dict[str, int]:
-        """Return the bytes of each buffer between pieces for so many tokens, with `item` bytes per activation.
+        """Return the bytes of the buffers between pieces for `tokens` tokens, with `item` bytes per activation.
 
-        Tokens in NVFP4 lie where the experts' result comes later.
+        NVFP4 codes of the tokens share the buffer of the experts' result, which is written later.
         """
         states, choices = tokens * self.size * item, tokens * self.top_k
         kept = dict.fromkeys(CARRIED, states) | {SHARES: 4 * choices}
@@ -71,7 +79,7 @@ class KernelForm:
     Attributes:
         function: its name in `triton_kernels`.
         sizes: of the experts.
-        dtype: what activations are outside the experts, by NumPy's name.
+        dtype: NumPy's name for the activations' dtype outside the experts.
         format: the weights' number format; None for the activations' dtype.
         following: that of the next product, whose inputs this one writes.
         block: inputs that share a scale, with INT4.
@@ -98,7 +106,7 @@ class KernelForm:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the product; a gate and what it multiplies count as one."""
+        """Outputs of the product; a gate and its factor count as one."""
         return self.sizes.size if self.function == DOWN_KERNEL else self.sizes.inner
 
 
@@ -117,7 +125,7 @@ class ExpertStack:
     """One of a layer's two stacks of matrices: which kernel multiplies it, and where its parts are in the weights' file.
 
     values, blocks, scales: offset and bytes of the numbers or codes, of the scales that blocks of inputs share, and of those
-    of outputs. What a format lacks has 0 of both.
+    of outputs. For a part that a format lacks, both are 0.
     """
 
     kernel: str
@@ -202,7 +210,7 @@ def _stack(data: dict[str, Any]) -> ExpertStack:
 
 
 def layer_kernels(gate_up: KernelForm, down: KernelForm) -> list[KernelForm]:
-    """Return what a layer with these products runs, in order."""
+    """Return the kernels of a layer with these products, in order."""
     first = [KernelForm(SORT, gate_up.sizes, gate_up.dtype)]
     if gate_up.format == "nvfp4":
         first.append(KernelForm(ROUND, gate_up.sizes, gate_up.dtype))

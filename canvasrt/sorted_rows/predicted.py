@@ -1,4 +1,4 @@
-"""Lists the kernels of a segment of pieces as the builder lists an engine's, so that its time can be predicted."""
+"""Lists the kernels of a segment in pieces in the builder's form, to predict its time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from canvasrt.formats import FORMATS
-from canvasrt.kernels.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT
-from canvasrt.kernels.dims import Dim, times
-from canvasrt.kernels.parse import Kernel, KernelTensor
-from canvasrt.kernels.store import KernelList
+from canvasrt.roofline.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT
+from canvasrt.roofline.dims import Dim, times
+from canvasrt.roofline.parse import Kernel, KernelTensor
+from canvasrt.roofline.store import KernelList
 from canvasrt.sorted_rows.description import DOWN_KERNEL, ROUND, ROUNDED, SORT, KernelForm
 
 # Rows in blocks, of which some are empty; those that are read and written; all tokens of a call.

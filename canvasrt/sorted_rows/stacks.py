@@ -1,4 +1,4 @@
-"""Takes the experts' weights out of a body graph, with the codes and scales that they have there."""
+"""Extracts the experts' weights from a body graph, with their codes and scales."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class GraphExperts:
 
 
 def in_steps(codes: Bytes, width: int, step: int) -> Bytes:
-    """Return INT4 codes of rows of `width`, two neighbours per byte, with those of each half of a step in a byte instead.
+    """Repack INT4 codes of rows of `width`: a byte holds a code of either half of a step instead of two neighbours.
 
     The kernel then has one half of a step's inputs in the low bits of its bytes and the other in the high ones.
     """

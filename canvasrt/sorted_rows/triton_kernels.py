@@ -5,7 +5,7 @@ may be partly empty. One program computes one block's rows for some outputs, in 
 else, so a row's result does not depend on which other rows there are.
 """
 
-# Tensors' types are what a kernel is compiled for.
+# A kernel is compiled for its tensors' types.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def sort_rows(
 
 @triton.jit
 def _rows_of(block, counts, order, tokens, E: tl.constexpr, E2: tl.constexpr, BLOCK: tl.constexpr):
-    """Return a block's expert (E if the block is not in use), its rows, and which of them there are."""
+    """Return a block's expert (E if the block is unused), its rows, and a mask of those that exist."""
     each = tl.arange(0, E2)
     count = tl.load(counts + each, mask=each < E, other=0)
     blocks = (count + BLOCK - 1) // BLOCK
@@ -67,7 +67,8 @@ def _codes(packed, dtype: tl.constexpr):
     """Return the signed codes in the low and in the high four bits of bytes."""
     low, high = packed & 15, packed >> 4
     if dtype == tl.bfloat16:
-        # Put behind the exponent of 128, a code plus 8 is 128 to 143. A conversion of integers would take four times as long.
+        # As the mantissa of a float with the exponent of 128, a code plus 8 is 128 to 143. Converting integers would take four
+        # times as long.
         offset: tl.constexpr = 136.0
         low = (low.to(tl.uint16) ^ 0x4308).to(tl.bfloat16, bitcast=True) - offset
         high = (high.to(tl.uint16) ^ 0x4308).to(tl.bfloat16, bitcast=True) - offset
@@ -79,8 +80,9 @@ def _codes(packed, dtype: tl.constexpr):
 
 @triton.jit
 def _add_int4(
-    total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT, SCALED, dtype: tl.constexpr
-):
+    total, low_x, high_x, values, blocks, row, fits, first, WIDTH, UNIT: tl.constexpr, SCALED: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
     """Add the products with one unit of INT4 weights, whose low four bits hold its first half, and high ones the second."""
     half: tl.constexpr = UNIT // 2
     column = first // 2 + tl.arange(0, half)
@@ -88,7 +90,10 @@ def _add_int4(
     low, high = _codes(packed, dtype)
     scale = blocks + row * (WIDTH // SCALED)
     one = tl.load(scale + first // SCALED, mask=fits, other=0).to(tl.float32)
-    other = tl.load(scale + (first + half) // SCALED, mask=fits, other=0).to(tl.float32)
+    # Often both halves lie in one block.
+    other = one
+    if SCALED % UNIT != 0:
+        other = tl.load(scale + (first + half) // SCALED, mask=fits, other=0).to(tl.float32)
     # Codes are exact in 16 bits, and scales multiply sums in float32: nothing is rounded in between.
     total += tl.dot(low_x, tl.trans(low), input_precision="ieee") * one
     total += tl.dot(high_x, tl.trans(high), input_precision="ieee") * other
@@ -113,7 +118,7 @@ def _shared_scales(blocks, row, fits, block, WIDTH):
 
 @triton.jit
 def _e2m1(code):
-    """Return the float16 numbers of E2M1 codes 0 … 15: their bits, behind an exponent that is 14 too small."""
+    """Return the float16 numbers of E2M1 codes 0 … 15: their bits in float16's place, whose exponent is then 14 too small."""
     bits = ((code & 7) << 9) | ((code & 8) << 12)
     return bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 16384.0, tl.float16)
 
@@ -200,7 +205,7 @@ def _store_nvfp4(
 def round_rows(x, codes, tokens, scale, D: tl.constexpr, BLOCK: tl.constexpr, OUT: tl.constexpr):
     """Round `x` `[T, D]` to NVFP4 with a scale for the whole. Program (b, n) rounds BLOCK rows and columns n · OUT on.
 
-    codes: two per byte, `[T, D / 2]`, and behind them the blocks' scales in E4M3, `[T, D / 16]`.
+    codes: two per byte, `[T, D / 2]`, followed by the blocks' scales in E4M3, `[T, D / 16]`.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first = tl.program_id(1) * OUT

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from canvasrt.errors import CanvasError
-from canvasrt.kernels.parse import Kernel, KernelTensor
+from canvasrt.roofline.parse import Kernel, KernelTensor
 from canvasrt.types import Json
 
 KERNELS_SUFFIX = ".kernels.json.gz"

@@ -44,7 +44,7 @@ def volume(dims: Sequence[Dim], sizes: Mapping[str, int]) -> int:
 
 
 def times(factors: Sequence[Dim]) -> Dim:
-    """Return the product of sizes. A sum can only be returned as it is; multiplying one gives UNKNOWN."""
+    """Return the product of sizes. A sum times another size is UNKNOWN."""
     known, named = 1, []
     for factor in factors:
         if isinstance(factor, int):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from canvasrt.kernels.dims import UNKNOWN, Dim, fix, times
-from canvasrt.kernels.fused_attention import is_attention, operands
-from canvasrt.kernels.parse import UNRESOLVED, Kernel, KernelTensor, graph_names
-from canvasrt.kernels.tensor_shapes import Dims, Node, Shapes
+from canvasrt.roofline.dims import UNKNOWN, Dim, fix, times
+from canvasrt.roofline.fused_attention import is_attention, operands
+from canvasrt.roofline.parse import UNRESOLVED, Kernel, KernelTensor, graph_names
+from canvasrt.roofline.tensor_shapes import Dims, Node, Shapes
 
 # The layout of NVFP4's block scales for tensor cores: tiles of 128 rows by 4 blocks, as `[rows/128, 4, 32, blocks/4, 4]`.
 _TILE_ROWS = 128
@@ -66,7 +66,7 @@ class _Resolver:
     def see_attention(self, kernel: Kernel) -> None:
         """Learn the shapes of what attention reads from the graph's node.
 
-        The kernel that writes it fuses many nodes: a past alone would fit there as well as the past with new keys.
+        The kernel that writes it fuses many nodes, so its shapes alone cannot tell a past from a past with new keys.
         """
         reading = [f"{name}{_ATTENTION_INPUTS}" for name in kernel.nodes]
         nodes = [self.nodes[name] for name in reading if name in self.nodes]
@@ -85,7 +85,7 @@ class _Resolver:
             self.known.setdefault(tensor.name, tensor.dims)
             return tensor
         unknown = tuple(UNRESOLVED if dim == UNKNOWN else dim for dim in tensor.dims)
-        # Its own shape is the most certain; then come those of its kernel's nodes, several of which may do.
+        # The tensor's own shape is the most certain candidate; then come the shapes of its kernel's nodes.
         for shapes in (*([each] for each in self._own(tensor)), tuple(candidates)):
             dims = closest(unknown, shapes)
             if dims is not None:
@@ -108,26 +108,26 @@ def _with_read(tensor: KernelTensor, taken: Mapping[str, str]) -> KernelTensor:
 def _parts_read(
     tensors: Sequence[KernelTensor], outputs: Sequence[KernelTensor], nodes: Sequence[Node]
 ) -> dict[str, str]:
-    """Return how many numbers a kernel reads of the tensors that only its gathers and slices read, by their names."""
+    """Return how many numbers a kernel reads of each tensor that only its gathers and slices read, by name."""
     written = {times(each.dims) for each in outputs}
     if any(_is_unknown(size) for size in written):
         return {}
-    parts: dict[str, list[str]] = {}
-    sizes: dict[str, Dim] = {}
-    for name, dims, part in (each for node in nodes for each in node.taken):
-        origin = _origin(name, times(dims), nodes, written)
-        if origin is not None:
-            parts.setdefault(origin, []).append(str(times(part)))
-            sizes[origin] = times(dims)
+    # By the graph's name of a tensor: its size, and those of the parts that are taken.
+    parts: dict[str, tuple[Dim, list[str]]] = {}
+    for name, whole, part in (each for node in nodes for each in node.taken):
+        size = times(whole)
+        source = _source(name, size, nodes, written)
+        if source is not None:
+            parts.setdefault(source, (size, []))[1].append(str(times(part)))
     found: dict[str, str] = {}
-    for origin, counts in parts.items():
-        size = sizes[origin]
-        alike = [] if _is_unknown(size) else [t.name for t in tensors if times(t.dims) == size]
-        named = [each for each in alike if origin in graph_names(each)]
-        # The builder may have renamed it. Then it is one of those as large, unless a result is, too.
-        likely = named or ([] if size in written else alike)
-        for name in [each for each in likely if each not in found][:1]:
-            found[name] = "+".join(counts)
+    for source, (size, counts) in parts.items():
+        as_large = [] if _is_unknown(size) else [t.name for t in tensors if times(t.dims) == size]
+        named = [each for each in as_large if source in graph_names(each)]
+        # The builder may have renamed it. Then it is an operand of that size, unless a result has the same size.
+        likely = named or ([] if size in written else as_large)
+        read = next((each for each in likely if each not in found), None)
+        if read is not None:
+            found[read] = "+".join(counts)
     return found
 
 
@@ -135,23 +135,22 @@ def _is_unknown(size: Dim) -> bool:
     return UNKNOWN in str(size) or str(UNRESOLVED) in str(size)
 
 
-def _origin(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
-    """Return the tensor of which `name`, of `size` numbers, is a view inside of a kernel: the same numbers in another
-    shape, or each computed from one of them. None if the kernel computes, writes or reads all of it."""
-    makers = {output: node for node in nodes for output, _ in node.outputs}
-    views, passed = [name], []
-    while (maker := makers.get(views[-1])) is not None:
-        own = {output for output, _ in maker.outputs}
-        alike = {each for each, dims in maker.inputs if times(dims) == size} - own - set(views)
-        # The kernel may write what is as large as a result.
-        if len(alike) != 1 or size in written:
+def _source(name: str, size: Dim, nodes: Sequence[Node], written: set[Dim]) -> str | None:
+    """Return the tensor outside a kernel of which `name`, of `size` numbers, is a view: the same numbers in another shape, or
+    each computed from one of them. None if the kernel computes, writes or reads all of it."""
+    writers = {output: node for node in nodes for output, _ in node.outputs}
+    views, viewing = [name], []
+    while (node := writers.get(views[-1])) is not None:
+        seen = {output for output, _ in node.outputs} | set(views)
+        same_size = {each for each, dims in node.inputs if times(dims) == size} - seen
+        # With several such operands, the source is unknown.
+        if len(same_size) != 1 or size in written:
             return None
-        passed.append(maker)
-        views.append(alike.pop())
+        viewing.append(node)
+        views.append(same_size.pop())
     for node in nodes:
-        takes = {each for each, _, _ in node.taken}
-        reads = {each for each, _ in node.inputs} - takes
-        if reads & set(views) and node not in passed:
+        read = {each for each, _ in node.inputs} - {each for each, _, _ in node.taken}
+        if read & set(views) and node not in viewing:
             return None
     return views[-1]
 
@@ -268,7 +267,7 @@ def _reduced(wanted: Dims, candidate: Dims) -> Dims | None:
 
 
 def _widened(wanted: Dims, candidate: Dims) -> Dims | None:
-    """Match the rows of a product with more columns: some are padding, or those of a second product beside it."""
+    """Match the rows of a product with extra columns, which are padding or a second product's."""
     if not wanted or not candidate:
         return None
     columns, width = wanted[-1], candidate[-1]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from canvasrt.errors import CanvasError
-from canvasrt.kernels.dims import Dim
+from canvasrt.roofline.dims import Dim
 
 HEADING = "Layers:"
 
@@ -34,7 +34,7 @@ UNRESOLVED = -1
 
 @dataclass(frozen=True)
 class KernelTensor:
-    """What a kernel reads or writes. `read` is the number of elements it reads, if that is not all of them."""
+    """An input or output of a kernel. `read` is the number of elements it reads, if that is not all of them."""
 
     name: str
     dtype: str
@@ -78,11 +78,13 @@ def parse(message: str) -> list[list[Kernel]]:
         for kernel, profile in read
         if profile is not None and (name := _program(kernel)) is not None
     }
-    programs: list[list[Kernel]] = [[] for _ in range(1 + max(known.values(), default=0))]
-    for kernel, profile in read:
-        programs[known.get(_program(kernel) or "", 0) if profile is None else profile].append(
-            kernel
-        )
+    numbers = [
+        known.get(_program(kernel) or "", 0) if profile is None else profile
+        for kernel, profile in read
+    ]
+    programs: list[list[Kernel]] = [[] for _ in range(1 + max(numbers, default=0))]
+    for (kernel, _), number in zip(read, numbers, strict=True):
+        programs[number].append(kernel)
     return programs
 
 
@@ -136,7 +138,7 @@ def _without_profile(kernel: Kernel) -> Kernel:
 
 
 def graph_names(name: str) -> list[str]:
-    """Return what the graph may call a tensor, the likeliest first: `layer_0/linear.1_83_myl3` may be `layer_0/linear`.
+    """Return a tensor's possible names in the graph, the likeliest first: `layer_0/linear.1_83_myl3` may be `layer_0/linear`.
 
     A number belongs to the graph's own name in `new_key_0` and `layer_0/add_264_myl3`.
     """

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from canvasrt.kernels.cost import is_product, step_names, weight
-from canvasrt.kernels.fused_attention import is_attention
-from canvasrt.kernels.parse import Kernel
+from canvasrt.roofline.cost import is_product, step_names, weight
+from canvasrt.roofline.fused_attention import is_attention
+from canvasrt.roofline.parse import Kernel
 
 ATTENTION, ROUTING, EXPERTS, MLP = "attention", "routing", "experts", "shared MLP"
 NORMS, MASKS = "norms", "masks and positions"
@@ -51,9 +51,9 @@ def _place(kernel: Kernel, segment: str, layers: Sequence[int]) -> Place:
     if not found:
         return Place(None, OTHER, product)
     if product or "Exp" in step_names(kernel):
-        # A layer's, whatever masks are fused with it.
+        # The kernel belongs to a layer even if masks are fused into it.
         found = Counter({place: n for place, n in found.items() if place[1] != MASKS} or found)
-    # Nodes are in no order, so in a tie any part will do, except that masks and norms lose.
+    # Nodes are in no order, so a tie is broken arbitrarily, except that masks and norms lose.
     losers = (MASKS, NORMS)
     number, part = max(
         found,

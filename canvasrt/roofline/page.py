@@ -1,16 +1,16 @@
-"""The prediction as a page: what takes a pass's time, and how it grows with batch and context."""
+"""The prediction as a page: the parts of a pass's time, and its growth with batch and context."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from canvasrt.defaults import SLOTTED
-from canvasrt.kernels.group import PARTS
-from canvasrt.pages import render_page, section
+from canvasrt.pages import render_page
 from canvasrt.pages.drawing import COLOURS, INK, drawing, figure_of
+from canvasrt.roofline.group import PARTS
+from canvasrt.roofline.sections import heading, sections
 from canvasrt.staging import staging
 from canvasrt.types import Json
 
@@ -30,90 +30,17 @@ def write_page(data: Json, name: str, folder: Path) -> None:
 
 def kernels_page(data: Json, title: str) -> str:
     """Return the page as HTML."""
-    gpu, sizes = data["gpu"], data["sizes"]
-    where = f"measured on {gpu['measured']}" if gpu["measured"] else gpu["source"]
-    subjects = [
-        data["note"],
-        *([data["foreign"]] if data["foreign"] else []),
-        f"{gpu['name']}, {gpu['reached'] * gpu['bandwidth'] / 1e9:,.0f} GB/s reached, "
-        f"{gpu['arithmetic']:.0%} of the rates of products ({where}); batch {sizes['batch']}, "
-        f"context {sizes['context']:,}",
-    ]
-    return render_page(
-        title, subjects, list(_blocks(data)), "Written by canvasrt inspect --kernels."
-    )
-
-
-def _slots(experts: str, capacity: int) -> str:
-    return f"{capacity} slots per expert" if experts == SLOTTED else "rows sorted by expert"
-
-
-def _blocks(data: Json) -> Iterator[Json]:
-    for kind, made in data["passes"].items():
-        ratio = made["ms"] / made["floor_ms"]
-        sizes = made["sizes"]
-        note = (
-            f"{sizes['batch']} × {sizes['length']} tokens, {_slots(data['sizes']['experts'], sizes['capacity'])}:"
-            f" {made['ms']:.3g} ms and {made['kernels']} kernels; the floor is {made['floor_ms']:.3g} ms, so the pass"
-            f" takes {ratio:.2f} times that."
-        )
-        plot = drawing(f"parts-{kind}", f"Milliseconds by part of a {kind} pass", _parts, made)
-        yield section(f"A pass: {kind}", note, plot, [(_HEADS, _rows(made))], last_is_total=True)
+    drawn = {
+        kind: drawing(f"parts-{kind}", f"Milliseconds by part of a {kind} pass", _parts, made)
+        for kind, made in data["passes"].items()
+    }
     for by, label in (("batch", "requests per pass"), ("context", "cached tokens per request")):
         grown = data["growth"][by]
         if len(grown) > 1:
-            plot = drawing(
-                f"growth-{by}",
-                f"A denoising pass by {by}",
-                _growth,
-                grown,
-                by,
-                label,
-            )
-            heads = [by, "experts", "ms", "floor, ms", "times the floor"]
-            rows = [
-                [
-                    f"{each[by]:,}",
-                    _slots(data["sizes"]["experts"], each["capacity"]),
-                    f"{each['ms']:.3g}",
-                    f"{each['floor_ms']:.3g}",
-                    f"{each['ms'] / each['floor_ms']:.2f}",
-                ]
-                for each in grown
-            ]
-            yield section(f"A denoising pass by {by}", "", plot, [(heads, rows)])
-
-
-_HEADS = ["part", "kernels", "formats", "MB", "Gop", "ms", "share"]
-
-
-def _rows(made: Json) -> list[list[str]]:
-    rows = [
-        [
-            each["part"],
-            str(each["kernels"]),
-            " ".join(each["formats"]),
-            f"{each['bytes'] / 1e6:,.1f}",
-            f"{each['operations'] / 1e9:,.1f}",
-            f"{each['ms']:.3f}",
-            f"{each['ms'] / made['ms']:.1%}",
-        ]
-        for each in made["parts"]
-    ]
-    total = (sum(each[key] for each in made["parts"]) for key in ("kernels", "bytes", "operations"))
-    count, moved, operations = total
-    return [
-        *rows,
-        [
-            "all",
-            str(count),
-            "",
-            f"{moved / 1e6:,.1f}",
-            f"{operations / 1e9:,.1f}",
-            f"{made['ms']:.3f}",
-            "",
-        ],
-    ]
+            about = f"A denoising pass by {by}"
+            drawn[by] = drawing(f"growth-{by}", about, _growth, grown, by, label)
+    footer = "Written by canvasrt inspect --kernels."
+    return render_page(title, heading(data), list(sections(data, drawn)), footer)
 
 
 def _parts(made: Json) -> Any:

@@ -15,7 +15,7 @@ from canvasrt.formats import ALL_CODES
 # copies reach 0.85 to 0.93 of the bandwidth, and products of a few hundred rows 0.6 to 0.8 of the peak.
 BANDWIDTH_REACHED = 0.85
 ARITHMETIC_REACHED = 0.75
-# Seconds between two kernels of a captured graph: a guess too.
+# Seconds between two kernels of a captured graph, also a guess.
 LAUNCH = 1.5e-6
 
 TERA, GIGA = 1e12, 1e9
@@ -55,16 +55,11 @@ class GpuRates:
         return max(moved / self.bytes_per_second(), computing) + self.launch
 
 
-# If a GPU has no units for a format: the next one that can hold its values.
+# For GPUs without units for a format: the next format that can hold its values.
 _WIDER = {each.rates[0]: (*each.rates, "bf16") for each in ALL_CODES.values() if each.rates} | {
     "bf16": ("bf16",),
     "fp32": ("fp32",),
 }
-
-
-def _gpu(name: str, gigabytes: float, source: str, **teraflops: float) -> GpuRates:
-    rates = {format: value * TERA for format, value in teraflops.items()}
-    return GpuRates(name, gigabytes * GIGA, rates, source)
 
 
 _NVIDIA, _IMAGES = "https://www.nvidia.com", "https://images.nvidia.com/aem-dam/Solutions/geforce"
@@ -81,93 +76,64 @@ _DATA_CENTER = f"{_NVIDIA}/en-us/data-center"
 _WORKSTATIONS = f"{_NVIDIA}/en-us/products/workstations"
 _VISUALIZATION = f"{_NVIDIA}/en-us/design-visualization"
 
-# By target. GeForce cards accumulate bf16 and fp8 in fp32 at half their rate.
-GPUS: dict[str, GpuRates] = {
-    "rtx-3090": _gpu("GeForce RTX 3090", 936, _AMPERE, bf16=71, int8=284, fp32=35.6),
-    "rtx-4090": _gpu("GeForce RTX 4090", 1008, _ADA, fp8=330.3, bf16=165.2, int8=660.6, fp32=82.6),
-    "rtx-4080": _gpu("GeForce RTX 4080", 716.8, _ADA, fp8=194.9, bf16=97.5, int8=389.9, fp32=48.7),
-    "rtx-5080": _gpu(
-        "GeForce RTX 5080",
-        960,
-        _RTX_BLACKWELL,
-        fp4=900.4,
-        fp8=225.1,
-        bf16=112.6,
-        int8=450.2,
-        fp32=56.3,
-    ),
-    "rtx-5090": _gpu(
-        "GeForce RTX 5090",
-        1792,
-        _RTX_BLACKWELL,
-        fp4=1676,
-        fp8=419,
-        bf16=209.5,
-        int8=838,
-        fp32=104.8,
-    ),
-    "rtx-pro-6000": _gpu(
+_SPARK = (
+    f"{_WORKSTATIONS}/dgx-spark: 273 GB/s, 1 PFLOP of sparse FP4; the rest scaled like RTX PRO Blackwell, and consistent"
+    " with a measured 92 TFLOPS in bf16 and 218 GB/s (https://github.com/huggingface/kernels/pull/283)"
+)
+
+# By target: name, gigabytes per second, and tera-operations per second of products. GeForce cards accumulate bf16 and fp8 in
+# fp32 at half their rate.
+_FORMATS = ("fp4", "fp8", "bf16", "int8", "fp32")
+_TABLE: tuple[tuple[str, str, float, tuple[float | None, ...], str], ...] = (
+    ("rtx-3090", "GeForce RTX 3090", 936, (None, None, 71, 284, 35.6), _AMPERE),
+    ("rtx-4090", "GeForce RTX 4090", 1008, (None, 330.3, 165.2, 660.6, 82.6), _ADA),
+    ("rtx-4080", "GeForce RTX 4080", 716.8, (None, 194.9, 97.5, 389.9, 48.7), _ADA),
+    ("rtx-5080", "GeForce RTX 5080", 960, (900.4, 225.1, 112.6, 450.2, 56.3), _RTX_BLACKWELL),
+    ("rtx-5090", "GeForce RTX 5090", 1792, (1676, 419, 209.5, 838, 104.8), _RTX_BLACKWELL),
+    (
+        "rtx-pro-6000",
         "RTX PRO 6000 Blackwell Workstation Edition",
         1792,
+        (2015, 1007.6, 503.8, 1007.6, 126),
         _RTX_PRO_BLACKWELL,
-        fp4=2015,
-        fp8=1007.6,
-        bf16=503.8,
-        int8=1007.6,
-        fp32=126,
     ),
-    "dgx-spark": _gpu(
-        "GB10",
-        273,
-        f"{_WORKSTATIONS}/dgx-spark: 273 GB/s, 1 PFLOP of sparse FP4; the rest scaled like RTX PRO Blackwell, and consistent"
-        " with a measured 92 TFLOPS in bf16 and 218 GB/s (https://github.com/huggingface/kernels/pull/283)",
-        fp4=500,
-        fp8=250,
-        bf16=125,
-        int8=250,
-        fp32=31,
+    ("dgx-spark", "GB10", 273, (500, 250, 125, 250, 31), _SPARK),
+    (
+        "rtx-a6000",
+        "RTX A6000",
+        768,
+        (None, None, 154.8, 309.7, 38.7),
+        f"{_VISUALIZATION}/rtx-a6000",
     ),
-    "rtx-a6000": _gpu(
-        "RTX A6000", 768, f"{_VISUALIZATION}/rtx-a6000", bf16=154.8, int8=309.7, fp32=38.7
-    ),
-    "rtx-6000-ada": _gpu(
+    (
+        "rtx-6000-ada",
         "RTX 6000 Ada",
         960,
+        (None, 728.5, 364.2, 728.5, 91.1),
         f"{_VISUALIZATION}/rtx-6000",
-        fp8=728.5,
-        bf16=364.2,
-        int8=728.5,
-        fp32=91.1,
     ),
-    "l4": _gpu("L4", 300, f"{_DATA_CENTER}/l4", fp8=242.5, bf16=121, int8=242.5, fp32=30.3),
-    "l40s": _gpu("L40S", 864, f"{_DATA_CENTER}/l40s", fp8=733, bf16=362, int8=733, fp32=91.6),
-    "a100": _gpu("A100 SXM 80 GB", 2039, f"{_DATA_CENTER}/a100", bf16=312, int8=624, fp32=19.5),
-    "h100": _gpu(
-        "H100 SXM", 3350, f"{_DATA_CENTER}/h100", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
-    ),
-    "h200": _gpu(
-        "H200 SXM", 4800, f"{_DATA_CENTER}/h200", fp8=1979, bf16=989.4, int8=1979, fp32=66.9
-    ),
-    "b200": _gpu(
-        "B200 (HGX)",
-        7700,
-        f"{_DATA_CENTER}/hgx",
-        fp4=9000,
-        fp8=4500,
-        bf16=2250,
-        int8=4500,
-        fp32=75,
-    ),
-    "dgx-station": _gpu(
+    ("l4", "L4", 300, (None, 242.5, 121, 242.5, 30.3), f"{_DATA_CENTER}/l4"),
+    ("l40s", "L40S", 864, (None, 733, 362, 733, 91.6), f"{_DATA_CENTER}/l40s"),
+    ("a100", "A100 SXM 80 GB", 2039, (None, None, 312, 624, 19.5), f"{_DATA_CENTER}/a100"),
+    ("h100", "H100 SXM", 3350, (None, 1979, 989.4, 1979, 66.9), f"{_DATA_CENTER}/h100"),
+    ("h200", "H200 SXM", 4800, (None, 1979, 989.4, 1979, 66.9), f"{_DATA_CENTER}/h200"),
+    ("b200", "B200 (HGX)", 7700, (9000, 4500, 2250, 4500, 75), f"{_DATA_CENTER}/hgx"),
+    (
+        "dgx-station",
         "GB300 (DGX Station)",
         7100,
+        (14000, 4500, 2250, 150, 75),
         f"{_WORKSTATIONS}/dgx-station, {_DATA_CENTER}/hgx",
-        fp4=14000,
-        fp8=4500,
-        bf16=2250,
-        int8=150,
-        fp32=75,
     ),
+)
+GPUS: dict[str, GpuRates] = {
+    key: GpuRates(
+        name,
+        bandwidth * GIGA,
+        {format: rate * TERA for format, rate in zip(_FORMATS, rates, strict=True) if rate},
+        source,
+    )
+    for key, name, bandwidth, rates, source in _TABLE
 }
 
 
@@ -180,33 +146,35 @@ def find_gpu(name: str) -> GpuRates:
 
 
 def name_of(gpu: GpuRates) -> str:
-    """Return what the table and `--gpu` call a GPU."""
+    """Return a GPU's name in the table and for `--gpu`."""
     return next(key for key, each in GPUS.items() if each.name == gpu.name)
 
 
 def named(device: str) -> str | None:
-    """Return what the table calls the GPU that a driver calls `device`; None if it is not there."""
+    """Return the table's name of the GPU that a driver calls `device`; None if the table lacks
+    it."""
     words = set(re.split(r"[\s-]+", device.lower()))
     found = {key: _model(each.name) for key, each in GPUS.items() if _model(each.name) <= words}
     return max(found, key=lambda key: len(found[key]), default=None)
 
 
 def _model(name: str) -> set[str]:
-    """Return the words of a GPU's name that every driver's name for it has."""
+    """Return the words of a GPU's name that occur in every driver's name for it."""
     model = re.sub(r"GeForce|Blackwell.*|SXM.*|\(.*", "", name)
     return set(model.lower().split())
 
 
 def measured(gpu: GpuRates, file: Path) -> GpuRates:
-    """Return the GPU with the rates that `python -m bench.gpu` measured, from its gpu.json.
+    """Return the GPU with the rates that `python -m bench gpu -o FILE` measured.
 
-    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The rate of a matrix
-    product, in bf16 or FP8, becomes the share of the peak of every format. A file without a launch's cost leaves the
-    guess. Raises CanvasError for a file without rates, and UsageError for those of another GPU of the table. One that the
-    table lacks may stand for any.
+    The rate of a copy, bytes read plus bytes written, becomes the bandwidth that kernels reach. The measured rate of a matrix
+    product, in bf16 or FP8, gives the share of its peak that is then assumed for every format. A file without a launch's cost
+    leaves the guess. Raises CanvasError for a file without rates, and UsageError for those of another GPU of the table. A GPU
+    that the table lacks is accepted for any.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
+        data = data.get("figures", data)
         rates = data["rates"]
         device = str(rates.get("device") or data.get("device"))
         bandwidth = float(rates["copy_bytes_per_second"])
@@ -216,10 +184,10 @@ def measured(gpu: GpuRates, file: Path) -> GpuRates:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CanvasError(
             f"{file} has no measured rates: {error!r}",
-            "give the gpu.json that `python -m bench.gpu -o DIR` writes",
+            "give the file that `python -m bench gpu -o FILE` writes",
         ) from error
     if device == "cpu":
-        raise CanvasError(f"{file} was measured on a CPU", "run bench.gpu on the GPU")
+        raise CanvasError(f"{file} was measured on a CPU", "run `python -m bench gpu` on the GPU")
     there = named(device)
     if there not in (None, name_of(gpu)):
         raise UsageError(

@@ -1,6 +1,6 @@
-"""What a kernel must move and compute at given sizes. Pure functions over the kernel list.
+"""The bytes and operations of a kernel at given sizes. Pure functions over the kernel list.
 
-Bytes: what a kernel reads and writes, each byte once, as if no cache helped. A gather or a slice counts the elements
+Bytes: all that a kernel reads and writes, each byte once, as if no cache helped. A gather or a slice counts the elements
 that it takes. Operations: two per multiply-add of a product; for other kernels, one per element and step in the
 kernel's name.
 """
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from canvasrt.errors import CanvasError
 from canvasrt.formats import ALL_CODES
-from canvasrt.kernels.dims import UNKNOWN, evaluate, volume
-from canvasrt.kernels.fused_attention import is_attention, keys_per_query, queries
-from canvasrt.kernels.parse import Kernel, KernelTensor
+from canvasrt.roofline.dims import UNKNOWN, evaluate, volume
+from canvasrt.roofline.fused_attention import is_attention, keys_per_query, queries
+from canvasrt.roofline.parse import Kernel, KernelTensor
 
 DimSizes = Mapping[str, int]
 
-# By the builder's name of a dtype.
+# Bits per element, by the builder's name of a dtype.
 BITS = {each.builder: each.bits for each in ALL_CODES.values()} | {
     "UInt8": 8,
     "Bool": 8,
@@ -125,7 +125,7 @@ def _cost(kernel: Kernel, sizes: DimSizes, whole: Mapping[str, int]) -> Cost:
     if kernel.kind == SORTED_PRODUCT:
         matrix = weight(kernel)
         assert matrix is not None
-        # Each row is multiplied by its own expert's matrix, and so are the empty ones of its block.
+        # Every row of a block, empty or not, is multiplied by the matrix of the block's expert.
         rows = evaluate(kernel.inputs[0].dims[0], sizes)
         operations = 2.0 * rows * volume(matrix.dims[1:], sizes)
         return Cost(moved, operations, product_format(kernel), True)

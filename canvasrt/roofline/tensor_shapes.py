@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from canvasrt.kernels.dims import UNKNOWN, Dim, evaluate, from_terms, names_in
+from canvasrt.roofline.dims import UNKNOWN, Dim, evaluate, from_terms, names_in
 
 Dims = tuple[Dim, ...]
 
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\]")
-# Two sizes of each dimension, neither of which is a size of a real model; the third checks what was found.
+# Two sizes per dimension that occur in no real model; a third one checks the formula.
 _LOW, _HIGH, _CHECK = 3, 4, 7
 
 
 @dataclass
 class Node:
-    """A node of the graph: the tensors that it reads and writes, and what its gathers and slices take."""
+    """A node of the graph: the tensors that it reads and writes, and the parts that its gathers and slices take."""
 
     inputs: list[tuple[str, Dims]] = field(default_factory=list)
     outputs: list[tuple[str, Dims]] = field(default_factory=list)
-    # Per gather or slice: what it reads from, by name, its shape, and the shape of what it takes.
+    # Per gather or slice: its source by name, the source's shape, and the shape of the part taken.
     taken: list[tuple[str, Dims, Dims]] = field(default_factory=list)
 
 
@@ -110,24 +110,23 @@ def _sample(
     fixed: Mapping[str, int],
 ) -> dict[str, Dims]:
     """Return the shapes of dynamic tensors by name, with `fixed` dimensions as numbers."""
-    names = sorted(
-        {name for shape in shapes for dim in shape for name in names_in(dim)} - fixed.keys()
-    )
-    found: dict[str, Dims] = {}
-    points = [*product((_LOW, _HIGH), repeat=len(names)), (_CHECK,) * len(names)]
+    dims = sorted({each for shape in shapes for dim in shape for each in names_in(dim)} - {*fixed})
     seen: dict[str, list[tuple[int, ...]]] = {name: [] for name in dynamic}
-    for point in points:
-        sizes = dict(zip(names, point, strict=True)) | dict(fixed)
+    for point in (*product((_LOW, _HIGH), repeat=len(dims)), (_CHECK,) * len(dims)):
+        sizes = dict(zip(dims, point, strict=True)) | dict(fixed)
         for value, shape in zip(inputs, shapes, strict=True):
             value.shape = [evaluate(dim, sizes) for dim in shape]
         for name, value in dynamic.items():
             seen[name].append(tuple(value.shape))
-    check = dict(zip(names, points[-1], strict=True))
-    for name, samples in seen.items():
-        found[name] = tuple(
-            _fit(sizes[:-1], names, sizes[-1], check) for sizes in zip(*samples, strict=True)
-        )
-    return found
+    # Thousands of tensors have a handful of sizes.
+    formulas: dict[tuple[int, ...], Dim] = {}
+
+    def formula(sizes: tuple[int, ...]) -> Dim:
+        if sizes not in formulas:
+            formulas[sizes] = _formula(dims, sizes[:-1], sizes[-1])
+        return formulas[sizes]
+
+    return {name: tuple(map(formula, zip(*samples, strict=True))) for name, samples in seen.items()}
 
 
 def _named_shape(value: Any) -> Dims:
@@ -137,26 +136,32 @@ def _named_shape(value: Any) -> Dims:
     )
 
 
-def _fit(sizes: Sequence[int], names: Sequence[str], last: int, check: Mapping[str, int]) -> Dim:
-    """Fit a sum of products of distinct dimensions to the corners' sizes; UNKNOWN unless it is `last` at `check`."""
-    factors = list(sizes)
-    count = len(names)
-    for place in range(count):
-        step = 1 << (count - 1 - place)
-        for corner in range(len(factors)):
-            if corner & step:
-                slope = factors[corner] - factors[corner ^ step]
-                factors[corner ^ step] -= _LOW * slope
-                factors[corner] = slope
+def _formula(dims: Sequence[str], sizes: Sequence[int], check: int) -> Dim:
+    """Return the sum of products of distinct `dims` that has these `sizes` at all combinations of `_LOW` and `_HIGH`, the last
+    dimension changing fastest; UNKNOWN unless it is `check` where all are `_CHECK`."""
     terms = {
-        tuple(name for place, name in enumerate(names) if corner >> (count - 1 - place) & 1): factor
-        for corner, factor in enumerate(factors)
+        tuple(dim for dim, is_factor in zip(dims, chosen, strict=True) if is_factor): factor
+        for chosen, factor in _coefficients(list(sizes), len(dims)).items()
         if factor
     }
     if any(factor < 0 for factor in terms.values()):
         return UNKNOWN
-    dim = from_terms(terms)
-    return dim if evaluate(dim, check) == last else UNKNOWN
+    formula = from_terms(terms)
+    return formula if evaluate(formula, dict.fromkeys(dims, _CHECK)) == check else UNKNOWN
+
+
+def _coefficients(sizes: list[int], count: int) -> dict[tuple[bool, ...], int]:
+    """Return a polynomial's coefficients, indexed by the set of its `count` dimensions that are factors of the term. Along one
+    dimension it is a line through its values at `_LOW` and at `_HIGH`: a slope, and a value at 0, which are polynomials of the
+    others."""
+    if not count:
+        return {(): sizes[0]}
+    half = len(sizes) // 2
+    pairs = list(zip(sizes[:half], sizes[half:], strict=True))
+    slopes = [(high - low) // (_HIGH - _LOW) for low, high in pairs]
+    at_zero = [low - _LOW * slope for (low, _), slope in zip(pairs, slopes, strict=True)]
+    found = {(False, *rest): n for rest, n in _coefficients(at_zero, count - 1).items()}
+    return found | {(True, *rest): n for rest, n in _coefficients(slopes, count - 1).items()}
 
 
 def _node_name(layer: Any) -> str:

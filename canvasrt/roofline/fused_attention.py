@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from canvasrt.kernels.dims import Dim
-from canvasrt.kernels.parse import Kernel, KernelTensor
+from canvasrt.roofline.dims import Dim
+from canvasrt.roofline.parse import Kernel, KernelTensor
 
 _MARK = "mha"
 
 
 class Operand(IntEnum):
-    """What attention reads, in the order in which the graph's node reads it."""
+    """The operands of attention, in the order of the graph's node."""
 
     QUERIES = 0
     KEYS = 1
@@ -31,7 +31,7 @@ def is_attention(kernel: Kernel) -> bool:
 
 
 def operands(kernel: Kernel) -> dict[Operand, KernelTensor]:
-    """Return what the kernel reads, by what it is; a mask may be missing.
+    """Return the kernel's operands by their role; a mask may be missing.
 
     The builder's order depends on whether heads share keys.
     """

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.defaults import SLOTTED
 from canvasrt.errors import UsageError
-from canvasrt.kernels.cost import BITS, is_own, product_format, step_names, weight
-from canvasrt.kernels.group import PARTS
-from canvasrt.kernels.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
-from canvasrt.kernels.rates import GpuRates, name_of
+from canvasrt.roofline.cost import BITS, is_own, product_format, step_names, weight
+from canvasrt.roofline.group import PARTS
+from canvasrt.roofline.predict import PREDICTED_STEPS, PredictedPass, Predictor, TimedKernel
+from canvasrt.roofline.rates import GpuRates, name_of
 from canvasrt.targets import find_target
 from canvasrt.types import Json
 
@@ -30,7 +31,7 @@ def prediction_report(
     Other batches have their usual capacities, other contexts the given one.
     """
     denoise = predictor.denoise(gpu, batch, context, capacity)
-    encode = predictor.encode(gpu, 1, predictor.model.canvas_length, context)
+    encode = predictor.encode(gpu, context)
     block = predictor.block_seconds(gpu, batch, context, capacity)
     return {
         "note": _NOTE,
@@ -55,8 +56,13 @@ def prediction_report(
     }
 
 
+def rows_text(experts: str, capacity: int) -> str:
+    """Return the experts' computed rows of a pass, in words."""
+    return f"{capacity} slots per expert" if experts == SLOTTED else "rows sorted by expert"
+
+
 def _foreign(predictor: Predictor, gpu: GpuRates) -> str:
-    """Return a sentence if the engines do not run on the GPU that is predicted; else nothing."""
+    """Return a warning if the engines do not run on the predicted GPU; else an empty string."""
     own = predictor.capabilities
     there = find_target(name_of(gpu)).capability_text
     if not own or there in own.split(", "):
@@ -92,7 +98,7 @@ def _named_sums(rows: Sequence[TimedKernel], names: Sequence[str], key: str) -> 
 
 
 def _groups(rows: Sequence[TimedKernel], model: ModelConfig) -> list[Json]:
-    """Return sums by kind of layer and part. Layers of a kind are alike and are summed."""
+    """Return times summed over layers of the same kind and part."""
     found: dict[tuple[str, str], list[TimedKernel]] = {}
     layers: dict[str, set[int]] = {}
     for row in rows:
@@ -127,14 +133,14 @@ def _sum(rows: Iterable[TimedKernel]) -> Json:
 
 
 def formats(rows: Iterable[TimedKernel]) -> list[str]:
-    """Return what the products among these kernels run in; without any, the dtypes that are written."""
+    """Return the formats of these kernels' products; without products, the dtypes that they write."""
     rows = list(rows)
     products = {_runs_in(row) for row in rows if row.cost.is_product}
     return sorted(products or {each.dtype for row in rows for each in row.kernel.outputs})
 
 
 def _runs_in(row: TimedKernel) -> str:
-    """Return a product's format, after that of a weight which the kernel widens: `int4→bf16`."""
+    """Return a product's format; for a widened weight, both: `int4→bf16`."""
     stored = weight(row.kernel)
     widened = stored is not None and BITS[stored.dtype] < 16 and row.cost.format == "bf16"
     return f"{stored.dtype.lower()}→bf16" if stored and widened else row.cost.format

@@ -10,25 +10,24 @@ from typing import Any
 
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.defaults import OCTET, SLOTTED, octets
-from canvasrt.engine_profiles import Profiles
+from canvasrt.defaults import SLOTTED, octets
+from canvasrt.engine_profiles import Profiles, passes_of
 from canvasrt.errors import CanvasError, UsageError
-from canvasrt.kernels import store
-from canvasrt.kernels.cost import BITS, SORTED_PRODUCT, Cost, costs, launches, weight
-from canvasrt.kernels.dims import evaluate, volume
-from canvasrt.kernels.group import EXPERTS, Place, places
-from canvasrt.kernels.parse import Kernel
-from canvasrt.kernels.rates import GpuRates
 from canvasrt.pass_shapes import (
     BLOCK_ROWS,
     DENOISE,
     ENCODE,
-    ROOMY,
+    PassPlan,
+    encode_capacity,
     in_units,
     round_up,
-    usual_capacity,
-    widths,
 )
+from canvasrt.roofline import store
+from canvasrt.roofline.cost import BITS, SORTED_PRODUCT, Cost, costs, launches, weight
+from canvasrt.roofline.dims import evaluate, volume
+from canvasrt.roofline.group import EXPERTS, Place, places
+from canvasrt.roofline.parse import Kernel
+from canvasrt.roofline.rates import GpuRates
 
 # Denoising steps that a block is assumed to take.
 PREDICTED_STEPS = 16
@@ -43,12 +42,12 @@ class CallSizes:
     context: int
     capacity: int
 
-    def dims(self, model: ModelConfig, most: int, shared: bool = False) -> dict[str, int]:
-        """Return the sizes by dimension name, padded as the runtime does for engines of up to `most` cached tokens.
+    def dims(self, model: ModelConfig, passes: PassPlan, shared: bool = False) -> dict[str, int]:
+        """Return the sizes by dimension name, padded as the runtime does. A context beyond the engines' limit is not padded.
 
         With `shared`, every expert's first product takes all tokens.
         """
-        most = max(most, in_units(self.context))
+        widths = (*passes.widths, max(passes.widths[-1], in_units(self.context)))
         return {
             "batch": self.batch,
             "length": self.length,
@@ -57,8 +56,8 @@ class CallSizes:
             "gate_queues": 1 if shared else model.num_experts,
             "routed_rows": self._routed_rows(model),
             "sorted_rows": self._sorted_rows(model),
-            "octets_full": octets(round_up(self.context, widths(most))),
-            "octets_sliding": octets(in_units(min(most, model.sliding_window - 1))),
+            "octets_full": octets(round_up(self.context, widths)),
+            "octets_sliding": octets(passes.window),
         }
 
     def _routed_rows(self, model: ModelConfig) -> int:
@@ -73,7 +72,7 @@ class CallSizes:
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """One kernel of a pass and what it costs."""
+    """One kernel of a pass, and its cost."""
 
     segment: str
     kernel: Kernel
@@ -133,6 +132,7 @@ class Predictor:
                 f"{bundle.path} has no kernel lists",
                 "only TensorRT-RTX's builder writes them: build for an RTX target with this version",
             )
+        self.passes = passes_of(manifest)
         self.lists = {
             name: store.read(bundle.file(entry["kernels"])) for name, entry in self.entries.items()
         }
@@ -144,21 +144,15 @@ class Predictor:
 
         A pass that requests share always has as many rows as its engines take; those without a request are padding.
         """
-        length, batch = self.model.canvas_length, self._rows(batch)
-        capacity = capacity or usual_capacity(self.model, batch * length)
-        sizes = CallSizes(batch, length, context, capacity)
+        rows = self._rows(batch)
+        usual = self.passes.canvas_rows[0] if rows == 1 else self.passes.batch_rows
+        sizes = CallSizes(rows, self.passes.canvas, context, capacity or usual)
         return self._pass(DENOISE, gpu, sizes, [*self._bodies(), "head"])
 
-    def encode(
-        self, gpu: GpuRates, batch: int, length: int, context: int, capacity: int | None = None
-    ) -> PredictedPass:
-        """Return an encoding pass of `length` clean tokens per request: only the body segments.
-
-        The runtime encodes one request at a time, and up to `ROOMY` tokens with a slot for each.
-        """
-        roomy = batch == 1 and length <= ROOMY
-        capacity = capacity or (length if roomy else usual_capacity(self.model, batch * length))
-        sizes = CallSizes(batch, length, context, capacity)
+    def encode(self, gpu: GpuRates, context: int) -> PredictedPass:
+        """Return a pass that encodes one request's finished canvas: only the body segments."""
+        canvas = self.passes.canvas
+        sizes = CallSizes(1, canvas, context, encode_capacity(self.model, canvas))
         return self._pass(ENCODE, gpu, sizes, self._bodies())
 
     def block_seconds(
@@ -167,14 +161,19 @@ class Predictor:
         """Return the seconds for one block of every request: `PREDICTED_STEPS` denoising steps, and the results encoded
         one by one."""
         denoised = self.denoise(gpu, batch, context, capacity).seconds
-        encoded = self.encode(gpu, 1, self.model.canvas_length, context).seconds
+        encoded = self.encode(gpu, context).seconds
         return PREDICTED_STEPS * denoised + batch * encoded
 
     def check_capacity(self, batch: int, capacity: int) -> None:
-        """Raise UsageError if so many slots per expert cannot hold a pass's tokens, or if the engines take fewer.
+        """Raise UsageError unless `capacity` slots per expert hold a pass's tokens and the engines accept them.
 
-        Whether they take such a batch is for the pass to say.
+        The batch itself is checked by the pass.
         """
+        if self.experts != SLOTTED:
+            raise UsageError(
+                "--capacity has no effect: the bundle's experts have sorted rows, not slots",
+                "leave --capacity out",
+            )
         sizes = {"batch": self._rows(batch), "length": self.model.canvas_length}
         taken = (Profiles(self.entries[name]["profiles"]) for name in self._bodies())
         tokens = math.prod(sizes.values())
@@ -187,18 +186,8 @@ class Predictor:
             )
 
     def _rows(self, batch: int) -> int:
-        """Return the rows of a pass of `batch` canvases; `batch` itself if the engines do not take so many."""
-        each = (p["batch"] for name in self._bodies() for p in self.entries[name]["profiles"])
-        return min((rows["max"] for rows in each if batch <= rows["max"]), default=batch)
-
-    def _most(self) -> int:
-        """Return the tokens that the engines take of a full layer's past."""
-        return OCTET * max(self._largest("octets_full"), default=0)
-
-    def _largest(self, name: str) -> list[int]:
-        """Return the largest size of a dimension in each profile that has it."""
-        each = (p for entry in self.entries.values() for p in entry.get("profiles", ()))
-        return [p[name]["max"] for p in each if name in p]
+        """Return the rows of a pass of `batch` canvases; `batch` itself if it exceeds the engines' limit."""
+        return self.passes.batch if 1 < batch <= self.passes.batch else batch
 
     def _bodies(self) -> list[str]:
         return [name for name, entry in self.entries.items() if "layers" in entry]
@@ -222,23 +211,23 @@ class Predictor:
         """Return the kernels and the dimensions of such a call, with the profile that the runtime picks."""
         profiles = self.entries[segment]["profiles"]
         for shared in (True, False):
-            dims = sizes.dims(self.model, self._most(), shared)
+            dims = sizes.dims(self.model, self.passes, shared)
             picked = Profiles(profiles).pick(dims)
             if picked is not None:
                 return self.lists[segment].programs[profiles[picked]["name"]], dims
         raise UsageError(
             f"the engines take no pass of batch {sizes.batch} with {sizes.length} tokens and {sizes.context} cached ones"
             f" per request, and {sizes.capacity} slots per expert",
-            f"they take up to batch {max(self._largest('batch'))}, and {self._most()} cached tokens",
+            f"they take up to batch {self.passes.batch}, and {self.passes.widths[-1]} cached tokens",
         )
 
     def _floor(self, made: PredictedPass, gpu: GpuRates) -> float:
         """Return the longer of reading weights and caches once, and computing the necessary products at the peak rate.
 
-        Of the experts' products only the rows with routed tokens are necessary, whatever the capacity that holds them.
+        Only the routed tokens' rows of the experts' products are necessary, whatever the capacity.
         """
         sizes, model = made.sizes, self.model
-        dims = sizes.dims(model, self._most())
+        dims = sizes.dims(model, self.passes)
         needed = dims["routed_rows"]
         computing = sum(
             row.cost.operations
@@ -268,7 +257,7 @@ def weight_bytes(rows: Sequence[TimedKernel]) -> float:
         count = sum(volume(each.dims, {}) * BITS[each.dtype] / 8 for each in row.kernel.constants)
         matrix = weight(row.kernel)
         if row.segment == "head" and matrix is not None:
-            # Projection and self-conditioning multiply by the same table, one of them by its transpose.
+            # Projection and self-conditioning multiply by the same table, the projection by its transpose.
             tables[tuple(sorted(map(str, matrix.dims)))] = count
         else:
             total += count
@@ -283,7 +272,7 @@ def cached_bytes(rows: Sequence[TimedKernel], dims: Mapping[str, int]) -> float:
     for row in rows:
         for name, each in {each.name: each for each in row.kernel.inputs}.items():
             if name.startswith(("past_key_", "past_value_")):
-                # A row that stands for several layers comes as often.
+                # A row that stands for several layers counts as often.
                 reads.setdefault((row.segment, name), Counter())[row.kernel.name] += 1
                 count = volume(each.dims, dims) * BITS[each.dtype] / 8
                 counts[row.segment, name] = max(count, counts.get((row.segment, name), 0.0))

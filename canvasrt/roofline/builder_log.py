@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from canvasrt.kernels import store
-from canvasrt.kernels.parse import is_kernel_list, parse
-from canvasrt.kernels.resolve import resolve_sizes
-from canvasrt.kernels.tensor_shapes import shapes_of
+from canvasrt.roofline import store
+from canvasrt.roofline.parse import is_kernel_list, parse
+from canvasrt.roofline.resolve import resolve_sizes
+from canvasrt.roofline.tensor_shapes import shapes_of
 
 
 class Capture:

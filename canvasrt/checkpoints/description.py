@@ -1,0 +1,53 @@
+"""A checkpoint's metadata, read once from its small files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from canvasrt.checkpoints.config import ModelConfig, SamplerDefaults
+from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
+from canvasrt.checkpoints.quantized import Quantization, quantization_of
+from canvasrt.hashes import hash_files
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint in a local folder. `quantization` is None for plain weights; `hashes` are the SHA-256 of its files, None
+    until `hashed`."""
+
+    folder: Path
+    model: ModelConfig
+    sampler: SamplerDefaults
+    quantization: Quantization | None
+    hashes: Mapping[str, str] | None = None
+
+    @property
+    def tokenizer(self) -> dict[str, Path]:
+        """The tokenizer's files by name; none without tokenizer.json."""
+        found = {name: self.folder / name for name in _TOKENIZER_FILES}
+        found = {name: file for name, file in found.items() if file.is_file()}
+        return found if "tokenizer.json" in found else {}
+
+    def hashed(self, hasher: Callable[..., dict[str, str]] = hash_files) -> Description:
+        """Return the description with the hashes of all files that affect bundles made from it."""
+        return replace(self, hashes=fingerprint(self.folder, hasher))
+
+
+def describe(name: str | Path) -> Description:
+    """Describe a checkpoint: a folder, a hub name, which is downloaded first, or a bundled one's name.
+
+    Raises CanvasError when there is none, or when its weights are incomplete or of another architecture.
+    """
+    folder = find_checkpoint(name)
+    quantization = quantization_of(folder)
+    model, sampler = ModelConfig.from_checkpoint(folder)
+    return Description(folder, model, sampler, quantization)

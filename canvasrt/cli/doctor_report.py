@@ -1,0 +1,97 @@
+"""The file that `canvasrt doctor --report` writes: what others need to find out why something fails here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_LOGS, _LINES = 3, 400  # the latest logs, and their last lines
+# What services' own keys look like, and headers that carry one.
+_KEYS = re.compile(r"\b(?:hf_|nvapi-|sk-|Bearer\s+)[\w.~+/=-]{8,}")
+_HIDDEN = "[removed]"
+
+
+def report() -> dict[str, Any]:
+    """Return versions, GPUs, the plan of the released model on them, variables and the ends of logs, without secrets."""
+    packages = {each.name: each.version for each in importlib.metadata.distributions()}
+    return {
+        "packages": dict(sorted(packages.items())),
+        "nvidia_smi": _said(["nvidia-smi"]) + _said(["nvidia-smi", "topo", "-m"]),
+        "variables": _variables(os.environ),
+        "plans": _plans(),
+        "compiled": _sizes(),
+        "logs": _logs(),
+    }
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Return text without these, and without what looks like a key."""
+    for secret in sorted(filter(None, secrets), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return _KEYS.sub(_HIDDEN, text)
+
+
+def secrets_of(environment: Mapping[str, str]) -> list[str]:
+    """Return the secrets in variables and in the file of API keys, also as they are in JSON."""
+    from canvasrt.containers.names import SECRETS
+    from canvasrt.containers.serve.settings import KEYS_FILE
+
+    found = [environment.get(name, "") for name in SECRETS if name != KEYS_FILE]
+    with contextlib.suppress(KeyError, OSError, UnicodeDecodeError):
+        found.append(Path(environment[KEYS_FILE]).read_text(encoding="utf-8"))
+    words = [word for each in found for word in re.split(r"[,\s]+", each)]
+    return [*words, *(word.replace("\\", "\\\\").replace('"', '\\"') for word in words)]
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    from canvasrt.containers.names import SECRETS
+
+    ours = re.compile(r"(NIM|CANVASRT|CUDA|NVIDIA|TRT|LD|XDG_CACHE)_")
+    return {
+        name: text
+        for name, text in sorted(environment.items())
+        if ours.match(name) and name not in SECRETS
+    }
+
+
+def _plans() -> list[dict[str, Any]]:
+    """Return how the released model would run on the targets that this machine's GPUs are of."""
+    from canvasrt import machine
+    from canvasrt.build.fit import released_fit
+    from canvasrt.targets import TARGETS
+
+    targets = [each for each in TARGETS if machine.has_gpu(each)]
+    fits = [(each.name, released_fit(each)) for each in targets]
+    return [
+        {"target": name, **(fit.to_json() if fit else {}), "parts": fit and fit.memory.to_json()}
+        for name, fit in fits
+    ]
+
+
+def _sizes() -> dict[str, int]:
+    """Return the bytes of each file of compiled kernels."""
+    from canvasrt.cache import cache_folder
+
+    return {file.name: file.stat().st_size for file in (cache_folder() / "compiled").glob("*")}
+
+
+def _logs() -> dict[str, list[str]]:
+    from canvasrt.containers.serve.output import last_lines
+    from canvasrt.containers.serve.settings import default_log
+
+    files = sorted(default_log(0).parent.glob("*.log"), key=lambda each: -each.stat().st_mtime)
+    return {file.name: last_lines(file)[-_LINES:] for file in files[:_LOGS]}
+
+
+def _said(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"{' '.join(command)}: {error}"]
+    return (done.stdout + done.stderr).splitlines()

@@ -1,0 +1,39 @@
+"""Graphs in the form that ONNX Runtime runs fastest on a CPU: rows sorted by expert, INT4 products, layers in fewer nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+
+from canvasrt.defaults import GEOMETRY
+from canvasrt.graphs.experts import split_experts
+from canvasrt.graphs.geometry import split_geometry
+from canvasrt.graphs.nbits import use_nbits
+from canvasrt.graphs.sampler import shorten_sampler
+from canvasrt.graphs.simplify import simplify_layers
+from canvasrt.graphs.table import split_table
+
+
+def rewrite_graphs(files: Sequence[Path], bodies: Sequence[Path]) -> tuple[list[Path], Path]:
+    """Rewrite graph files. Move the nodes of `bodies`, some of these files, that depend on positions alone into a new graph.
+
+    Weights stay in their files. Return the rewritten files and the new one.
+    """
+    models = {file: ir.load(file) for file in files}
+    rewritten = [file for file, model in models.items() if rewrite_graph(model) or file in bodies]
+    geometry = bodies[0].with_name(f"{GEOMETRY}.onnx")
+    ir.save(split_geometry([models[file] for file in bodies]), geometry)
+    for file in rewritten:
+        # It may be a link to the graph bundle's file, which must not change.
+        file.unlink()
+        ir.save(models[file], file)
+    return rewritten, geometry
+
+
+def rewrite_graph(model: ir.Model) -> bool:
+    """Rewrite a graph in place. Return whether there was anything to rewrite."""
+    steps = (split_experts, use_nbits, split_table, simplify_layers, shorten_sampler)
+    changed = [step(model) for step in steps]
+    return any(changed)

@@ -1,0 +1,157 @@
+"""Edits of loaded graphs, whose weights stay in external data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+# ONNX Runtime's own operators.
+CONTRIB = "com.microsoft"
+_STILL_CONSTANT = ("Constant", "Transpose", "Cast", "Reshape", "Unsqueeze", "Mul")
+
+
+def insert(
+    before: ir.Node,
+    kind: str,
+    inputs: Sequence[ir.Value | None],
+    *names: str,
+    domain: str = "",
+    **attributes: Any,
+) -> ir.Value:
+    """Insert a node whose outputs have these names; an empty name leaves an output out. Return the first output."""
+    node = ir.node(
+        kind,
+        inputs,
+        attributes,
+        domain=domain,
+        num_outputs=len(names),
+        name=f"{names[0]}_node",
+    )
+    for output, name in zip(node.outputs, names, strict=True):
+        output.name = name
+    assert before.graph is not None
+    before.graph.insert_before(before, node)
+    return node.outputs[0]
+
+
+def replace(old: ir.Value, new: ir.Value) -> None:
+    """Replace `old` by `new` everywhere; `new` takes its name."""
+    new.type, new.shape = old.type, old.shape
+    new.name, old.name = old.name, f"{old.name}_before"
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def drop_unused(model: ir.Model) -> None:
+    """Remove the nodes and weights that no output needs any more."""
+    RemoveUnusedNodesPass()(model)
+
+
+def input_of(node: ir.Node, place: int = 0) -> ir.Value:
+    """Return a node's mandatory input. Raises ValueError if it is absent."""
+    value = node.inputs[place]
+    if value is None:
+        raise ValueError(f"{node.name} has no input {place}")
+    return value
+
+
+def made_by(value: ir.Value | None, kind: str) -> ir.Node | None:
+    """Return the node that computes a value, if it is of this kind."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == kind else None
+
+
+def user(value: ir.Value, kind: str) -> ir.Node:
+    """Return the only node of a kind that reads a value."""
+    (found,) = (node for node in value.consumers() if node.op_type == kind)
+    return found
+
+
+def next_node(value: ir.Value, kind: str) -> ir.Node:
+    """Return the first node of a kind along a chain of single users."""
+    while True:
+        (node,) = value.consumers()
+        if node.op_type == kind:
+            return node
+        value = node.outputs[0]
+
+
+def ancestors(value: ir.Value) -> Iterator[ir.Node]:
+    """Yield the nodes that compute a value, nearest first."""
+    queue, seen = [value], {value}
+    while queue:
+        node = queue.pop(0).producer()
+        if node is not None:
+            yield node
+            fresh = [each for each in node.inputs if each is not None and each not in seen]
+            queue += fresh
+            seen.update(fresh)
+
+
+def is_constant(value: ir.Value) -> bool:
+    """Return whether a value depends on no input: a weight or a constant, also if transposed, cast or scaled."""
+    node = value.producer()
+    if node is None:
+        return value.is_initializer()
+    return node.op_type in _STILL_CONSTANT and all(
+        each is not None and is_constant(each) for each in node.inputs
+    )
+
+
+def integers_of(value: ir.Value | None) -> list[int] | None:
+    """Return a constant's integers, through casts and reshapes; None for a computed value."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type not in ("Cast", "Reshape"):
+            break
+        value = node.inputs[0]
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None or isinstance(tensor, ir.ExternalTensor):
+        return None
+    return [int(each) for each in tensor.numpy().ravel()]
+
+
+def integers(graph: ir.Graph, name: str, values: object) -> ir.Value:
+    """Add an int64 initializer."""
+    return _initializer(graph, ir.tensor(np.array(values, np.int64), name=name))
+
+
+def part(
+    graph: ir.Graph, whole: ir.Value, name: str, shape: Sequence[int], first: int = 0
+) -> ir.Value:
+    """Add an initializer over the same bytes as another, from index `first` of its first axis on."""
+    tensor = whole.const_value
+    assert isinstance(tensor, ir.ExternalTensor)
+    row = tensor.nbytes // tensor.shape.numpy()[0]
+    length = int(np.prod(shape, dtype=np.int64)) * tensor.dtype.bitwidth // 8
+    return _initializer(
+        graph,
+        ir.ExternalTensor(
+            location=tensor.location,
+            offset=int(tensor.offset or 0) + first * row,
+            length=length,
+            dtype=tensor.dtype,
+            shape=ir.Shape(shape),
+            name=name,
+            base_dir=tensor.base_dir,
+        ),
+    )
+
+
+def _initializer(graph: ir.Graph, tensor: Any) -> ir.Value:
+    value = ir.Value(
+        name=tensor.name,
+        type=ir.TensorType(tensor.dtype),
+        shape=tensor.shape,
+        const_value=tensor,
+    )
+    graph.initializers.add(value)
+    return value
+
+
+def sizes_of(value: ir.Value) -> list[int]:
+    """Return a weight's static shape."""
+    assert value.shape is not None
+    return [int(size) for size in value.shape.numpy()]
