@@ -1,2 +1,1 @@
-"""Benchmarks of the released model's shape on a GPU: `python -m bench.gpu`. On a CPU, the shape is
-reduced."""
+"""Measurements of canvasrt, and the training of its demo: `python -m bench`. Not installed."""

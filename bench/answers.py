@@ -1,78 +1,33 @@
-"""Measures reads next to ordinary denoising passes, and constrained answers next to free ones, in one
-process and by turns.
-
-python -m bench.answers BUNDLE
-"""
+"""The cost of reads and constrained answers, and the savings of the prefix cache, next to ordinary requests, in turns in one
+process."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bench import results
+from canvasrt.runtime import prefix
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
 from canvasrt.runtime.answers.layout import Ask, end_of_answer
-from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.bench import random_prompts
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from canvasrt.types import Json
 
 TEXT = "the train to the coast is late again"
-
-
-def main() -> None:
-    """Print medians and the ratio of each read to a prefill with one denoising pass."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--constrained", action="store_true", help="compare grammars instead")
-    given = parser.parse_args()
-    model = open_model(given.bundle, threads=given.threads)
-    assert model.bundle is not None
-    tokenizer = Tokenizer.load(model.bundle)
-    if given.constrained:
-        _constrained(model, tokenizer, given.rounds)
-        return
-    runs: dict[str, Callable[[], float]] = {}
-    for count in (1, 10):
-        ask, read = _read(model, tokenizer, count)
-        one_pass = SamplingParams.from_defaults(
-            model.sampler,
-            model.config,
-            max_denoising_steps=1,
-            max_new_tokens=model.canvas_length,
-        )
-        plain = Request(read.prompt_token_ids, one_pass)
-        runs[f"prefill and one denoising pass, {len(read.prompt_token_ids)} tokens"] = _timed(
-            model, plain
-        )
-        runs[f"read of {len(ask.questions)} questions"] = _timed(model, read)
-    for run in runs.values():  # the first calls allocate
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(given.rounds):
-        for name, run in runs.items():
-            times[name].append(run())
-    medians = {name: statistics.median(each) * 1e3 for name, each in times.items()}
-    for plain_name, read_name in zip(list(medians)[::2], list(medians)[1::2], strict=True):
-        pairs = zip(times[read_name], times[plain_name], strict=True)
-        ratio = statistics.median(a / b for a, b in pairs)
-        print(f"{plain_name}: {medians[plain_name]:.2f} ms")
-        print(f"{read_name}: {medians[read_name]:.2f} ms, {ratio:.2f} times as long")
-
-
-def _read(model: Model, tokenizer: Tokenizer, count: int) -> tuple[Ask, Any]:
-    questions = [{"type": "predicate", "instructions": f"Is it {n}?"} for n in range(count)]
-    ask = Ask.from_json({"questions": questions})
-    return ask, ask.request([{"role": "user", "content": TEXT}], model, tokenizer, 0)
-
-
 SUMS = [f"{a}+{b}=" for a, b in ((12, 34), (51, 7), (80, 19), (33, 33), (6, 85))]
+_SUM = {"type": "integer", "minimum": 0, "maximum": 199}
 GRAMMARS: dict[str, dict[str, Any]] = {
     "digits": {"type": "regex", "regex": "[0-9]{1,3}"},
     "80 letters": {"type": "regex", "regex": "[a-z]{80}"},
@@ -80,53 +35,114 @@ GRAMMARS: dict[str, dict[str, Any]] = {
         "type": "json_schema",
         "schema": {
             "type": "object",
-            "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 199}},
+            "properties": {"sum": _SUM},
             "required": ["sum"],
             "additionalProperties": False,
         },
     },
 }
+# Tokens of a chat whose every turn repeats those before it.
+SYSTEM, QUESTION, ANSWER, TURNS = 400, 50, 100, 4
+CACHE = 2**30  # bytes
 
 
-def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> None:
-    """Print steps, time and right answers, free and under each grammar."""
+def measure(bundle: Path, threads: int = 1, rounds: int = 25, out: results.Out = None) -> None:
+    """Measure a bundle with a tokenizer, such as the demo's. Milliseconds are of CPU time, over all threads."""
+    model = open_model(bundle, threads=threads)
+    assert model.bundle is not None
+    tokenizer = Tokenizer.load(model.bundle)
+    figures = {
+        "reads": list(_reads(model, tokenizer, rounds)),
+        "constrained answers": list(_constrained(model, tokenizer, rounds)),
+        "first tokens of a chat's turns": list(_turns(model, rounds)),
+    }
+    results.report(figures, out)
+
+
+def _ms(work: Callable[[], Any]) -> float:
+    before = time.process_time()
+    work()
+    return 1e3 * (time.process_time() - before)
+
+
+def _reads(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Json]:
+    """Yield reads of one and ten questions, next to a prefill of the same prompt with one denoising pass."""
+    one_pass = SamplingParams.from_defaults(
+        model.sampler, model.config, max_denoising_steps=1, max_new_tokens=model.canvas_length
+    )
+    for count in (1, 10):
+        questions = [{"type": "predicate", "instructions": f"Is it {n}?"} for n in range(count)]
+        ask = Ask.from_json({"questions": questions})
+        read = ask.request([{"role": "user", "content": TEXT}], model, tokenizer, 0)
+        plain = Request(read.prompt_token_ids, one_pass)
+        pairs = [
+            [_ms(lambda each=each: Generator(model).run([each])) for each in (read, plain)]  # type: ignore[misc]
+            for _ in range(rounds + 1)
+        ][1:]  # the first call allocates
+        yield {
+            "questions": count,
+            "prompt": len(read.prompt_token_ids),
+            "read, ms": statistics.median(a for a, _ in pairs),
+            "prefill and pass, ms": statistics.median(b for _, b in pairs),
+            "ratio": statistics.median(a / b for a, b in pairs),
+        }
+
+
+def _constrained(model: Model, tokenizer: Tokenizer, rounds: int) -> Iterator[Json]:
+    """Yield steps, time and right answers, free and under each grammar."""
     config = model.config
     words = Vocabulary(tokenizer, config.vocab_size, config.eos_token_ids)
     starts = {name: compile_grammar(each, words, name) for name, each in GRAMMARS.items()}
-    found: dict[str, list[tuple[int, float, bool]]] = {}
-    for round in range(rounds):
-        text = SUMS[round % len(SUMS)]
-        a, b = text.rstrip("=").split("+")
-        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
-        params = SamplingParams.from_defaults(model.sampler, config, seed=round, max_new_tokens=100)
-        requests: dict[str, Any] = {"free": Request(ids, params)}
-        end = end_of_answer(model, tokenizer)
-        requests |= {name: ConstrainedRequest(ids, params, s, end) for name, s in starts.items()}
-        for name, request in requests.items():
-            before = time.process_time()  # of all threads: searches run beside the passes
+    end = end_of_answer(model, tokenizer)
+    for name in ("free", *GRAMMARS):
+        steps, took, right = [], [], 0
+        for seed in range(rounds):
+            text = SUMS[seed % len(SUMS)]
+            ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+            params = SamplingParams.from_defaults(
+                model.sampler, config, seed=seed, max_new_tokens=100
+            )
+            request: Any = Request(ids, params)
+            if name != "free":
+                request = ConstrainedRequest(ids, params, start=starts[name], end=end)
+            before = time.process_time()  # all threads', since searches run beside the passes
             (result,) = Generator(model).run([request])
-            seconds = time.process_time() - before
-            shown = tokenizer.decode(result.token_ids)
-            digits = "".join(each for each in shown if each.isdigit())
-            right = digits == str(int(a) + int(b))
-            found.setdefault(name, []).append((sum(result.steps), seconds, right))
-    for name, each in found.items():
-        steps = statistics.mean(one[0] for one in each)
-        ms = statistics.median(one[1] / one[0] for one in each) * 1e3
-        print(
-            f"{name}: {steps:.1f} steps, {ms:.1f} ms of CPU per step, {sum(one[2] for one in each)} of "
-            f"{len(each)} right"
-        )
+            steps.append(sum(result.steps))
+            took.append(1e3 * (time.process_time() - before) / steps[-1])
+            digits = "".join(filter(str.isdigit, tokenizer.decode(result.token_ids)))
+            right += digits == str(sum(map(int, text.rstrip("=").split("+"))))
+        yield {
+            "grammar": name,
+            "steps": statistics.mean(steps),
+            "ms per step": statistics.median(took),
+            "right": right,
+            "asked": rounds,
+        }
 
 
-def _timed(model: Model, request: Any) -> Callable[[], float]:
-    def run() -> float:
-        before = time.perf_counter()
-        Generator(model).run([request])
-        return time.perf_counter() - before
-
-    return run
-
-
-if __name__ == "__main__":
-    main()
+def _turns(model: Model, rounds: int) -> Iterator[Json]:
+    """Yield the time to the first block of each turn of a chat, without and with the prefix cache."""
+    params = SamplingParams.from_defaults(
+        model.sampler,
+        model.config,
+        max_new_tokens=model.canvas_length,
+        max_denoising_steps=8,
+        early_stop=False,
+        eos_token_ids=(),
+    )
+    lengths = [SYSTEM + QUESTION + turn * (QUESTION + ANSWER) for turn in range(TURNS)]
+    took: list[dict[str, list[float]]] = [{"no cache": [], "cache": []} for _ in lengths]
+    for round_ in range(rounds + 1):
+        whole = random_prompts(model.config, 1, lengths[-1], seed=round_)[0]
+        prompt = np.array(whole).tolist()
+        for side in ("no cache", "cache"):
+            cache = prefix.PrefixCache(model, CACHE) if side == "cache" else None
+            generator = Generator(model, prefixes=cache)
+            for turn, length in enumerate(lengths):
+                request = Request(prompt[:length], params)
+                ms = _ms(lambda request=request, generator=generator: generator.run([request]))  # type: ignore[misc]
+                if round_:  # the first warms up
+                    took[turn][side].append(ms)
+    for turn, (length, sides) in enumerate(zip(lengths, took, strict=True), 1):
+        medians = {f"{side}, ms": statistics.median(each) for side, each in sides.items()}
+        yield {"turn": turn, "prompt": length} | medians

@@ -16,7 +16,7 @@ from canvasrt.runtime.tables import pass_work
 # The products that torch has on a GPU.
 _MEASURED = ("bf16", "fp8")
 _TIMES = 10
-# Kernels of the graph that measures launches: so many that the call and the wait at its end do not count.
+# Kernels of the graph that measures launches: enough to make the call and the final wait negligible.
 _LAUNCHES = 2000
 
 
@@ -73,10 +73,10 @@ def _on_cuda(torch: Any, precision: str) -> dict[str, Any]:
 
 
 def _launches(torch: Any) -> Callable[[], Any]:
-    """Return what runs a captured graph of `_LAUNCHES` kernels, each of which waits for the one before and does
+    """Return a function that runs a captured graph of `_LAUNCHES` kernels, each of which waits for the one before and does
     nearly nothing."""
     number = torch.zeros(1, device="cuda")
-    number.add_(1)  # loads the kernel, which a capture must not
+    number.add_(1)  # loads the kernel, which must not happen during a capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

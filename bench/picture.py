@@ -1,4 +1,4 @@
-"""Record the picture of the README: `python -m bench.picture URL OUT.webp` while `canvasrt serve` runs.
+"""Records the picture of the README while `canvasrt serve` runs.
 
 Needs playwright, pillow and a Chromium.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import shutil
-import sys
+from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
@@ -17,9 +17,8 @@ SIZE = {"width": 760, "height": 560}
 STEP, END = 350, 2500  # milliseconds that a frame is shown
 
 
-def main() -> None:
+def measure(url: str, out: Path) -> None:
     """Ask once, then take a picture of every step."""
-    url, out = sys.argv[1:]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
@@ -55,7 +54,3 @@ def _frame(page: Page, step: int) -> Image.Image:
     )
     page.wait_for_timeout(250)  # colours fade
     return Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-
-
-if __name__ == "__main__":
-    main()

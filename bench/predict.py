@@ -1,41 +1,36 @@
 """Predicts times of the released shape, by recipe, GPU, batch and context, from the builder's kernel lists.
 
-    python -m bench.predict -o predicted --work /path/with/60GB
-
 Needs no GPU. Writes a random checkpoint of three layers, quantizes it by each recipe with a made-up calibration, and
 builds its engines. The second layer stands for the other sliding ones; `--layers 6` builds whole segments instead,
-which takes twice the memory. The tables are `DIR/predicted.json` and `DIR/predicted.md`.
+which takes twice the memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
-from canvasrt.types import Json
+import typer
 
-if __package__ in (None, ""):  # started as a file
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from bench import shape
+from bench import results, shape
 from canvasrt.build.fit import released_memory
-from canvasrt.build.plan import BuildOptions
+from canvasrt.build.options import BuildOptions
 from canvasrt.build.precision import Precision, parse_precision
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.released import released_model
-from canvasrt.kernels.predict import Predictor
-from canvasrt.kernels.rates import GpuRates, find_gpu
 from canvasrt.pass_shapes import capacities, round_up, usual_capacity
 from canvasrt.pipeline import build_bundle
+from canvasrt.roofline.predict import Predictor
+from canvasrt.roofline.rates import GpuRates, find_gpu
 from canvasrt.targets import Target, find_target
+from canvasrt.types import Json
 
-# How often each layer counts: every sixth of the released 30 layers is a full one.
+# The weight of each layer: every sixth of the released 30 layers is a full one.
 SEGMENTS = 5
 REPEAT = {
     3: {None: SEGMENTS, 0: SEGMENTS, 1: 4 * SEGMENTS, 2: SEGMENTS},
@@ -44,83 +39,47 @@ REPEAT = {
 # All are built for one target, with every format and enough memory for the longest contexts. Its kernels stand for
 # the other GPUs'.
 BUILT_FOR = "rtx-pro-6000"
-PLAN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("nvfp4", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
-    ("nvfp4-mixed", ("rtx-5090", "rtx-pro-6000", "dgx-spark", "b200", "dgx-station")),
-    ("nvfp4-experts", ("rtx-5090", "rtx-pro-6000", "dgx-spark")),
-    (
-        "fp8",
-        (
-            "rtx-4090",
-            "rtx-6000-ada",
-            "l40s",
-            "rtx-5090",
-            "rtx-pro-6000",
-            "dgx-spark",
-            "h100",
-            "h200",
-        ),
+_BLACKWELL = ("rtx-5090", "rtx-pro-6000", "dgx-spark")
+_ADA = ("rtx-4090", "rtx-6000-ada", "l40s")
+PLAN: dict[str, tuple[str, ...]] = {
+    "nvfp4": _BLACKWELL,
+    "nvfp4-mixed": (*_BLACKWELL, "b200", "dgx-station"),
+    "nvfp4-experts": _BLACKWELL,
+    "fp8": (*_ADA, *_BLACKWELL, "h100", "h200"),
+    "bf16": ("rtx-4090", "rtx-pro-6000", "dgx-spark", "a100", "h100", "h200", "b200"),
+    "int4": (
+        *("rtx-3090", "rtx-a6000", "rtx-4080", "l4", "rtx-5080", *_ADA, *_BLACKWELL),
+        *("a100", "h100", "h200", "b200", "dgx-station"),
     ),
-    ("bf16", ("rtx-4090", "rtx-pro-6000", "dgx-spark", "a100", "h100", "h200", "b200")),
-    (
-        "int4",
-        (
-            "rtx-3090",
-            "rtx-a6000",
-            "rtx-4080",
-            "rtx-4090",
-            "l4",
-            "rtx-6000-ada",
-            "l40s",
-            "rtx-5080",
-            "rtx-5090",
-            "rtx-pro-6000",
-            "dgx-spark",
-            "a100",
-            "h100",
-            "h200",
-            "b200",
-            "dgx-station",
-        ),
-    ),
-)
+}
 LONGEST_CONTEXT = 262_144
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("bench.predict", description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True, help="a folder for graphs and engines")
-    parser.add_argument("--recipes", default=",".join(name for name, _ in PLAN))
-    parser.add_argument("--batches", default="1,4,8")
-    parser.add_argument("--contexts", default="1024,32768,262144")
-    parser.add_argument("--layers", type=int, choices=sorted(REPEAT), default=3)
-    options = parser.parse_args(arguments)
+def measure(
+    work: Annotated[Path, typer.Option(help="The folder for graphs and engines: up to 60 GB.")],
+    recipes: str = ",".join(PLAN),
+    batches: str = "1,4,8",
+    contexts: str = "1024,32768,262144",
+    layers: Annotated[int, typer.Option(help="3 or 6.")] = 3,
+    out: results.Out = None,
+) -> None:
+    """Predict milliseconds of denoising passes, with even routing and with half a canvas of padding."""
     # Engines of tens of gigabytes, which nothing else uses.
-    os.environ.setdefault("CANVASRT_CACHE", str(options.work / "cache"))
-    wanted = options.recipes.split(",")
+    os.environ.setdefault("CANVASRT_CACHE", str(work / "cache"))
     rows: list[Json] = []
-    for recipe, gpus in PLAN:
-        if recipe in wanted:
-            print(f"building {recipe}", file=sys.stderr, flush=True)
-            repeat, contexts = REPEAT[options.layers], _numbers(options.contexts)
-            batches = _numbers(options.batches)
-            for batch in batches:
-                # Engines take one canvas or a full batch, whose number of canvases is fixed.
-                full = (
-                    min((each for each in batches if each > 1), default=1) if batch == 1 else batch
-                )
-                bundle = engines(recipe, options.layers, options.work, full)
-                rows += predictions(Predictor(bundle, repeat), recipe, gpus, batch, contexts)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "predicted.json").write_text(json.dumps(rows, indent=2) + "\n")
-    (options.out / "predicted.md").write_text(markdown(rows))
-    print(markdown(rows), end="")
-    return 0
+    for recipe in recipes.split(","):
+        print(f"building {recipe}", file=sys.stderr, flush=True)
+        sizes = _numbers(batches)
+        for batch in sizes:
+            # Engines take one canvas or a full batch, whose number of canvases is fixed.
+            full = min((each for each in sizes if each > 1), default=1) if batch == 1 else batch
+            predictor = Predictor(engines(recipe, layers, work, full), REPEAT[layers])
+            rows += predictions(predictor, recipe, PLAN[recipe], batch, _numbers(contexts))
+    results.report({"passes": rows}, out)
 
 
 def engines(recipe: str, layers: int, work: Path, batch: int) -> Bundle:
-    """Return a recipe's engines for so many canvases; make what `work` lacks."""
+    """Return a recipe's engines for that many canvases; build those that `work` lacks."""
     out = work / f"engines-{recipe}-{batch}"
     if out.exists():
         return load_bundle(out, kind="engines", check=False)
@@ -191,37 +150,5 @@ def padded_seconds(predictor: Predictor, gpu: GpuRates, batch: int, context: int
     return batch * predictor.denoise(gpu, 1, context, capacity).seconds
 
 
-def markdown(rows: Sequence[Json]) -> str:
-    """Return one table per batch size, with one row per recipe and GPU: the pass, in floors, and the padded one."""
-    contexts = sorted({row["context"] for row in rows})
-    parts = []
-    for batch in sorted({row["batch"] for row in rows}):
-        heads = ["recipe", "GPU", *(f"context {each:,}" for each in contexts)]
-        lines = [
-            f"| {' | '.join(heads)} |",
-            f"| --- | --- |{' --- |' * len(contexts)}",
-        ]
-        held = {
-            (row["recipe"], row["gpu"], row["context"]): row
-            for row in rows
-            if row["batch"] == batch
-        }
-        for recipe, gpu in dict.fromkeys((row["recipe"], row["gpu"]) for row in held.values()):
-            cells = (_cell(held[recipe, gpu, context]) for context in contexts)
-            lines.append(f"| {recipe} | {gpu} | {' | '.join(cells)} |")
-        parts.append(f"Batch {batch}:\n\n" + "\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def _cell(row: Json) -> str:
-    ratio = row["ms"] / row["floor_ms"]
-    text = f"{row['ms']:.1f} ({ratio:.1f} ×), {row['padded_ms']:.1f}"
-    return {"yes": text, "without images": f"{text} †", "no": f"*{text}*"}[row["fits"]]
-
-
 def _numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

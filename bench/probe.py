@@ -1,7 +1,4 @@
-"""Finds out what runs on this machine's GPU: TensorRT-RTX, TensorRT, and ONNX Runtime's CUDA
-provider.
-
-    python -m bench.probe -o results
+"""Tests whether TensorRT-RTX, TensorRT and ONNX Runtime's CUDA provider run on this machine's GPU.
 
 It builds one segment of the demo model for several compute capabilities, tries to load and run
 each, and prints the tool's own messages. Each try is a process of its own, since a crash is an
@@ -10,8 +7,6 @@ answer too.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import platform
 import subprocess
@@ -19,57 +14,51 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-if __package__ in (None, ""):  # run as a script
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+import typer
 
+from bench import results
 from canvasrt.bundle import load_bundle
 from canvasrt.errors import CanvasError
-from canvasrt.extras import is_installed, version
+from canvasrt.extras import is_installed
 from canvasrt.machine import gpus
-from canvasrt.types import Json
 
 # How the compute capability is set before a build. `gpu` is that of this machine's GPU.
 CAPABILITIES = ("CURRENT", "none", "SM120", "gpu")
 MODULES = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
-DISTRIBUTIONS = (*MODULES.values(), "onnxruntime", "onnxruntime-gpu", "torch", "cuda-bindings")
 TIMEOUT = 600
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("bench.probe", description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--out", type=Path, help="folder for probe.json")
-    parser.add_argument("--modules", default=",".join(MODULES))
-    parser.add_argument("--capabilities", default=",".join(CAPABILITIES))
-    parser.add_argument("--try", dest="child", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        name, capability, graphs, engine = options.child
+def measure(
+    modules: str = ",".join(MODULES),
+    capabilities: str = ",".join(CAPABILITIES),
+    child: Annotated[tuple[str, str, str, str] | None, typer.Option("--try", hidden=True)] = None,
+    out: results.Out = None,
+) -> None:
+    """Try every module and capability; record the messages of each step."""
+    if child:
+        name, capability, graphs, engine = child
         if name in WHOLE:
             said = {"generate": _said(lambda: WHOLE[name](Path(graphs).parent))}
         else:
             said = attempt(name, capability, Path(graphs), Path(engine))
         print(json.dumps(said))
-        return 0
+        return
     with tempfile.TemporaryDirectory(prefix="canvasrt-probe-") as folder:
-        data = probe(Path(folder), options.modules.split(","), options.capabilities.split(","))
-    for name, outcome in data["outcomes"].items():
-        print(f"{name}: " + "; ".join(f"{step}: {said}" for step, said in outcome.items()))
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "probe.json").write_text(json.dumps(data, indent=2) + "\n")
-    return 0
+        outcomes = probe(Path(folder), modules.split(","), capabilities.split(","))
+    results.report({"outcomes": [{"tried": name} | said for name, said in outcomes.items()]}, out)
 
 
-def probe(folder: Path, modules: list[str], capabilities: list[str]) -> Json:
-    """Return every try: the messages of each step, by module and capability."""
+def probe(folder: Path, modules: list[str], capabilities: list[str]) -> dict[str, dict[str, str]]:
+    """Return the message of each step, by what was tried."""
     from canvasrt.export.graphs import export_graphs
 
     export_graphs("demo", folder / "graphs", precision="bf16")
     outcomes: dict[str, dict[str, str]] = {}
     for module in modules:
-        for capability in capabilities:
+        # TensorRT builds for this machine's GPU only.
+        for capability in capabilities if module == "tensorrt_rtx" else ("none",):
             name = f"{module}, {capability}"
             if not is_installed(module):
                 outcomes[name] = {"build": f"skipped: {module} is not installed"}
@@ -79,19 +68,14 @@ def probe(folder: Path, modules: list[str], capabilities: list[str]) -> Json:
     for name in WHOLE:
         print(f"trying {name}", file=sys.stderr, flush=True)
         outcomes[name] = _in_a_process(name, "gpu", folder)
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpus": [gpu.to_json() for gpu in gpus()],
-        "versions": {name: version(name) for name in DISTRIBUTIONS},
-        "outcomes": outcomes,
-    }
+    return outcomes
 
 
 def _in_a_process(module: str, capability: str, folder: Path) -> dict[str, str]:
     engine = folder / f"{module}-{capability}.engine"
     here = Path(__file__).parents[1]
     tried = [module, capability, str(folder / "graphs"), str(engine)]
-    command = [sys.executable, "-m", "bench.probe", "--try", *tried]
+    command = [sys.executable, "-m", "bench", "probe", "--try", *tried]
     try:
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -175,7 +159,7 @@ def _run(module: str, graphs: Path, engine: Path) -> str:
     from canvasrt.runtime.backends.cuda import CudaDevice
     from canvasrt.runtime.backends.tensorrt import TensorRTBackend
     from canvasrt.runtime.engine import EngineCall
-    from canvasrt.runtime.gpu.buffers import Transfer, constant
+    from canvasrt.runtime.gpu.workspace import Transfer, constant
 
     config = load_bundle(graphs, check=False).manifest.model
     device = CudaDevice("rtx")
@@ -233,7 +217,7 @@ def _provider(folder: Path) -> str:
 
 def _engines(folder: Path) -> str:
     """Return the demo's tokens through engines for this machine's GPU, next to the CPU's in fp32."""
-    from canvasrt.build.plan import BuildOptions
+    from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS
 
@@ -242,7 +226,26 @@ def _engines(folder: Path) -> str:
     if target is None:
         raise CanvasError("this machine has no GPU, or no target has its capability", "")
     bundle = build_bundle("demo", target, folder / "engines", BuildOptions("bf16"))
-    return f"{target.name}: {_generated(bundle.path, folder, None)}"
+    return f"{target.name}: {_generated(bundle.path, folder, None)}; {_returns(bundle.path)}"
+
+
+def _returns(path: Path) -> str:
+    """Say what a pass takes at a new shape, again, and when its context comes back to the shape from another one."""
+    import time
+
+    import numpy as np
+
+    from canvasrt.runtime.open import open_model
+    from canvasrt.runtime.passes import EncodeInput
+
+    model, found = open_model(path, check=False), []
+    for length in (64, 64, 128, 64, 128, 64):
+        row = model.new_row()
+        begin = time.perf_counter()
+        model.encode([EncodeInput(row, np.arange(length))])
+        found.append(f"{length}: {1e3 * (time.perf_counter() - begin):.1f}")
+        model.release(row)
+    return f"ms of encoding passes of so many tokens, in turn: {', '.join(found)}"
 
 
 def _in_fp32(folder: Path) -> Path:
@@ -256,11 +259,12 @@ def _in_fp32(folder: Path) -> Path:
 def _generated(path: Path, folder: Path, device: str | None) -> str:
     """Generate four requests apart, in shared passes, and on the CPU; return whether tokens agree.
 
-    In shared passes, a request alone must get what it gets in company.
+    In shared passes, a request must get the same tokens alone and with others.
     """
-    from canvasrt.runtime.generator import Generator, Request
+    from canvasrt.runtime.generator import Generator
     from canvasrt.runtime.model import Model
     from canvasrt.runtime.open import open_model
+    from canvasrt.runtime.request import Request
     from canvasrt.runtime.sampling_params import SamplingParams
 
     cpu = open_model(_in_fp32(folder), check=False)
@@ -285,12 +289,8 @@ def _generated(path: Path, folder: Path, device: str | None) -> str:
     )
 
 
-# The whole demo, by what runs it.
+# Generations of the whole demo, by what runs it.
 WHOLE: dict[str, Callable[[Path], str]] = {
     "onnxruntime, CUDA": _provider,
     "engines of the demo": _engines,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

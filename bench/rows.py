@@ -1,28 +1,22 @@
 """Runs the kernels over sorted rows on this machine's GPU: checks rows against NumPy, and measures them.
 
-    python -m bench.rows --format int4
-
-One layer of the released sizes with random weights, at one canvas, with even, skewed and padded routing as in
-`bench.slots`. Needs `canvasrt[rtx,sorted]`, but no checkpoint and no engine. Prints microseconds of each kernel, and the
-largest error of the rows that were checked, over their largest number.
+One layer of the released sizes with random weights, at one canvas, with even, skewed and padded routing.
+Needs `canvasrt[rtx,sorted]`, but no checkpoint and no engine. The error is the largest of the rows that were checked,
+over their largest number.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
 
-if __package__ in (None, ""):  # started as a file
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from bench import results
 from canvasrt.checkpoints.released import released_model
+from canvasrt.errors import UsageError
 from canvasrt.formats import E2M1, E4M3, FORMATS, formats_of
 from canvasrt.graphs import lowbits
 from canvasrt.pass_shapes import BLOCK_ROWS
@@ -57,7 +51,7 @@ class Stack:
         self.form = form
         self._shape = (form.sizes.experts, outputs, form.width)
         rows, size = self._shape[:2], form.width**-0.5
-        # What a format lacks is never read.
+        # Parts that a format lacks are never read.
         self.blocks = self.scales = np.zeros(1, np.float32)
         if form.format in ("int4", "nvfp4"):
             self._codes = random.integers(0, 256, (*rows, form.width // 2), np.uint8)
@@ -245,32 +239,28 @@ def routings(sizes: ExpertSizes, tokens: int) -> Iterator[tuple[str, np.ndarray]
         yield name, index
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("bench.rows", description=__doc__.splitlines()[0])
-    parser.add_argument("--format", choices=("nvfp4", "int4", "fp8", "bf16"), default="int4")
-    parser.add_argument("--tokens", type=int, default=released_model().canvas_length)
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args(arguments)
+def measure(
+    format: Literal["nvfp4", "int4", "fp8", "bf16"] = "int4",
+    tokens: int = released_model().canvas_length,
+    repeats: int = 20,
+    out: results.Out = None,
+) -> None:
+    """Measure the kernels of one layer's experts, in microseconds."""
     model, device = released_model(), CudaDevice("rtx")
     sizes = ExpertSizes(
         model.num_experts, model.top_k_experts, model.hidden_size, model.moe_intermediate_size
     )
-    format = None if options.format == "bf16" else options.format
-    if format and format not in formats_of(device.capability):
+    chosen = None if format == "bf16" else format
+    if chosen and chosen not in formats_of(device.capability):
         able = ", ".join(["bf16", *formats_of(device.capability)])
-        parser.error(f"--format {format}: {device.name} multiplies {able}")
-    layer = LayerOnDevice(device, sizes, (format, format), options.tokens)
-    print(f"{device.name}, {options.format}, {options.tokens} tokens\n")
+        raise UsageError(f"--format {format}: {device.name} does not multiply it", f"give {able}")
+    layer = LayerOnDevice(device, sizes, (chosen, chosen), tokens)
     kernels = ["sort", *(["round"] if format == "nvfp4" else []), "gate and up", "down"]
-    print(f"| routing | {' | '.join(f'{each}, µs' for each in kernels)} | error |")
-    print(f"| --- |{' ---: |' * (len(kernels) + 1)}")
-    for name, index in routings(sizes, options.tokens):
+    rows = []
+    for name, index in routings(sizes, tokens):
         layer.route(index)
         error = layer.error(np.random.default_rng(2))
-        cells = [f"{1e6 * each:.1f}" for each in layer.seconds(options.repeats)]
-        print(f"| {name} | {' | '.join(cells)} | {error:.4f} |", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        took = zip(kernels, layer.seconds(repeats), strict=True)
+        rows.append({"routing": name} | {k: 1e6 * s for k, s in took} | {"error": error})
+    figures = {"device": device.name, "format": format, "tokens": tokens, "microseconds": rows}
+    results.report(figures, out)

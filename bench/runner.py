@@ -16,20 +16,20 @@ from bench.shape import Prepared
 from canvasrt.bundle import Bundle
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.bench import measure_round, random_prompts
-from canvasrt.runtime.cpu import CpuBody, HostModel
 from canvasrt.runtime.engine import Backend, DeviceBackend
-from canvasrt.runtime.generator import Request
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.gpu.workspace import DeviceSegment
+from canvasrt.runtime.host_model import BodySegment, HostModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.passes import DenoiseInput
+from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import map_table
 
 WARM_UP = 4  # a call is captured when it comes a third time
-# The tokens of a canvas, which equal tokens route alike: any of the vocabulary; a few of which some are frequent; or
-# one for the second half, as behind a short answer.
+# The tokens of a canvas by routing, since equal tokens have the same experts: all of the vocabulary; a few, some of them
+# frequent; or one for the second half, as after a short answer.
 Routing = Literal["even", "skewed", "padded"]
 ROUTINGS: tuple[Routing, ...] = ("even", "skewed", "padded")
 FEW = 64
@@ -59,8 +59,6 @@ class Generation:
 class Runner(Protocol):
     """One side of the comparison."""
 
-    name: str
-
     def pass_ms(
         self, batch: int, context: int, repeats: int, routing: Routing = "even"
     ) -> list[float]:
@@ -88,10 +86,9 @@ class Runner(Protocol):
 
 
 class OurRunner(ABC):
-    """What our two sides share: everything runs through the runtime's own model."""
+    """The common part of our two sides: everything runs through the runtime's own model."""
 
-    def __init__(self, name: str, model: Model) -> None:
-        self.name = name
+    def __init__(self, model: Model) -> None:
         self.model = model
 
     def pass_ms(
@@ -159,7 +156,7 @@ class HostRunner(OurRunner):
         head = backend.open("head", prepared.graphs.file("head.onnx"))
         self._head = ReplicaSegment(head, "head", 0)
         bodies = [
-            CpuBody(part, tuple(range(copy * layers, (copy + 1) * layers)))
+            BodySegment(part, tuple(range(copy * layers, (copy + 1) * layers)))
             for copy, part in enumerate(self._parts)
         ]
         model = HostModel(
@@ -171,7 +168,7 @@ class HostRunner(OurRunner):
             prepared.shape.max_context,
             rows_apart=False,
         )
-        super().__init__("canvasrt, ONNX Runtime on the CPU", model)
+        super().__init__(model)
 
     def _fill(self, row: Any, context: int) -> None:
         for index, layer in enumerate(self.model.config.layers):
@@ -197,7 +194,7 @@ class DeviceRunner(OurRunner):
     """Our graphs or engines over a device's memory. A batch shares passes, which have room for the largest batch."""
 
     def __init__(
-        self, name: str, prepared: Prepared, backend: DeviceBackend, bundle: Bundle | None = None
+        self, prepared: Prepared, backend: DeviceBackend, bundle: Bundle | None = None
     ) -> None:
         """Open `bundle`, engines built from the prepared graphs, or the graphs themselves if None."""
         bundle = bundle or prepared.graphs
@@ -214,7 +211,6 @@ class DeviceRunner(OurRunner):
         self._timed: list[Any] = [segment.engine for segment in segments]
         self._device = device
         super().__init__(
-            name,
             DeviceModel(
                 prepared.config,
                 bundle.manifest.sampler,

@@ -1,5 +1,5 @@
-"""What is measured: the released model's shape with random weights, or a reduced one, written to
-disk once.
+"""The measured model: the released shape with random weights, or a reduced one, written to disk
+once.
 
 One body segment stands for all of them. Their layers are of the same kinds in the same order, so a
 pass costs the same, and the files take a fifth of the disk. On the device, every copy has its own
@@ -8,13 +8,9 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.checkpoints.config import ModelConfig
@@ -61,11 +57,10 @@ class Shape:
 FULL = Shape("released", 6, 5, "bf16", (1, 2, 4, 8), (512, 4096, 32_768), 16, 20)
 SMALL = Shape("small", 2, 2, "fp32", (1, 2), (64, 300), 3, 2)
 
-
 # The largest input of every product in the made-up calibration; normalised states are of this
 # order.
 MADE_UP_AMAX = 8.0
-# What engines may be measured at, besides the precision of a shape.
+# Precisions of engines to measure, besides a shape's own.
 QUANTIZED = tuple(name for name in FORMATS if name in SHIPPED)
 
 
@@ -90,7 +85,7 @@ class Prepared:
 def prepare(shape: Shape, folder: Path) -> Prepared:
     """Write what is missing in `folder`. Needs `canvasrt[export]`."""
     require("torch", "export")
-    from canvasrt.export import synthetic
+    from bench import synthetic
     from canvasrt.export.graphs import export_graphs
 
     synthetic.SHAPES.setdefault("small", synthetic.SHAPES["released"] | _SMALL)
@@ -134,66 +129,3 @@ def quantized(prepared: Prepared, precision: str, folder: Path) -> Prepared:
 def repeated(config: ModelConfig, copies: int) -> ModelConfig:
     """Return the configuration of a model that repeats the layers of `config`."""
     return replace(config, layers=config.layers * copies)
-
-
-def experts_graph(shape: Shape, config: ModelConfig, folder: Path) -> Path:
-    """Return only one layer's router and experts, `x` `[tokens, D]` → the same, with random weights."""
-    torch = require("torch", "export")
-    import onnx_ir as ir
-
-    from canvasrt.export import onnx
-    from canvasrt.export.layers import rms_norm
-    from canvasrt.export.moe import Experts, Router, Slots
-    from canvasrt.graphs.external import Stored
-
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.precision]
-    file = folder / f"{shape.name}-experts.onnx"
-    if file.exists():
-        return file
-
-    class Mixture(torch.nn.Module):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.router, self.experts = Router(config), Experts(config)
-
-        def forward(self, x: Any, slots: Any) -> Any:
-            index, weights = self.router(rms_norm(x, config.rms_norm_eps)[None])
-            valid = torch.ones_like(x[:, 0], dtype=torch.bool)
-            queues = torch.arange(config.num_experts)
-            mixed, load = self.experts(x, index, weights, valid, Slots(queues, slots, slots))
-            return mixed.squeeze(0), load.amax(dim=(0, 1)).to(torch.int64)
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        module = Mixture()
-    finally:
-        torch.set_default_dtype(before)
-    inputs = {"x": torch.zeros(5, config.hidden_size, dtype=dtype), "slots": torch.arange(4)}
-    tokens, capacity = torch.export.Dim("tokens"), torch.export.Dim("capacity")
-    dynamic = {"x": {0: tokens}, "slots": {0: capacity}}
-    model = onnx.trace(module, inputs, dynamic, list(inputs), ["mixed", "load"])
-    kinds = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
-    weights = [
-        Stored(name, kinds[dtype], tuple(each.shape), partial(_random, each, dtype))
-        for name, each in module.named_parameters()
-    ]
-    onnx.write_graph(model, weights, file, dtype)
-    return file
-
-
-def _random(parameter: Any, dtype: Any) -> Iterator[memoryview]:
-    """Yield values of variance 1 / inputs, one row of the first axis at a time; ones for a single
-    axis.
-
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    for row in parameter:
-        if row.dim() == 0:
-            values = torch.ones(1, dtype=dtype)
-        else:
-            values = torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5
-        flat = values.to(dtype).contiguous().view(torch.uint8).numpy()
-        yield np.ascontiguousarray(flat).reshape(-1).data

@@ -1,26 +1,333 @@
-"""Writes a checkpoint of a real shape with random weights.
+"""Random checkpoints of real shapes, for sizes and speeds that do not depend on trained weights.
 
-`python -m bench.synthetic --shape released --layers 6 --format nvfp4 -o DIR`
+They are in the Hugging Face layout, and are written with one tensor in memory at a time. `python -m bench checkpoint`
+is the program for it.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from canvasrt.export.synthetic import SHAPES, WEIGHT_FORMATS, write_random_checkpoint
+import numpy as np
+import torch
+
+import canvasrt
+from bench.shards import TensorPiece, write_shards
+from canvasrt.checkpoints.config import ModelConfig
+from canvasrt.checkpoints.released import TEXT_CONFIG, layer_types
+from canvasrt.export.checkpoint import bytes_of
+from canvasrt.export.segments import SegmentModule, segments
+from canvasrt.staging import staging
+
+_GENERATION = {
+    "max_denoising_steps": 48,
+    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.1},
+    "t_min": 0.4,
+    "t_max": 0.8,
+    "stability_threshold": 1,
+    "confidence_threshold": 0.005,
+    "eos_token_id": [1, 106, 50],
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "released": TEXT_CONFIG,
+    # The released head sizes, experts, vocabulary and proportions, in 0.2 GB.
+    "narrow": TEXT_CONFIG
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 1,
+        "moe_intermediate_size": 64,
+    },
+    # About 300M parameters: the released proportions for a machine without a GPU.
+    "300m": TEXT_CONFIG
+    | {
+        "vocab_size": 32_768,
+        "hidden_size": 1024,
+        "intermediate_size": 768,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "global_head_dim": 256,
+        "num_global_key_value_heads": 2,
+        "num_experts": 32,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 256,
+    },
+}
+
+# `nvfp4`: as in the released NVFP4 checkpoint by ModelOpt, only experts, one tensor each.
+# `int4`: llm-compressor's W4A16 of every linear module in the layers, in groups of 64.
+WEIGHT_FORMATS = ("bf16", "fp32", "nvfp4", "int4")
+_BLOCK = 16
+# E4M3 bits of block scales from 128 to 448.
+_SCALE_BITS = np.arange(0x70, 0x7F, dtype=np.uint8)
+_SCALES = np.concatenate([128 * (1 + np.arange(8) / 8), 256 * (1 + np.arange(7) / 8)])
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# Root mean square of a random code times a random block scale, for a global scale of one.
+_PACKED_RMS = math.sqrt(float((_E2M1**2).mean() * (_SCALES**2).mean()))
+_GROUP = 64
+_INT4_RMS = math.sqrt(float((np.arange(-8.0, 8.0) ** 2).mean()))
+# The largest normalised activation, and the largest between an expert's products, as calibration would find them.
+_INPUT_AMAX = {"gate_up_proj": 6.0, "down_proj": 10.0}
 
 
-def main() -> None:
-    """Write the checkpoint that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", required=True, help="folder to write")
-    parser.add_argument("--shape", choices=SHAPES, default="300m", help="default: 300m")
-    parser.add_argument("--layers", type=int, help="default: the shape's own number")
-    parser.add_argument("--format", choices=WEIGHT_FORMATS, default="bf16", help="default: bf16")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    write_random_checkpoint(args.output, args.shape, args.layers, args.seed, args.format)
+def write_random_checkpoint(
+    out: Path | str,
+    shape: str = "released",
+    layers: int | None = None,
+    seed: int = 0,
+    format: str = "bf16",
+) -> ModelConfig:
+    """Write a random checkpoint to `out`, without vision tower and tokenizer.
+
+    Args:
+        shape: a key of `SHAPES`.
+        layers: how many; None takes the shape's own number.
+        format: one of `WEIGHT_FORMATS`.
+
+    Matrices have mean zero and variance 1 / inputs; norms and scalars are one, so that activations
+    keep their size.
+    """
+    text = dict(SHAPES[shape])
+    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    count = text["num_hidden_layers"]
+    text["layer_types"] = layer_types(count)
+    config = {
+        "architectures": ["DiffusionGemmaForBlockDiffusion"],
+        "model_type": "diffusion_gemma",
+        "canvas_length": 256,
+        "tie_word_embeddings": True,
+        "dtype": "float32" if format == "fp32" else "bfloat16",
+        "text_config": {"model_type": "diffusion_gemma_text", **text},
+    }
+    with staging(Path(out)) as tmp:
+        if format == "nvfp4":
+            config["quantization_config"] = _write_quant_config(tmp, count)
+        elif format == "int4":
+            config["quantization_config"] = _W4A16
+        _dump(tmp / "config.json", config)
+        _dump(tmp / "generation_config.json", _GENERATION)
+        model, _ = ModelConfig.from_checkpoint(tmp)
+        noise = _Noise(seed)
+        parts = segments(model, layers_per_segment=1)
+        write_shards(tmp, [list(_pieces(part, model, noise, format)) for part in parts])
+    return model
 
 
-if __name__ == "__main__":
-    main()
+def _write_quant_config(out: Path, layers: int) -> dict[str, Any]:
+    """Write ModelOpt's hf_quant_config.json. Return the equivalent `quantization_config` for config.json."""
+    kept = ["lm_head", "model.decoder.self_conditioning*"]
+    for layer in range(layers):
+        prefix = f"model.decoder.layers.{layer}"
+        kept += [f"{prefix}.{name}*" for name in ("mlp", "router", "self_attn")]
+    producer = {"name": "canvasrt", "version": canvasrt.__version__}
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": _BLOCK,
+        "exclude_modules": kept,
+    }
+    _dump(out / "hf_quant_config.json", {"producer": producer, "quantization": quantization})
+    number = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": _BLOCK}
+    group = {"input_activations": number, "weights": number, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": group},
+        "ignore": kept,
+        "quant_algo": "NVFP4",
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+
+
+# What llm-compressor writes into config.json for W4A16.
+_W4A16 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "pack-quantized",
+            "input_activations": None,
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "actorder": None,
+                "dynamic": False,
+                "group_size": _GROUP,
+                "num_bits": 4,
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+            },
+        }
+    },
+    "ignore": ["lm_head", "re:.*router.*", "re:.*self_conditioning.*"],
+    "quantization_status": "compressed",
+}
+
+
+class _Noise:
+    """Cheap random values: pieces of two small pools, each from its own offset."""
+
+    _POOL = 1 << 23
+    _CHUNK = 1 << 21
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._bytes = self._random.integers(0, 256, self._POOL, np.uint8)
+        self._scales = self._random.choice(_SCALE_BITS, self._POOL)
+        self._normal = torch.from_numpy(self._random.standard_normal(self._POOL, np.float32))
+
+    def normal(self, count: int, std: float, dtype: torch.dtype) -> Iterator[memoryview]:
+        for start, size in self._cuts(count):
+            yield bytes_of((self._normal[start : start + size] * std).to(dtype))
+
+    def near(self, count: int, value: float, dtype: torch.dtype) -> Iterator[memoryview]:
+        """Return positive numbers, mostly within a fifth of `value`."""
+        for start, size in self._cuts(count):
+            spread = self._normal[start : start + size] * 0.1
+            yield bytes_of((spread.exp() * value).to(dtype))
+
+    def codes(self, count: int) -> Iterator[memoryview]:
+        """Bytes of packed codes."""
+        for start, size in self._cuts(count):
+            yield self._bytes[start : start + size].data
+
+    def block_scales(self, count: int) -> Iterator[memoryview]:
+        for start, size in self._cuts(count):
+            yield self._scales[start : start + size].data
+
+    def around(self, value: float) -> float:
+        """Return a number within a quarter of `value`."""
+        return value * self._random.uniform(0.75, 1.25)
+
+    def _cuts(self, count: int) -> Iterator[tuple[int, int]]:
+        while count:
+            size = min(count, self._CHUNK)
+            yield int(self._random.integers(0, self._POOL - size)), size
+            count -= size
+
+
+def _pieces(
+    part: SegmentModule, model: ModelConfig, noise: _Noise, format: str
+) -> Iterator[TensorPiece]:
+    """Yield the checkpoint tensors that a graph's weights are stacked from."""
+    dtype = torch.float32 if format == "fp32" else torch.bfloat16
+    for name, parameter in part.module.named_parameters():
+        sources = part.sources[name]
+        experts = ".experts." in name
+        if format == "nvfp4" and experts:
+            yield from _packed(sources[0], tuple(parameter.shape), noise)
+            continue
+        if format == "int4" and experts:
+            for module, rows, width in _modules(sources[0], tuple(parameter.shape)):
+                yield from _int4(module, rows, width, noise)
+            continue
+        for source, rows in zip(sources, _rows(part, name, len(sources), model), strict=True):
+            shape = (rows, *parameter.shape[1:])
+            if format == "int4" and name.startswith("layers.") and _is_linear(name):
+                yield from _int4(source.removesuffix(".weight"), rows, shape[-1], noise)
+            elif parameter.dim() == 1:
+                yield TensorPiece(source, dtype, shape, partial(_ones, rows, dtype))
+            else:
+                std = math.sqrt(1 / shape[-1])
+                yield TensorPiece(
+                    source, dtype, shape, partial(noise.normal, math.prod(shape), std, dtype)
+                )
+
+
+def _packed(source: str, shape: tuple[int, ...], noise: _Noise) -> Iterator[TensorPiece]:
+    """Yield the tensors of all experts of a layer, instead of the batched `source` of `shape` `[E,
+    out, in]`."""
+    experts, rows, width = shape
+    prefix, _, name = source.rpartition(".")
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    rows //= len(names)
+    input_scale = noise.around(_INPUT_AMAX[name] / (6 * 448))
+    for expert in range(experts):
+        # Gate and up share a global scale, as ModelOpt writes them.
+        scale = noise.around(math.sqrt(1 / width) / _PACKED_RMS)
+        for each in names:
+            module = f"{prefix}.{expert}.{each}"
+            packed, blocks = (rows, width // 2), (rows, width // _BLOCK)
+            yield TensorPiece(
+                f"{module}.weight", torch.uint8, packed, partial(noise.codes, math.prod(packed))
+            )
+            yield TensorPiece(
+                f"{module}.weight_scale",
+                torch.float8_e4m3fn,
+                blocks,
+                partial(noise.block_scales, math.prod(blocks)),
+            )
+            yield TensorPiece(
+                f"{module}.weight_scale_2", torch.float32, (), partial(_scalar, scale)
+            )
+            yield TensorPiece(
+                f"{module}.input_scale", torch.float32, (), partial(_scalar, input_scale)
+            )
+
+
+def _modules(source: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
+    """Yield the linear modules of the experts in `source`: name, outputs and inputs."""
+    experts, rows, width = shape
+    prefix, _, name = source.rpartition(".")
+    names = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+    for expert in range(experts):
+        for each in names:
+            yield f"{prefix}.{expert}.{each}", rows // len(names), width
+
+
+def _is_linear(name: str) -> bool:
+    """Return whether llm-compressor packs a layer's weight: attention's and the shared MLP's."""
+    return name.endswith(("qkv.weight", "o.weight", "gate_up.weight", "down.weight"))
+
+
+def _int4(module: str, rows: int, width: int, noise: _Noise) -> Iterator[TensorPiece]:
+    """Yield a linear module in INT4."""
+    words, groups = (rows, width // 8), (rows, width // _GROUP)
+    std = noise.around(math.sqrt(1 / width) / _INT4_RMS)
+    shape = np.array([rows, width], np.int64).tobytes()
+    yield TensorPiece(
+        f"{module}.weight_packed", torch.int32, words, partial(noise.codes, 4 * math.prod(words))
+    )
+    yield TensorPiece(
+        f"{module}.weight_scale",
+        torch.bfloat16,
+        groups,
+        partial(noise.near, math.prod(groups), std, torch.bfloat16),
+    )
+    yield TensorPiece(f"{module}.weight_shape", torch.int64, (2,), lambda: [memoryview(shape)])
+
+
+def _scalar(value: float) -> list[memoryview]:
+    return [memoryview(np.float32(value).tobytes())]
+
+
+def _ones(count: int, dtype: torch.dtype) -> list[memoryview]:
+    return [bytes_of(torch.ones(count, dtype=dtype))]
+
+
+def _rows(part: SegmentModule, name: str, sources: int, model: ModelConfig) -> list[int]:
+    """Return how many rows of a stacked weight come from each of its sources."""
+    rows = part.module.get_parameter(name).shape[0]
+    if name.endswith("qkv.weight"):
+        (index,) = part.layers
+        layer = model.layers[index]
+        queries = model.num_attention_heads * layer.head_dim
+        return [queries] + [layer.num_kv_heads * layer.head_dim] * (sources - 1)
+    return [rows // sources] * sources
+
+
+def _dump(file: Path, data: Any) -> None:
+    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,24 +1,23 @@
 """How near a denoising pass on the CPU comes to the machine's matrix rate, for each bundle.
 
-    python -m bench.utilization BUNDLE [BUNDLE ...] --threads 1
-
-Bundles take turns, each after a product of two fp32 matrices of 2,048 x 2,048 in torch, whose rate is what counts as
-the machine's. Only multiply-adds of products and of attention count as work.
+Bundles take turns, each after a product of two fp32 matrices of 2,048 x 2,048 in torch, whose rate counts as the
+machine's. Only multiply-adds of products and of attention count as work.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from bench.build_full import memory_of
+from bench import results
+from bench.build import memory_of
 from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.runtime.bench import random_prompts
 from canvasrt.runtime.model import Model
@@ -33,9 +32,9 @@ WIDTH = 2048
 
 @dataclass
 class Subject:
-    """One bundle, ready for a pass, and what its passes took in seconds."""
+    """One bundle, ready for a pass, and the seconds of its passes."""
 
-    path: str
+    path: Path
     model: Model
     given: DenoiseInput
     memory: int  # bytes that opening it and a first pass took, without what is mapped from files
@@ -43,7 +42,7 @@ class Subject:
     shares: list[float] = field(default_factory=list)
 
     @classmethod
-    def open(cls, path: str, threads: int) -> Subject:
+    def open(cls, path: Path, threads: int) -> Subject:
         gc.collect()
         before = memory_of(os.getpid())[1]
         model = open_model(path, threads=threads)
@@ -55,7 +54,7 @@ class Subject:
         model.denoise([given])
         return cls(path, model, given, memory_of(os.getpid())[1] - before)
 
-    def measure(self, rate: float) -> None:
+    def run(self, rate: float) -> None:
         """Run one pass, and note it against a rate in multiply-adds per second."""
         begin = time.perf_counter()
         self.model.denoise([self.given])
@@ -82,28 +81,26 @@ def matrix_rate(threads: int) -> float:
     return WIDTH**3 / min(times)
 
 
-def main() -> None:
-    """Measure the bundles of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("bundles", nargs="+", help="CPU bundles")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    subjects = [Subject.open(path, args.threads) for path in args.bundles]
+def measure(
+    bundles: list[Path], threads: int = 1, rounds: int = 7, out: results.Out = None
+) -> None:
+    """Measure bundles for a CPU in turns."""
+    subjects = [Subject.open(path, threads) for path in bundles]
     rates = []
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for subject in subjects:
-            rates.append(matrix_rate(args.threads))
-            subject.measure(rates[-1])
-    print(f"{args.threads} threads, {2e-9 * statistics.median(rates):.0f} GFLOP/s in fp32")
-    print("| bundle | pass, ms | of the matrix rate | memory, MB |")
-    print("| --- | ---: | ---: | ---: |")
-    for each in subjects:
-        shares = sorted(each.shares)
-        share = f"{statistics.median(shares):.0%} ({shares[0]:.0%} – {shares[-1]:.0%})"
-        milliseconds = 1e3 * statistics.median(each.seconds)
-        print(f"| {each.path} | {milliseconds:.0f} | {share} | {each.memory / 1e6:.0f} |")
-
-
-if __name__ == "__main__":
-    main()
+            rates.append(matrix_rate(threads))
+            subject.run(rates[-1])
+    rows = [
+        {
+            "bundle": str(each.path),
+            "pass, ms": 1e3 * statistics.median(each.seconds),
+            "of the matrix rate": statistics.median(each.shares),
+            "lowest": min(each.shares),
+            "highest": max(each.shares),
+            "memory, MB": each.memory / 1e6,
+        }
+        for each in subjects
+    ]
+    gflops = 2e-9 * statistics.median(rates)
+    results.report({"threads": threads, "GFLOP/s in fp32": gflops, "passes": rows}, out)

@@ -21,7 +21,6 @@ class TransformersRunner:
     def __init__(self, prepared: Prepared, static: bool) -> None:
         self._torch: Any = require("torch", "export")
         require("transformers", "test")
-        self.name = f"transformers, {'compiled, static cache' if static else 'eager'}"
         self._static, self._config = static, prepared.config
         self._cuda = self._torch.cuda.is_available()
         self._device = "cuda" if self._cuda else "cpu"

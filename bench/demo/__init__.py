@@ -1,0 +1,1 @@
+"""Training of the bundled demo checkpoints: `python -m bench train-demo`."""

@@ -1,0 +1,227 @@
+"""The demo's held-out questions through stock `transformers` or through engines, under several settings.
+
+Without a step limit, the questions of each task are those that the quality page reports on; `--settings` compares
+sampler settings by their right answers, steps and CPU time on questions that a model is unsure of.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from bench import results
+from canvasrt.checkpoints.locate import find_checkpoint
+from canvasrt.demo.tasks import MAX_NEW_TOKENS, TASKS, is_correct, questions
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.model import Model
+from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Block, Draft, Finished, Request, Settled
+from canvasrt.runtime.sampling_params import SamplingParams
+from canvasrt.runtime.tokenizer import Tokenizer
+from canvasrt.types import Json
+
+REDONE = 0.25  # the share of blocks to redo, those with the lowest scores
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer: its text, and the denoising steps and blocks that it took."""
+
+    prompt: str
+    text: str
+    steps: int
+    blocks: int
+
+
+def measure(
+    engines: Annotated[Path | None, typer.Argument(help="Default: transformers.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="For transformers.")] = "demo",
+    limit: Annotated[int | None, typer.Option(help="Questions per task. Default: all.")] = None,
+    at_least: Annotated[int, typer.Option(help="Answers per task, by repeating questions.")] = 200,
+    steps: Annotated[list[int], typer.Option(help="Step limits to try.")] = [48, 1],  # noqa: B006
+    settings: Annotated[
+        int | None, typer.Option(metavar="N", help="Instead compare settings on N questions.")
+    ] = None,
+    out: results.Out = None,
+) -> None:
+    """Mark the answers: an answer must be exactly right."""
+    if settings is not None:
+        if engines is None:
+            raise typer.BadParameter("--settings needs engines")
+        model = open_model(engines, threads=1)
+        results.report({"settings": list(_compared(model, settings))}, out)
+        return
+    ask = _asker(engines, find_checkpoint(checkpoint))
+    rows = []
+    for task in TASKS:
+        held_out = questions(task)
+        if limit is not None:
+            prompts = held_out[:: math.ceil(len(held_out) / limit)]
+        else:
+            prompts = held_out * math.ceil(at_least / len(held_out))
+        for most in steps:
+            replies = ask(prompts, most)
+            right = sum(is_correct(reply.prompt, reply.text) for reply in replies)
+            blocks = sum(reply.blocks for reply in replies)
+            rows.append(
+                {
+                    "task": task,
+                    "step limit": most,
+                    "asked": len(replies),
+                    "right": right / len(replies),
+                    "steps per block": sum(reply.steps for reply in replies) / blocks,
+                }
+            )
+    results.report({"answers": rows}, out)
+
+
+def _asker(
+    engines: Path | None, checkpoint: Path
+) -> Callable[[Sequence[str], int], Sequence[Reply]]:
+    """Return a function that asks prompts under a step limit, through the engines or through
+    transformers."""
+    if engines is not None:
+        model = open_model(engines)
+        return lambda prompts, steps: answer(model, prompts, max_denoising_steps=steps)
+    import torch
+    from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+
+    stock = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype="float32").eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    torch.manual_seed(0)
+    return lambda prompts, steps: generate(stock, tokenizer, prompts, max_denoising_steps=steps)
+
+
+def answer(model: Model, prompts: Sequence[str], **settings: Any) -> list[Reply]:
+    """Return a loaded bundle's answers in the order of `prompts`. Question i uses seed i."""
+    tokenizer = _tokenizer(model)
+    requests = [
+        _request(model, tokenizer, prompt, seed, **settings) for seed, prompt in enumerate(prompts)
+    ]
+    return [
+        Reply(prompt, tokenizer.decode(result.token_ids), sum(result.steps), len(result.steps))
+        for prompt, result in zip(prompts, Generator(model).run(requests), strict=True)
+    ]
+
+
+def _tokenizer(model: Model) -> Tokenizer:
+    assert model.bundle is not None
+    return Tokenizer.load(model.bundle)
+
+
+def _request(
+    model: Model, tokenizer: Tokenizer, prompt: str, seed: int, **settings: Any
+) -> Request:
+    params = SamplingParams.from_defaults(
+        model.sampler, model.config, seed=seed, max_new_tokens=MAX_NEW_TOKENS, **settings
+    )
+    return Request(tokenizer.encode_chat([{"role": "user", "content": prompt}]), params)
+
+
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[str], batch_size: int = 128, **settings: Any
+) -> list[Reply]:
+    """Return a stock model's answers in the order of `prompts`.
+
+    `settings` override the checkpoint's sampler settings, for example `max_denoising_steps=1`.
+    """
+    import torch
+
+    from bench.demo.tokenizer import chat_prompt
+
+    encoded = [chat_prompt(tokenizer, prompt) for prompt in prompts]
+    replies: dict[int, Reply] = {}
+    for batch in _batches(encoded, batch_size):
+        ids = torch.tensor([encoded[i] for i in batch])
+        output = model.generate(input_ids=ids, max_new_tokens=MAX_NEW_TOKENS, **settings)
+        new = output.sequences[:, ids.shape[1] :]
+        # The output only reports tokens per forward pass, counting tokens that are not padding.
+        valid = (new != model.generation_config.pad_token_id).sum(-1)
+        steps = (valid / output.tokens_per_forward).round().nan_to_num(1).int().tolist()
+        for row, i in enumerate(batch):
+            text = tokenizer.decode(new[row], skip_special_tokens=True)
+            blocks = max(1, math.ceil(valid[row].item() / model.config.canvas_length))
+            replies[i] = Reply(prompts[i], text, steps[row], blocks)
+    return [replies[i] for i in range(len(prompts))]
+
+
+def _batches(encoded: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+    """Yield indices of prompts of the same length, so that no prompt needs padding."""
+    by_length = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    for _, same in groupby(by_length, key=lambda i: len(encoded[i])):
+        indices = list(same)
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
+
+
+class Asker:
+    """Asks a bundle the same held-out questions with the same seeds, under one setting after the other."""
+
+    def __init__(self, model: Model, count: int) -> None:
+        rng = random.Random(0)
+        names = list(TASKS)
+        self.prompts = [
+            TASKS[names[i % len(names)]].draw_from("held-out", rng) for i in range(count)
+        ]
+        self.plain: list[str] = []  # the answers under the first setting
+        self._model, self._tokenizer = model, _tokenizer(model)
+
+    def ask(self, name: str, settings: dict[str, Any]) -> tuple[Json, np.ndarray]:
+        """Return a row of the table, and the score of each answer's first block, if any."""
+        texts, scores, steps, first = [], [], 0, 0
+        before = time.process_time()
+        for seed, prompt in enumerate(self.prompts):
+            drafts = shown = 0
+            request = _request(self._model, self._tokenizer, prompt, seed, **settings)
+            for event in Generator(self._model).stream(request):
+                if isinstance(event, Draft):
+                    drafts += 1
+                elif isinstance(event, Settled | Block):
+                    shown = shown or drafts
+                elif isinstance(event, Finished):
+                    texts.append(self._tokenizer.decode(event.result.token_ids))
+                    scores += [each.score for each in event.result.block_scores[:1]]
+                    steps += sum(event.result.steps)
+            first += shown
+        seconds, count = time.process_time() - before, len(texts)
+        self.plain = self.plain or texts
+        right = np.array([is_correct(*pair) for pair in zip(self.prompts, texts, strict=True)])
+        row = {
+            "setting": name,
+            "right": int(right.sum()),
+            "same answer": sum(a == b for a, b in zip(texts, self.plain, strict=True)),
+            "steps": steps / count,
+            "steps to first text": first / count,
+            "CPU per answer, ms": 1e3 * seconds / count,
+        }
+        found = np.array(scores)
+        if scores and right.any() and not right.all():
+            above = found[right][:, None] - found[~right][None]
+            row["right scores above wrong"] = float(((above > 0) + 0.5 * (above == 0)).mean())
+        return row, found
+
+
+def _compared(model: Model, count: int) -> Iterator[Json]:
+    """Yield the effects of settings: smaller canvases, earlier text, scores, and blocks redone for low scores."""
+    asker = Asker(model, count)
+    sizes = [size for size in model.canvas_sizes if size != model.canvas_length]
+    tried: dict[str, dict[str, Any]] = {"as it is": {}}
+    tried |= {f"canvas_length {size}": {"canvas_length": size} for size in sizes}
+    tried |= {f"settle_steps {wait}": {"settle_steps": wait} for wait in (1, 2, 3)}
+    for name, settings in tried.items():
+        yield asker.ask(name, settings)[0]
+    for name in ("score_blocks", "score_by_denoising"):
+        settings = {"score_blocks": True, name: True}
+        row, scores = asker.ask(name, settings)
+        yield row
+        bar = min(float(np.quantile(scores, REDONE)), -1e-9)
+        yield asker.ask(f"{name}, redo_below {bar:.2g}", settings | {"redo_below": bar})[0]
