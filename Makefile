@@ -1,4 +1,4 @@
-# make install | demo | image-demo | test | lint | audit | clean. The first target that needs .venv creates it.
+# make install | demo | image-demo | test | acceptance | lint | audit | clean. The first target that needs .venv creates it.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 EXTRAS := cpu,export,report,rtx,serve,sorted,test
 WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 2 ] && echo $$n || echo 2)
 
-.PHONY: help install demo image-demo test lint audit clean
+.PHONY: help install demo image-demo test acceptance lint audit clean
 
 help:
 	@echo "make install     create $(VENV) with everything that a machine without a GPU can use"
 	@echo "make demo        export, build, package and serve the bundled demo model, and query it"
 	@echo "make image-demo  the same in a container: package, image, run, query, stop (needs root or docker)"
-	@echo "make test        all tests"
+	@echo "make test        the tests to run on every change"
+	@echo "make acceptance  the slow and rare ones: containers, snippets, a browser, attacks, all capabilities"
 	@echo "make lint        formatting, ruff and mypy"
 	@echo "make audit       known vulnerabilities in what requirements.lock names (needs a network)"
 	@echo "make clean       remove $(VENV), tool caches and build output"
@@ -35,11 +36,16 @@ demo: $(STAMP)
 
 image-demo: $(STAMP)
 	.ci/container-tools
-	$(BIN)/python -m canvasrt.cli.image_demo
+	$(BIN)/python -m bench image-demo
 
 # One thread per worker: the workers fill the machine, and more threads would only wait for each other.
+TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+
 test: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	@$(TESTS) -m "not acceptance" $(PYTEST_ARGS)
+
+acceptance: $(STAMP)
+	@$(TESTS) -m acceptance $(PYTEST_ARGS)
 
 # mypy cannot follow the stages' import names in an editable install, so it reads a regular one.
 lint: $(STAMP)

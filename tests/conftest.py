@@ -15,8 +15,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Under nohup, SIGHUP arrives ignored, and every process that a test starts would inherit that.
+from tests.helpers.durations import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+    pytest_xdist_make_scheduler,
+)
+
+__all__ = [
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_runtest_logreport",
+    "pytest_sessionfinish",
+    "pytest_xdist_make_scheduler",
+]
+
+# Under nohup, SIGHUP arrives ignored, and SIGINT in the background of a script. Every process that a test
+# starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXT_CONFIG: dict[str, Any] = {
     "model_type": "diffusion_gemma_text",
@@ -60,29 +79,16 @@ GENERATION_CONFIG: dict[str, Any] = {
 }
 
 
-# Folders whose files share expensive fixtures: exported graphs, a running server.
-TOGETHER = ("tests/containers/", "tests/faults/", "tests/runtime/")
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file, and of the folders above, on one worker of pytest-xdist."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFixtures(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
-
-    return ByFixtures(config, log)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Builds cache in a folder of this run, shared by all workers, and not in the user's."""
+    """Builds and tests/helpers/library.py cache in a folder that all workers share, and not in the user's.
+
+    It is this run's own unless CANVASRT_TEST_CACHE names one.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    os.environ["CANVASRT_CACHE"] = str(shared / "canvasrt-cache")
+    kept = os.environ.setdefault("CANVASRT_TEST_CACHE", str(shared / "kept"))
+    os.environ["CANVASRT_CACHE"] = os.path.join(kept, "canvasrt-cache")
 
 
 @pytest.fixture(autouse=True)

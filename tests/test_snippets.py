@@ -1,4 +1,4 @@
-"""Every snippet of README.md and docs/api.md runs as printed, one after another, on ports of its own."""
+"""Every snippet of the README runs as printed, one after another, on ports of its own."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from canvasrt.checkpoints.locate import demo_checkpoint
 from tests.helpers.serving import needs_triton
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "api.md")
-# An own network has every port, and needs a kernel that lets us have one.
+README = ROOT / "README.md"
+# A network namespace of its own has every port free; the kernel must allow one.
 NETWORK = ["unshare", "--map-root-user", "--net"]
-# Commands that are printed with what a test adds: the way to wait, an input, no GPU or daemon.
+# Printed commands, with a test's additions: waiting, an input, no GPU or daemon.
 ADDED = {
     "canvasrt serve cpu": "{0} >serve.log 2>&1 & until curl -sf localhost:8000/v1/health/ready; "
     "do kill -0 $! || {{ cat serve.log; exit 9; }}; sleep 0.2; done",
@@ -28,16 +28,13 @@ ADDED = {
 QUESTIONS = """questions:
 - {type: choice, instructions: "What is the sum?", choices: [{value: "46"}, {value: "45"}]}
 """
-# What a machine without a GPU, or within a test's time, only plans.
+# Builds that are only planned, since a test lacks the GPU or the time.
 PLANNED = re.compile(r"^canvasrt build .*--target (?!cpu )")
 
 
 def blocks() -> list[str]:
-    """Return the pages' blocks of code."""
-    found: list[str] = []
-    for page in PAGES:
-        found += re.findall(r"^```\w*\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
-    return found
+    """Return the README's blocks of code."""
+    return re.findall(r"^```\w*\n(.*?)^```", README.read_text("utf-8"), re.M | re.S)
 
 
 def commands(block: str) -> list[str]:
@@ -70,7 +67,7 @@ def test_every_snippet_is_one_of_commands() -> None:
     assert sum(each.startswith("canvasrt ") for each in found) >= 15
 
 
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.timeout(1800)
 @needs_triton
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""What is refused before a build starts, and whether the suggested alternative works."""
+"""Refusals before a build starts, and whether the suggested alternatives work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ import pytest
 
 from canvasrt.build import checks
 from canvasrt.build import needs as host
+from canvasrt.build.calibration import calibration_needs
 from canvasrt.build.checks import check_buildable, check_memory, check_source
 from canvasrt.build.needs import builder_memory, check_disk, check_memory_here
-from canvasrt.build.plan import BuildOptions, Plan, cut_alike, plan
+from canvasrt.build.options import BuildOptions
+from canvasrt.build.plan import Plan, cut_alike, plan
 from canvasrt.build.precision import Precision, parse_precision
-from canvasrt.build.source import Source
+from canvasrt.build.source import Source, find_source
+from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.cli import build as cli
+from canvasrt.console import choose_json
 from canvasrt.defaults import ADAPTER_FILES
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.machine import Gpu, available_bytes, builds_here, memory_bytes
@@ -36,18 +40,21 @@ def released(target: str, precision: str, context: int = 32_768, batch: int = 4)
 def test_a_dry_run_says_what_would_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a GPU the way out of a refusal; for a CPU, on which anything may be built, what this machine could run."""
+    """For a GPU, the way out of a refusal; for a CPU, for which anything may be built, the precisions that this machine could
+    run."""
     monkeypatch.setattr("canvasrt.machine.memory_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     plans = [released("rtx-4090", "fp8"), released("cpu", "fp32"), released("cpu", "int4", 4096, 1)]
-    cli._show_plans(plans, as_json=True)
+    choose_json(True)
+    cli._show_plans(plans)
+    choose_json(False)
     first, second, third = json.loads(capsys.readouterr().out)
     assert "fp8 engines for 4 requests of 32768 tokens take" in first["not_here"]
     assert first["hint"] == "this would fit: --precision int4"
     assert (second["not_here"], third["not_here"]) == (None, None)
     assert second["hint"] == "this would fit: --precision int4 --max-context 32768 --max-batch 1"
     assert third["hint"] is None
-    cli._show_plans(plans[1:], as_json=False)
+    cli._show_plans(plans[1:])
     shown = capsys.readouterr().out
     assert "up to 4 requests of 32768 tokens at once" in shown
     assert "up to 1 request of 4096 tokens at once" in shown
@@ -181,7 +188,7 @@ def test_a_dry_run_offers_shorter_segments_for_a_large_build(
 ) -> None:
     monkeypatch.setattr("canvasrt.build.checks.check_cache", lambda: None)
     longer = replace(released("rtx-4090", "int4"), layers_per_segment=6)
-    cli._show_plans([longer, released("rtx-5090", "nvfp4")], as_json=False)
+    cli._show_plans([longer, released("rtx-5090", "nvfp4")])
     first, second = capsys.readouterr().out.split("rtx-5090 →")
     assert "building   11.8 GB of memory, 6.2 GB with --layers-per-segment 3;" in first
     assert "--layers-per-segment" not in second
@@ -200,7 +207,7 @@ def test_int4_is_built_in_8_gb_unless_the_card_is_nearly_full() -> None:
 def test_sorted_rows_are_checked_before_anything_is_built() -> None:
     source = Source(Path("released"), RELEASED, {"kind": "checkpoint"})
     options = BuildOptions("int4", experts="sorted")
-    # The experts are in no engine, so long segments take little to build.
+    # No engine holds the experts, so long segments take little memory to build.
     made = plan(source, "rtx-4090", "out", options)
     assert (made.layers_per_segment, made.needs.memory < 8e9) == (6, True)
     odd = replace(source, model=replace(RELEASED, moe_intermediate_size=720))
@@ -210,7 +217,7 @@ def test_sorted_rows_are_checked_before_anything_is_built() -> None:
 
 @pytest.mark.parametrize("targets", ["rtx-4090,rtx-4080,cpu", "rtx-4080,cpu,rtx-4090"])
 def test_targets_of_one_build_share_graphs_so_they_are_cut_alike(targets: str) -> None:
-    """A nearly full card keeps long segments, and then all do."""
+    """A nearly full card keeps long segments, so all targets get them."""
     plans = [released(name, "int4", 8192, 1) for name in targets.split(",")]
     assert {each.target.name: each.layers_per_segment for each in plans} == {
         "rtx-4090": 3,
@@ -245,14 +252,16 @@ def test_disks_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_build_of_the_released_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exported in bf16, quantized once for both targets, and one engine per capability."""
+    """Quantized once for both targets, and one engine per capability; never in bf16. One target's graphs go early."""
     needed: dict[Path, int] = {}
     monkeypatch.setattr(checks, "check_disk", needed.update)
     monkeypatch.setattr(checks, "same_disk", lambda one, other: True)
     plans = [released("rtx-5090", "nvfp4"), released("rtx-pro-6000", "nvfp4")]
     checks.check_space(plans)
     (total,) = needed.values()
-    assert total == pytest.approx(50e9 + 2 * 16.1e9, rel=0.03)
+    assert total == pytest.approx(2 * 16.1e9, rel=0.03)
+    checks.check_space(plans[:1])
+    assert 16.1e9 < next(iter(needed.values())) < 25e9
     checks.check_space([*plans, released("dgx-spark", "nvfp4")])
     (more,) = needed.values()
     assert more - total == pytest.approx(16.1e9, rel=0.03)
@@ -299,3 +308,40 @@ def test_what_cannot_be_built_is_refused_before_the_source_is_hashed(
     monkeypatch.setattr(host, "available_bytes", lambda: 1)
     with pytest.raises(CanvasError, match="building body_0 takes about"):
         plan_all("demo", parse_targets("rtx-4090"), tmp_path / "out", BuildOptions())
+
+
+def test_a_calibration_is_planned_and_its_prompts_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 3)
+    options = BuildOptions(calibration=file)
+    (made,) = plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", options)
+    needs = made.needs.calibration
+    assert needs is not None
+    assert (needs.work.prompts, needs.work.sweeps) == (3, needs.work.passes // 3)
+    assert made.needs.memory >= needs.memory
+    assert needs.seconds() >= 0
+    monkeypatch.setattr(host, "available_bytes", lambda: needs.memory - 1)
+    with pytest.raises(CanvasError, match=r"calibrating takes about 0\.6 GB of memory") as raised:
+        checks.check_space([made])
+    assert "--precision int4" in raised.value.hint
+    monkeypatch.setattr("canvasrt.pipeline.hash_source", lambda *_: pytest.fail("hashed"))
+    file.write_text('{"prompt_ids": [5]}\n{\n')
+    with pytest.raises(CanvasError, match=r"prompts\.jsonl, line 2: it is not JSON"):
+        plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", options)
+    assert plan(find_source("demo"), "rtx-4090", "out").needs.calibration is None
+
+
+def test_the_released_model_is_calibrated_in_a_few_gb(tmp_path: Path) -> None:
+    """Whatever the number of prompts: the others wait."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_ids": [5, 6, 7]}\n' * 300)
+    recipe = parse_precision("nvfp4-mixed").recipe
+    assert recipe is not None
+    sampler = find_source("demo").checkpoint.sampler  # type: ignore[union-attr]
+    prompts = CalibrationPrompts.of(file, recipe, RELEASED, sampler, {}, {})
+    needs = calibration_needs(prompts, tmp_path)
+    assert 5e9 < needs.memory < 12e9
+    assert 1.5e12 < needs.flops / needs.work.passes < 3e12
+    assert needs.read / needs.work.sweeps == pytest.approx(2 * 25e9, rel=0.1)

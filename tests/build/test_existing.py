@@ -1,4 +1,4 @@
-"""What an earlier build left is taken only if this build would make the same."""
+"""An earlier build's bundle is reused only if this build would write the same one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.plan import BuildOptions, Plan
+from canvasrt.build.experts import find_experts
+from canvasrt.build.options import BuildOptions
+from canvasrt.build.plan import Plan
 from canvasrt.bundle import made_by
 from canvasrt.pipeline import plan_all
 from canvasrt.targets import parse_targets
@@ -21,7 +23,8 @@ def plan() -> Plan:
 
 
 def difference(plan: Plan, **options: Any) -> str:
-    """Return how a plan differs from engines that were built by one with other options."""
+    """Return the message about the difference between a plan and engines built with other
+    options."""
     manifest = SimpleNamespace(
         made_from={"source": plan.source.made_from},
         target={"name": plan.target.name},
@@ -33,7 +36,7 @@ def difference(plan: Plan, **options: Any) -> str:
 
 def test_the_same_build_is_taken(plan: Plan) -> None:
     assert difference(plan) == ""
-    assert difference(replace(plan, experts="sorted"), experts="sorted") == ""
+    assert difference(replace(plan, experts=find_experts("sorted")), experts="sorted") == ""
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from canvasrt.build.fit import released_fit
-from canvasrt.build.memory import estimate, parameters, vision_parameters
+from canvasrt.build.memory import parameters, vision_parameters
 from canvasrt.checkpoints.released import layer_types, released_model
 from canvasrt.targets import GB, TARGETS, find_target
+from tests.helpers.memory import estimate
 
 
 def test_it_is_the_released_model() -> None:
@@ -26,7 +27,7 @@ def test_every_target_of_the_table_runs_it() -> None:
         assert fit is not None, target.name
         assert fit.precision in {target.default, *target.precisions}
         if target.memory is not None:
-            # The default is a precision that it fits in.
+            # The released model fits in the default precision.
             assert fit.precision == target.default, target.name
             assert fit.memory.total <= target.memory
 
@@ -59,7 +60,7 @@ def test_cards_with_16_gb_have_room_without_images() -> None:
     assert estimate(released_model(), "int4", 8192, 1, prefill_chunk=256).total > 16 * GB
     wide = released_fit(find_target("rtx-4090"))
     assert wide is not None
-    # Segments of three layers, which take 6 GB to build in place of 12.
+    # Segments of three layers, whose builders take 6 GB instead of 12.
     assert wide.memory == estimate(released_model(), "int4", 8192, 1, layers_per_segment=3)
 
 

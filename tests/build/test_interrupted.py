@@ -56,8 +56,8 @@ def test_no_builder_outlives_its_build(number: signal.Signals, tmp_path: Path) -
         assert wait_for(lambda: builders(tmp_path) or build.poll() is not None, 120)
         assert build.poll() is None, build.stderr and build.stderr.read()
         build.send_signal(number)
-        assert build.wait(20) != 0
-        assert wait_for(lambda: not builders(tmp_path), 5)
+        assert build.wait(60) != 0
+        assert wait_for(lambda: not builders(tmp_path), 60)
     finally:
         build.kill()
         build.wait()

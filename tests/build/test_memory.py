@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from canvasrt.build.memory import (
     CPU_PROCESS,
     ENGINE_CODE,
-    Estimate,
-    Reading,
-    estimate,
+    Weights,
     parameters,
-    reading,
-    segment_bytes,
     vision_parameters,
 )
+from canvasrt.build.plan import Plan, Reading
+from canvasrt.build.precision import Precision
+from canvasrt.build.source import Source
+from canvasrt.checkpoints.config import ModelConfig
 from canvasrt.targets import find_target
 from tests.helpers.configs import RELEASED
+from tests.helpers.memory import estimate
 
 
 def test_parameters_of_the_released_model() -> None:
@@ -40,9 +42,9 @@ VISION = {
 def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
     model = replace(RELEASED, vision=VISION)
     assert vision_parameters(model) == pytest.approx(550e6, rel=0.02)
-    assert segment_bytes(model, "nvfp4", 6)["vision"] == 2 * vision_parameters(model)
+    assert Weights(model, "nvfp4").segments()["vision"] == 2 * vision_parameters(model)
     seeing, blind = (estimate(each, "nvfp4", 8192, 1) for each in (model, RELEASED))
-    unlike = {"weights": 0, "code": 0, "workspace": 0}
+    unlike = {"weights": 0, "code": 0, "workspace": 0, "contexts": 0}
     assert replace(seeing, **unlike) == replace(blind, **unlike)
     assert seeing.weights - blind.weights == 2 * vision_parameters(model)
     assert seeing.code - blind.code == ENGINE_CODE
@@ -54,15 +56,23 @@ def test_a_gpu_holds_the_vision_tower_and_a_cpu_does_not() -> None:
 
 
 def test_long_passes_are_given_up_before_sight() -> None:
-    def of(way: Reading) -> Estimate:
-        return Estimate(10 + 2 * way.sees, 0, 0, way.prefill_chunk // 256, 0)
+    def read(model: ModelConfig, memory: int | None) -> Reading:
+        target = replace(find_target("rtx-4080"), memory=memory)
+        source = Source(Path("released"), model, {})
+        return Plan(source, target, Precision("int4"), 65_536, 1, Path("out")).reading
 
     seeing = replace(RELEASED, vision=VISION)
     usual = Reading(512, True)
-    fitting = {14: usual, 13: Reading(256, True), 12: Reading(512, False), 11: Reading(256, False)}
-    for limit, way in (fitting | {10: usual, None: usual}).items():
-        assert reading(seeing, limit, of) == way
-    assert reading(RELEASED, 11, of) == Reading(256, False)
+    ways = (usual, Reading(256, True), Reading(512, False), Reading(256, False))
+    needed = [
+        estimate(seeing, "int4", 65_536, 1, prefill_chunk=way.prefill_chunk, sees=way.sees).total
+        for way in ways
+    ]
+    assert needed == sorted(needed, reverse=True)
+    for limit, way in zip(needed, ways, strict=True):
+        assert read(seeing, limit) == way
+    assert read(seeing, needed[-1] - 1) == read(seeing, None) == usual
+    assert read(RELEASED, needed[-1]) == Reading(256, False)
 
 
 def test_shorter_passes_over_a_prompt_take_less() -> None:
@@ -102,9 +112,11 @@ def test_a_recipe_decides_what_each_weight_takes() -> None:
 
 
 def test_segments_are_the_weights_cut_up() -> None:
-    cut = segment_bytes(RELEASED, "nvfp4", 6)
+    cut = Weights(RELEASED, "nvfp4").segments()
     assert list(cut) == ["body_0", "body_1", "body_2", "body_3", "body_4", "head"]
-    assert sum(cut.values()) == sum(segment_bytes(RELEASED, "nvfp4", 30).values())
+    assert sum(cut.values()) == sum(
+        Weights(RELEASED, "nvfp4", layers_per_segment=30).segments().values()
+    )
     assert cut["body_0"] == pytest.approx(2.76e9, rel=0.02)  # as measured
 
 
@@ -120,24 +132,26 @@ def test_scores_of_wide_heads_are_bounded() -> None:
 
 
 def test_what_passes_between_engines_counts() -> None:
-    """It counts new keys and values of 512 tokens and six hidden states of 2,048."""
+    """These are new keys and values of 512 tokens, and six hidden states of 2,048."""
     need = estimate(RELEASED, "bf16", 32_768, 8)
     new = 512 * (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2
     states = (6 * 2048 + 2 * 2048) * 2816 * 2
     assert need.buffers == new + states + 2 * 512 * 32_768 * 2
-    assert need.total == need.weights + need.code + need.kv_cache + need.workspace + need.buffers
+    assert need.total == sum(asdict(need).values())
+    assert need.contexts
     on_cpu = estimate(RELEASED, "bf16", 32_768, 8, on_cpu=True)
     assert on_cpu.buffers == CPU_PROCESS
 
 
 def test_int4_is_packed_on_a_cpu_too() -> None:
-    """What is not quantized is widened there, and so is every other format."""
+    """Unquantized weights and those in other formats are widened to float32 there."""
     on_gpu, on_cpu = (
-        sum(segment_bytes(RELEASED, "int4", 6, on_cpu=on_cpu).values()) for on_cpu in (False, True)
+        sum(Weights(RELEASED, "int4", on_cpu=on_cpu).segments().values())
+        for on_cpu in (False, True)
     )
     table = RELEASED.vocab_size * RELEASED.hidden_size
     assert 12.9e9 < on_gpu - 2 * table < 13.2e9
     assert 15.2e9 < on_cpu - table < 15.6e9
-    widened = sum(segment_bytes(RELEASED, "nvfp4", 6, on_cpu=True).values())
-    # The table that the head's products see is apart from the one for lookups.
-    assert widened == sum(segment_bytes(RELEASED, "fp32", 6).values()) + 4 * table
+    widened = sum(Weights(RELEASED, "nvfp4", on_cpu=True).segments().values())
+    # The head's products have a table of their own, besides the one for lookups.
+    assert widened == sum(Weights(RELEASED, "fp32").segments().values()) + 4 * table

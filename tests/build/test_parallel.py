@@ -13,7 +13,7 @@ from canvasrt.errors import CanvasError
 
 
 class Load:
-    """What runs now, and the most that ran at once."""
+    """The memory of the running tasks, and its peak."""
 
     def __init__(self) -> None:
         self.now, self.most, self.lock = 0, 0, threading.Lock()

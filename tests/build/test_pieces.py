@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.plan import BuildOptions
-from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.build.options import BuildOptions
+from canvasrt.bundle import Bundle, Manifest, load_bundle
+from canvasrt.engine_profiles import passes_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize_graphs
-from canvasrt.kernels.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT, is_own
-from canvasrt.kernels.group import EXPERTS, ROUTING
-from canvasrt.kernels.predict import Predictor
-from canvasrt.kernels.rates import find_gpu
 from canvasrt.pipeline import plan_all
 from canvasrt.recipes.recipe import load_recipe
+from canvasrt.roofline.cost import ROW_ROUNDING, ROW_SORT, SORTED_PRODUCT, is_own
+from canvasrt.roofline.group import EXPERTS, ROUTING
+from canvasrt.roofline.predict import Predictor
+from canvasrt.roofline.rates import find_gpu
 from canvasrt.sorted_rows.description import SortedSegment
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
@@ -33,8 +34,8 @@ Built = Callable[..., tuple[Bundle, str]]
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return small_graphs(tmp_path_factory.mktemp("pieces"))
+def graphs() -> Bundle:
+    return small_graphs()
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,8 @@ def test_a_bundle_has_pieces_weights_and_kernels_for_each_gpu(bundle: Bundle) ->
     assert (body["file"], body["layers"]) == ("body_0.sorted.json", [0, 1])
     assert not {"capacity", "gate_rows", "gate_queues"} & set(body["profiles"][1])
     assert bundle.manifest.options["experts"] == "sorted"
+    earlier = {name: value for name, value in bundle.manifest.data.items() if name != "passes"}
+    assert passes_of(Manifest(earlier)) == passes_of(bundle.manifest)
     assert "triton" in bundle.manifest.made_by
     segment = SortedSegment.read(bundle.file(body["file"]))
     for file, sha256 in segment.pieces:
@@ -131,26 +134,22 @@ def test_kernels_are_predicted_with_ours_among_them(bundle: Bundle) -> None:
     assert {row.place.layer for row in rows if row.place.part == "attention"} == {0, 1}
 
 
-@pytest.mark.parametrize(("target", "rate"), [("rtx-pro-6000", "fp4"), ("dgx-spark", "bf16")])
-def test_nvfp4_experts(
-    target: str, rate: str, graphs: Bundle, folder: Path, command: Command
-) -> None:
-    """One more kernel rounds the tokens. Codes are multiplied as they are where Triton has that."""
-    small, out = folder / "graphs-nvfp4", folder / f"nvfp4-{target}"
-    if not small.exists():
-        recipe = load_recipe("nvfp4")
-        amax = dict.fromkeys(recipe.formats(graphs.manifest.model), 6.0)
-        quantize_graphs(graphs.path, small, recipe, calibration=Calibration(amax=amax))
-    done = command("build", small, "-t", target, "-o", out, *OPTIONS)
+def test_nvfp4_experts(graphs: Bundle, folder: Path, command: Command) -> None:
+    """One more kernel rounds the tokens. Tensor cores take the codes directly."""
+    small, out = folder / "graphs-nvfp4", folder / "nvfp4"
+    recipe = load_recipe("nvfp4")
+    amax = dict.fromkeys(recipe.formats(graphs.manifest.model), 6.0)
+    quantize_graphs(graphs.path, small, recipe, calibration=Calibration(amax=amax))
+    done = command("build", small, "-t", "rtx-pro-6000", "-o", out, *OPTIONS)
     assert done.returncode == 0, done.stderr
     predictor = Predictor(load_bundle(out, "engines", check=True))
-    rows = predictor.denoise(find_gpu(target), 1, 512).rows
+    rows = predictor.denoise(find_gpu("rtx-pro-6000"), 1, 512).rows
     ours = [row for row in rows if is_own(row.kernel) and row.place.layer == 1]
     assert [row.kernel.kind for row in ours] == [ROW_SORT, ROW_ROUNDING, *2 * [SORTED_PRODUCT]]
     assert [row.place.part for row in ours] == [ROUTING, *3 * [EXPERTS]]
     _, rounding, gate_up, down = (row.cost for row in ours)
     size, inner, experts = (SHAPE[each] for each in ("hidden_size", "moe_intermediate_size", "num_experts"))  # fmt: skip
-    assert {gate_up.format, down.format} == {rate}
+    assert {gate_up.format, down.format} == {"fp4"}
     assert rounding.moved == 256 * size * (2 + 9 / 16)
     tokens = 256 * SHAPE["top_k_experts"]
     weights = experts * 2 * inner * (size * 9 / 16 + 4)
@@ -178,7 +177,7 @@ def plans(graphs: Any, target: str, **options: Any) -> Any:
 
 
 def test_a_plan_counts_rows_in_place_of_slots() -> None:
-    """The released model's pass writes [experts, slots, width]; sorted rows are as many as tokens have choices."""
+    """The released model's pass writes [experts, slots, width]; with sorted rows, one row per token and chosen expert."""
     ours, slots = (
         plans("demo", "rtx-4090", precision="int4", experts=e) for e in ("sorted", "slots")
     )

@@ -8,8 +8,8 @@ import pytest
 
 from canvasrt.build.profile_ranges import profiles, to_json
 from canvasrt.engine_profiles import Profiles
-from canvasrt.kernels.predict import CallSizes
-from canvasrt.runtime.gpu.shape_choice import PassShapes
+from canvasrt.pass_shapes import plan_passes
+from canvasrt.roofline.predict import CallSizes
 from tests.helpers.configs import RELEASED
 
 BODY = {"name": "body_0", "layers": [0, 1, 2, 3, 4, 5]}
@@ -17,7 +17,7 @@ HEAD = {"name": "head"}
 
 
 def test_profiles_of_the_released_model() -> None:
-    made = profiles(BODY, RELEASED, max_context=32_768, max_batch=4)
+    made = profiles(BODY, RELEASED, plan_passes(RELEASED, 32_768, 4))
     assert {
         name: {key: (size.min, size.opt, size.max) for key, size in sizes.items()}
         for name, sizes in made.items()
@@ -50,7 +50,7 @@ def test_profiles_of_the_released_model() -> None:
             "octets_sliding": (1, 128, 128),
         },
     }
-    head = profiles(HEAD, RELEASED, max_context=32_768, max_batch=4)
+    head = profiles(HEAD, RELEASED, plan_passes(RELEASED, 32_768, 4))
     assert list(head) == ["denoise", "denoise_batch", "denoise_small"]
     assert to_json(head)[2]["length"] == {"min": 32, "opt": 64, "max": 128}
     assert all(made["encode"]["length"].holds(size) for size in (32, 64, 128))
@@ -62,31 +62,35 @@ def test_profiles_of_the_released_model() -> None:
 
 
 def test_one_request_at_a_time_has_no_profile_for_more() -> None:
-    assert list(profiles(BODY, RELEASED, 4096, 1)) == ["encode", "denoise"]
+    assert list(profiles(BODY, RELEASED, plan_passes(RELEASED, 4096, 1))) == ["encode", "denoise"]
 
 
 def test_a_segment_has_the_pasts_of_its_layers() -> None:
-    for sizes in profiles({**BODY, "layers": [0, 1]}, RELEASED, 4096, 1).values():
+    for sizes in profiles(
+        {**BODY, "layers": [0, 1]}, RELEASED, plan_passes(RELEASED, 4096, 1)
+    ).values():
         assert "octets_sliding" in sizes
         assert "octets_full" not in sizes
 
 
 def test_experts_have_the_slots_that_passes_ask_for() -> None:
-    """See `canvasrt.pass_shapes`: as many as even routing needs, or for up to 256 tokens of one request all of them."""
+    """See `canvasrt.pass_shapes`: enough for even routing, or one per token for up to 256 tokens of one request."""
     small = replace(RELEASED, num_experts=4, top_k_experts=2)
-    found = {n: p["capacity"].max for n, p in profiles(BODY, small, 4096, 4).items()}
+    found = {
+        n: p["capacity"].max for n, p in profiles(BODY, small, plan_passes(small, 4096, 4)).items()
+    }
     assert found == {"encode": 384, "denoise": 256, "denoise_batch": 704}
-    assert profiles(BODY, RELEASED, 300, 1)["encode"]["capacity"].max == 256
+    assert profiles(BODY, RELEASED, plan_passes(RELEASED, 300, 1))["encode"]["capacity"].max == 256
 
 
 def test_pasts_are_whole_units() -> None:
-    made = profiles(BODY, RELEASED, 4100, 1)["encode"]
+    made = profiles(BODY, RELEASED, plan_passes(RELEASED, 4100, 1))["encode"]
     assert (8 * made["octets_full"].max, 8 * made["octets_sliding"].max) == (4160, 1024)
 
 
 def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
     packed = {**BODY, "quantized": {"layers.0.experts.gate_up": "nvfp4"}}
-    made = profiles(packed, RELEASED, max_context=32_768, max_batch=4)
+    made = profiles(packed, RELEASED, plan_passes(RELEASED, 32_768, 4))
     rows = {
         name: (sizes["gate_rows"].max, sizes["gate_queues"].max) for name, sizes in made.items()
     }
@@ -94,23 +98,23 @@ def test_a_lone_canvas_in_nvfp4_feeds_all_tokens_to_every_expert() -> None:
 
 
 def test_prompts_may_be_read_a_canvas_at_a_time() -> None:
-    made = profiles(BODY, RELEASED, 8192, 1, prefill_chunk=256)["encode"]
+    made = profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1, 256))["encode"]
     assert made["length"].max == made["capacity"].max == 256
-    assert profiles(BODY, RELEASED, 8192, 1)["encode"]["length"].max == 512
+    assert profiles(BODY, RELEASED, plan_passes(RELEASED, 8192, 1))["encode"]["length"].max == 512
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("context", [1024, 32_768, 262_144])
 def test_every_canvas_takes_the_program_that_is_built_for_canvases(form: str, context: int) -> None:
-    """Whatever its slots: a program for any number of tokens has more kernels."""
+    """With any number of slots: a program for variable numbers of tokens has more kernels."""
     entry = {**BODY, "quantized": {"layers.0.experts.gate_up": form}}
-    made = to_json(profiles(entry, RELEASED, context, 1))
-    picked = {}
-    slots = Profiles(made).largest("capacity", {"batch": 1, "length": 512})
-    for shape in PassShapes(RELEASED, 512, context, 1, slots):
+    passes = plan_passes(RELEASED, context, 1)
+    made = to_json(profiles(entry, RELEASED, passes))
+    picked: dict[int, set[str]] = {}
+    for shape in passes:
         sizes = CallSizes(shape.batch, shape.length, shape.width, shape.capacity)
         tokens = form == "nvfp4" and shape.length == RELEASED.canvas_length
-        number = Profiles(made).pick(sizes.dims(RELEASED, context, shared=tokens))
+        number = Profiles(made).pick(sizes.dims(RELEASED, passes, shared=tokens))
         assert number is not None
         picked.setdefault(shape.length, set()).add(made[number]["name"])
     assert picked.pop(256) == {"denoise"}

@@ -9,11 +9,10 @@ import onnx_ir as ir
 import pytest
 
 from canvasrt.build.cache_keys import quantized_from
-from canvasrt.build.plan import BuildOptions
+from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle
 from canvasrt.graphs import lowbits
 from canvasrt.pipeline import build_all, graphs_of, plan_all
-from canvasrt.progress import no_progress
 from canvasrt.targets import parse_targets
 
 Arrays = dict[str, np.ndarray]
@@ -27,11 +26,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
     )
     assert quantized_from(cpu) == quantized_from(gpu)
     ((_, bundle),) = build_all([cpu])
-    return graphs_of(gpu, no_progress), bundle
+    return graphs_of(gpu), bundle
 
 
 def bytes_of(file: Path) -> dict[str, bytes]:
-    """Each initializer of a graph that lies outside of it."""
+    """The external initializers of a graph."""
     found = {}
     for name, value in ir.load(file).graph.initializers.items():
         tensor = value.const_value
@@ -43,7 +42,7 @@ def bytes_of(file: Path) -> dict[str, bytes]:
 
 
 def joined(stored: dict[str, bytes], name: str) -> bytes:
-    """A tensor, or the parts that it was cut into."""
+    """A tensor, joined if it was cut into parts."""
     if name in stored:
         return stored[name]
     parts = {int(key.rpartition(".")[2]): key for key in stored if key.startswith(f"{name}.")}
@@ -61,7 +60,7 @@ def test_codes_and_scales_are_the_same(pair: tuple[Bundle, Bundle]) -> None:
             (own,) = (each for each in packed if each.startswith(name) and ".values" in each)
             stem = own.removesuffix(".values")
             codes = np.frombuffer(joined(lowered, f"{stem}.codes"), np.uint8)
-            # The CPU's are unsigned, so each is 8 more: its highest bit is turned over.
+            # The CPU's codes are unsigned (plus 8), so their highest bit is flipped.
             assert (codes ^ 0x88).tobytes() == packed[own], name
             scales = np.frombuffer(packed[f"{stem}.block_scales"], np.uint16)
             wide = np.frombuffer(joined(lowered, f"{stem}.scales"), np.float32)

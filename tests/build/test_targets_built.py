@@ -10,20 +10,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from canvasrt.build.plan import BuildOptions, Plan
+from canvasrt.build.options import BuildOptions
+from canvasrt.build.plan import Plan
 from canvasrt.build.precision import parse_precision
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.pipeline import build_all, graphs_of, plan_all
-from canvasrt.progress import no_progress
+from canvasrt.progress import listening
 from canvasrt.targets import find_target, parse_targets
 from tests.conftest import Command
+
+pytestmark = pytest.mark.acceptance
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
@@ -53,19 +55,20 @@ def test_one_command_builds_each_target_at_its_first_precision(
     for target, precision in TARGETS.items():
         manifest = load_bundle(demo / target, kind="engines", check=True).manifest
         assert manifest.options["precision"] == precision
-        # The manifest keeps, segment by segment, what a recipe quantized.
+        # The manifest records the quantized weights of every segment.
         formats = {
             form for each in manifest.segments for form in each.get("quantized", {}).values()
         }
         recipe = parse_precision(find_target(target).default).recipe
         assert formats == ({rule.choice.format for rule in recipe.rules} if recipe else set())
+    for target in ("cpu", "rtx-5090"):
         shown = command("inspect", demo / target).stdout
-        assert f"precision {precision}" in shown
+        assert f"precision {TARGETS[target]}" in shown
         assert ("denoise_batch" in shown) == (target != "cpu")
 
 
-def test_one_command_builds_int4_for_cards_and_a_cpu(tmp_path: Path, command: Command) -> None:
-    targets = ("rtx-3090", "rtx-4090", "cpu")
+def test_one_command_builds_int4_for_a_card_and_a_cpu(tmp_path: Path, command: Command) -> None:
+    targets = ("rtx-4090", "cpu")
     out = ("--precision", "int4", "-o", tmp_path / "all")
     done = command("build", "demo", "--target", ",".join(targets), *out, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -74,13 +77,12 @@ def test_one_command_builds_int4_for_cards_and_a_cpu(tmp_path: Path, command: Co
         assert done.returncode == 0, done.stderr
 
 
-def test_the_kernels_of_every_gpu_s_engines_are_shown(demo: Path, command: Command) -> None:
-    for target in TARGETS:
+def test_the_kernels_of_engines_are_shown(demo: Path, command: Command) -> None:
+    done = command("inspect", demo / "cpu", "--kernels")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has no kernel lists" in done.stderr
+    for target in ("rtx", "rtx-5090"):  # for several capabilities, and for one
         done = command("inspect", demo / target, "--kernels", "--batch", "2")
-        if target == "cpu":
-            assert (done.returncode, done.stdout) == (1, "")
-            assert "has no kernel lists" in done.stderr
-            continue
         assert "A prediction, not a measurement" in done.stdout, done.stderr
         shown = json.loads(command("inspect", demo / target, "--kernels", "--json").stdout)
         for made in shown["passes"].values():
@@ -89,16 +91,10 @@ def test_the_kernels_of_every_gpu_s_engines_are_shown(demo: Path, command: Comma
             assert {row["layer"] for row in made["each"]} == {None, 0, 1, 2, 3}
 
 
-def test_built_again_it_does_no_work_and_is_done_at_once(demo: Path, command: Command) -> None:
-    def again() -> float:
-        start = time.monotonic()
-        done = command("build", "demo", "--target", ",".join(TARGETS), "-o", demo)
-        assert done.stdout.count("up to date") == len(TARGETS), done.stderr
-        assert "building" not in done.stderr
-        return time.monotonic() - start
-
-    # Other tests may slow the machine down, but not three times in a row.
-    assert min(again() for _ in range(3)) < 2
+def test_built_again_it_does_no_work(demo: Path, command: Command) -> None:
+    done = command("build", "demo", "--target", ",".join(TARGETS), "-o", demo)
+    assert done.stdout.count("up to date") == len(TARGETS), done.stderr
+    assert "building" not in done.stderr
 
 
 def test_another_target_reuses_the_export_and_the_quantization(
@@ -146,9 +142,9 @@ EXPORT_EXTRA = [
 def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
     demo: Path, tmp_path: Path
 ) -> None:
-    """As a package does at its first start."""
+    """As at a package's first start."""
     (plan,) = plan_all("demo", parse_targets("rtx-5090"), tmp_path / "out", BuildOptions())
-    graphs = graphs_of(plan, no_progress)
+    graphs = graphs_of(plan)
     arguments = ["build", str(graphs.path), "--target", "dgx-spark", "-o", str(tmp_path / "out")]
     code = BLOCKER.format(blocked=EXPORT_EXTRA, arguments=[*arguments, "--max-batch", "1"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -159,7 +155,7 @@ def test_quantized_graphs_are_built_with_neither_torch_nor_the_export_installed(
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The random checkpoint, in bf16, and as ModelOpt quantizes it to NVFP4."""
-    from canvasrt.export import synthetic
+    from bench import synthetic
 
     folder = tmp_path_factory.mktemp("narrow")
     for form in ("bf16", "nvfp4"):
@@ -167,26 +163,32 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {form: folder / form for form in ("bf16", "nvfp4")}
 
 
-def fake_calibrate(graphs: Bundle, recipe: Any, *rest: Any) -> Any:
+def fake_calibrate(weights: Any, recipe: Any, *rest: Any) -> Any:
     """Replaces generating from prompts, which takes minutes at this vocabulary and is tested elsewhere."""
     from canvasrt.export.quantize.calibrate import Calibration
 
-    return Calibration(amax=dict.fromkeys(recipe.formats(graphs.manifest.model), 8.0))
+    return Calibration(amax=dict.fromkeys(recipe.formats(weights.config), 8.0))
 
 
 def build_narrow(
     source: Path, targets: str, precision: str | None, out: Path, said: list[str] | None = None
 ) -> Sequence[tuple[Plan, Bundle]]:
-    plans = plan_all(source, parse_targets(targets), out, BuildOptions(precision, max_batch=2))
-    return build_all(plans, lambda what, *_: said.append(what) if said is not None else None)
+    file = None
+    if precision == "fp8":  # the checkpoint has no tokenizer
+        file = out.with_suffix(".jsonl")
+        file.write_text('{"prompt_ids": [5, 6, 7]}\n')
+    options = BuildOptions(precision, max_batch=2, calibration=file)
+    plans = plan_all(source, parse_targets(targets), out, options)
+    with listening(lambda what, *_: said.append(what) if said is not None else None):
+        return build_all(plans)
 
 
 @pytest.mark.parametrize(
     ("form", "precision", "targets"),
     [
-        ("nvfp4", None, "rtx-5090,rtx-pro-6000,dgx-spark"),
-        ("bf16", "fp8", "rtx-4090,rtx-5090,dgx-spark"),
-        ("bf16", "bf16", "rtx-4090,rtx-pro-6000,dgx-spark"),
+        ("nvfp4", None, "rtx-5090,rtx-pro-6000"),
+        ("bf16", "fp8", "rtx-4090,dgx-spark"),
+        ("bf16", "bf16", "rtx-4090"),
     ],
 )
 def test_the_released_head_sizes_experts_and_vocabulary(
@@ -197,7 +199,7 @@ def test_the_released_head_sizes_experts_and_vocabulary(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("canvasrt.export.quantize.quantize.calibrate", fake_calibrate)
+    monkeypatch.setattr("canvasrt.export.graphs.calibrate", fake_calibrate)
     said: list[str] = []
     made = build_narrow(narrow[form], targets, precision, tmp_path / "out", said)
     for plan, bundle in made:

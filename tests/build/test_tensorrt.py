@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from canvasrt.build import compile
-from canvasrt.build.plan import BuildOptions
+from canvasrt.build import plan as planning
+from canvasrt.build.options import BuildOptions
 from canvasrt.build.profile_ranges import Profile
-from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.bundle import Bundle, Manifest, load_bundle
 from canvasrt.cache import EngineCache
+from canvasrt.engine_profiles import passes_of
 from canvasrt.errors import CanvasError
 from canvasrt.machine import gpus
+from canvasrt.pass_shapes import plan_passes
 from canvasrt.pipeline import build_all, build_bundle, plan_all
+from canvasrt.progress import listening
 from canvasrt.targets import parse_targets
 from tests.conftest import Command
+from tests.helpers import library
 from tests.helpers.quantized import small_graphs
 
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
-TARGETS = {"rtx": "8.6, 8.9, 12.0", "rtx-4090": "8.9", "rtx-pro-6000": "12.0", "dgx-spark": "12.1"}
+TARGETS = {"rtx": "8.6, 8.9, 12.0", "rtx-4090": "8.9"}
 OPTIONS = {"max_context": 1024, "max_batch": 2}
 
 Built = Callable[..., tuple[Bundle, list[str]]]
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def graphs() -> Bundle:
     """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
-    return small_graphs(tmp_path_factory.mktemp("tensorrt"))
+    return small_graphs()
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return library.empty_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
@@ -46,20 +53,17 @@ def built(graphs: Bundle, cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     def make(target: str, name: str = "engines", kept: Path = cache) -> tuple[Bundle, list[str]]:
         monkeypatch.setenv("CANVASRT_CACHE", str(kept))
         said: list[str] = []
-        bundle = build_bundle(
-            graphs.path,
-            target,
-            tmp_path / name,
-            BuildOptions(**OPTIONS),
-            progress=lambda what, *_: said.append(what),
-        )
+        with listening(lambda what, *_: said.append(what)):
+            bundle = build_bundle(graphs.path, target, tmp_path / name, BuildOptions(**OPTIONS))
         return bundle, list(dict.fromkeys(said))
 
     return make
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: Bundle) -> None:
+def test_targets_of_one_and_of_several_gpus_are_built(
+    target: str, built: Built, graphs: Bundle
+) -> None:
     bundle, said = built(target)
     manifest = load_bundle(bundle.path, kind="engines", check=True).manifest
     assert manifest.target is not None
@@ -73,6 +77,10 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
     assert set(manifest.files) == engines | lists | {"embedding.bin", "host_head.bin"}
     assert {each["kernels"] for each in manifest.segments} == lists
     assert manifest.files["embedding.bin"] == graphs.manifest.files["embedding.bin"]
+    assert passes_of(manifest) == plan_passes(manifest.model, **OPTIONS)
+    # Earlier versions listed no plan.
+    earlier = {name: value for name, value in manifest.data.items() if name != "passes"}
+    assert passes_of(Manifest(earlier)) == passes_of(manifest)
     body, head = manifest.segments
     assert (body["file"], body["layers"]) == ("body_0.engine", [0, 1])
     assert [profile["name"] for profile in body["profiles"]] == [
@@ -98,50 +106,84 @@ def test_every_rtx_target_with_bf16_is_built(target: str, built: Built, graphs: 
 def test_a_build_into_another_folder_takes_the_engines_from_the_cache(
     built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, _ = built("rtx-pro-6000", "first")
-    second, said = built("rtx-pro-6000", "second")
-    assert "reusing body_0 for rtx-pro-6000" in said
+    first, _ = built("rtx-4090", "first")
+    second, said = built("rtx-4090", "second")
+    assert "reusing body_0 for rtx-4090" in said
     assert not any("building" in line for line in said)
     assert second.manifest == first.manifest
     assert second.file("head.engine").samefile(first.file("head.engine"))
     assert second.file("head.kernels.json.gz").samefile(first.file("head.kernels.json.gz"))
-    again, said = built("rtx-pro-6000", "second")
+    again, said = built("rtx-4090", "second")
     assert again.manifest == second.manifest
     assert not any("reusing" in line for line in said)
     monkeypatch.setattr("canvasrt.extras.version", lambda name: "99.0")
     with pytest.raises(CanvasError, match=r"by tensorrt-rtx [\d.]+, but 99\.0 is installed now"):
-        built("rtx-pro-6000", "second")
+        built("rtx-4090", "second")
 
 
-def test_several_targets_share_an_export_a_precision(
+def test_several_targets_share_an_export(
     built: Built, graphs: Bundle, tmp_path: Path, command: Command
 ) -> None:
     """The fixture's export is repeated byte for byte, so its engines are reused."""
-    for target in ("rtx-4090", "rtx-pro-6000"):
+    for target in TARGETS:
         built(target, target)
-    checkpoint, out = graphs.path.parent / "checkpoint", tmp_path / "out"
+    checkpoint, out = library.checkpoint("small"), tmp_path / "out"
     said: list[str] = []
-    targets = parse_targets("cpu,rtx-4090,rtx-pro-6000")
-    plans = plan_all(checkpoint, targets, out, BuildOptions("bf16", **OPTIONS))
-    made = build_all(plans, lambda what, *_: said.append(what))
-    assert [plan.precision.name for plan, _ in made] == ["fp32", "bf16", "bf16"]
+    plans = plan_all(
+        checkpoint, parse_targets(",".join(TARGETS)), out, BuildOptions("bf16", **OPTIONS)
+    )
+    with listening(lambda what, *_: said.append(what)):
+        made = build_all(plans)
+    assert [plan.precision.name for plan, _ in made] == ["bf16", "bf16"]
     assert [line for line in dict.fromkeys(said) if not line.startswith("checking")] == [
-        "exporting graphs (fp32)",
-        "copying graphs for cpu",
         "exporting graphs (bf16)",
-        *(f"reusing {name} for rtx-4090" for name in ("body_0", "head")),
-        *(f"reusing {name} for rtx-pro-6000" for name in ("body_0", "head")),
+        *(f"reusing {name} for {target}" for target in TARGETS for name in ("body_0", "head")),
     ]
-    assert sorted(path.name for path in out.iterdir()) == ["cpu", "rtx-4090", "rtx-pro-6000"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(TARGETS)
     shown = command("inspect", out / "rtx-4090").stdout
     assert "compute_capability 8.9" in shown
     assert "denoise_batch  batch 2" in shown
 
 
+def without_tensorrt(job: compile.Job, children: compile.Children) -> compile.Compiled:
+    """Stands for a builder that is quick."""
+    job.engine.write_bytes(f"engine of {job.graph.stem}".encode())
+    job.kernels.write_bytes(b"kernels")
+    return compile.Compiled(10**6)
+
+
+def test_large_graphs_go_as_their_engines_are_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of them serves a second build. Without its engine, a segment's graph is written again."""
+    monkeypatch.setenv("CANVASRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planning, "KEPT_GRAPHS", 0)
+    monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)
+    checkpoint, said = library.checkpoint("small"), list[str]()
+
+    def build(out: str, **options: Any) -> Bundle:
+        said.clear()
+        with listening(lambda what, *_: said.append(what)):
+            chosen = BuildOptions("int4", **OPTIONS, **options)
+            return build_bundle(checkpoint, "rtx-4090", tmp_path / out, chosen)
+
+    first = build("first")
+    (graphs,) = (tmp_path / "cache" / "graphs").iterdir()
+    assert not list(graphs.glob("body_*.bin"))
+    assert (graphs / "embedding.bin").exists()
+    assert build("second").manifest == first.manifest
+    assert not any(line.startswith(("quantizing", "building")) for line in said)
+    shutil.rmtree(tmp_path / "cache" / "engines")
+    assert build("third", keep_graphs=True).manifest == first.manifest
+    assert {"quantizing", "building body_0 for rtx-4090"} <= set(said)
+    assert list(graphs.glob("body_*.bin"))
+
+
 @pytest.mark.parametrize("name", ["head.engine", "head.kernels.json.gz"])
 def test_a_damaged_file_in_the_cache_is_built_again(
-    name: str, built: Built, tmp_path: Path
+    name: str, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)
     own = tmp_path / "own"
     first, _ = built("rtx-4090", "first", own)
     file = first.file(name)
@@ -155,11 +197,10 @@ def test_a_damaged_file_in_the_cache_is_built_again(
 def test_a_builder_that_takes_more_memory_than_planned_is_found_out(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one would that computes the pieces of attention side by side."""
-    compile_graph = compile.compile_graph
+    """Such as one that computes the pieces of attention side by side."""
 
     def greedy(job: compile.Job, children: compile.Children) -> compile.Compiled:
-        made = compile_graph(job, children)
+        made = without_tensorrt(job, children)
         return compile.Compiled(25 * 10**9) if job.graph.stem == "body_0" else made
 
     monkeypatch.setattr("canvasrt.build.compile.compile_graph", greedy)
@@ -172,13 +213,13 @@ def test_an_interrupted_build_goes_on_where_it_was(
     built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
-    compile_graph = compile.compile_graph
 
     def interrupted(job: compile.Job, children: compile.Children) -> compile.Compiled:
         if job.graph.stem == "head":
             raise KeyboardInterrupt
-        return compile_graph(job, children)
+        return without_tensorrt(job, children)
 
+    monkeypatch.setattr("canvasrt.build.compile.compile_graph", without_tensorrt)
     with monkeypatch.context() as patch:
         patch.setattr("canvasrt.build.compile.compile_graph", interrupted)
         patch.setattr("canvasrt.build.tensorrt.available_bytes", lambda: 10**9)  # one by one
@@ -252,7 +293,7 @@ def test_without_a_gpu_verify_names_what_can_be_verified(
     built: Built, graphs: Bundle, command: Command
 ) -> None:
     bundle, _ = built("rtx-4090")
-    done = command("verify", bundle.path, "--reference", graphs.path.parent / "checkpoint")
+    done = command("verify", bundle.path, "--reference", library.checkpoint("small"))
     assert done.returncode == 1
     error, hint = done.stderr.strip().splitlines()[-2:]
     assert "built for rtx-4090, and this machine has no GPU" in error

@@ -1,8 +1,7 @@
 """The builder's calls, against the API of the real `tensorrt` bindings.
 
 A real build runs through `tensorrt_rtx`, and every name it uses is recorded. TensorRT's bindings
-are a wheel on PyPI. They import without TensorRT's libraries, which our index does not have, if
-stubs take their place.
+are a wheel on PyPI. They import without TensorRT's libraries if stubs replace those.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ UNSEEN = {
     ("IStreamWriter", "write", "call"),
 }
 
-# What TensorRT-RTX alone has, which the builder looks for before it uses it.
+# Names that only TensorRT-RTX has; the builder checks for them first.
 OPTIONAL = {("BuilderFlag", "REQUIRE_USER_ALLOCATION", "get")}
 
 # Class (or "" for the module), name, and how it was used: get, set or call.
@@ -67,7 +66,7 @@ class Recorder:
         return value if any(value is each for each in SUBCLASSED) else self._wrapped(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "__class__":  # Python's own, which turns a layer into its specific class
+        if name != "__class__":  # Python's own, by which a layer gets its specific class
             self._note(name, "set")
         setattr(self._real, name, _real(value))
 
@@ -100,7 +99,7 @@ def _class_name(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def uses(tmp_path_factory: pytest.TempPathFactory) -> list[Use]:
-    """Return what a build uses of the module, without a named GPU, as with TensorRT."""
+    """Return a build's uses of the module, without a named GPU, as with TensorRT."""
     folder = tmp_path_factory.mktemp("recorded")
     shape = ["batch", 2, 64, 64]
     names = ("query", "key", "value")
@@ -191,7 +190,7 @@ print(json.dumps({"version": api.__version__, "answers": answers}))
 
 
 def test_a_build_takes_what_is_known_of_it(uses: list[Use]) -> None:
-    """Otherwise the recorder sees too little, and the comparison below proves nothing."""
+    """The recorder must see known uses. Otherwise the comparison below proves nothing."""
     assert {
         ("", "Builder", "get"),
         ("Builder", "__init__", "call"),

@@ -10,28 +10,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from canvasrt.build.memory import Reading
-from canvasrt.build.plan import BuildOptions, Plan
+from canvasrt.build.options import BuildOptions
+from canvasrt.build.plan import Plan, Reading
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import ROOMY
 from canvasrt.pipeline import build_all, build_bundle, graphs_of, plan_all
-from canvasrt.progress import no_progress
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend
-from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
+from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.targets import Target, find_target, parse_targets
 from tests.helpers.fake_tensorrt import FakeCudaDevice, engine_file, fake_tensorrt
 from tests.helpers.pictures import noise, png
 from tests.helpers.random_models import BASE, random_model
 
+pytestmark = pytest.mark.acceptance
+
 pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
 
 OPTIONS = BuildOptions("int4", max_context=1024, max_batch=1)
-# Larger than what shorter passes save.
+# More bytes than shorter passes save.
 TOWER = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024}
 
 
@@ -75,7 +77,7 @@ def test_the_engines_leave_the_tower_out(built: tuple[Plan, Bundle]) -> None:
     assert segments(made) == ["body_0", "head"]
     assert not [file for file in made.manifest.files if "vision" in file]
     assert plan.fits
-    # Bodies have no slots for images either, which may not be cut.
+    # Bodies also lack the slots for images, whose tokens cannot be split.
     encode = made.manifest.segments[0]["profiles"][0]
     assert encode["length"]["max"] == 512
     assert encode["capacity"]["max"] == ROOMY
@@ -134,7 +136,7 @@ def test_they_answer_text_and_refuse_images(
 ) -> None:
     _, bundle = built
     (plan,) = plan_all(checkpoint, parse_targets("cpu"), tmp_path / "cpu", BuildOptions("fp32"))
-    graphs = graphs_of(plan, no_progress)
+    graphs = graphs_of(plan)
     model = opened(bundle, graphs, tmp_path / "fake")
     model.warm_up()
     wanted = texts(500, [9, 700])
@@ -145,6 +147,6 @@ def test_they_answer_text_and_refuse_images(
     assert config.vision is not None
     picture = read_picture(png(noise(90, 70, 1)), config.vision, 70)
     prompt = insert([7, config.image_token_id, 9], [picture], config)
-    assert not model.sees
+    assert not model.has_vision
     with pytest.raises(CanvasError, match="the engines have no vision tower"):
         Generator(model).run([Request(prompt, wanted[0].params, [picture])])

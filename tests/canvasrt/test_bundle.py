@@ -1,4 +1,4 @@
-"""Bundles: what a manifest records, and that no change goes unnoticed."""
+"""Bundles: the content of a manifest, and that every change is noticed."""
 
 from __future__ import annotations
 

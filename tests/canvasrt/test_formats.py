@@ -1,4 +1,4 @@
-"""The table of number formats: what it says must hold for whatever is added to it."""
+"""The rules of the table of number formats, which new formats must follow, too."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from canvasrt.formats import FORMATS, PLAIN, formats_of, most_demanding, weight_
 from canvasrt.targets import TARGETS
 
 ROOT = Path(__file__).parent.parent.parent
-# The table, and what each format needs beside it: its quantizer, and the layout of the checkpoints that hold it.
+# The table, and the modules that a format also needs: its quantizer, and the layout of checkpoints in it.
 NAMED_IN = {
     "canvasrt/formats.py",
     "export/quantize/quantizers.py",
-    "export/codes.py",
-    "export/int4.py",
+    "export/modelopt.py",
+    "export/compressed_tensors.py",
     # Experts over sorted rows: their kernels have a branch per format, and the plan refuses what these do not divide.
     "build/plan.py",
     "canvasrt/sorted_rows/ahead.py",
     "canvasrt/sorted_rows/description.py",
     "canvasrt/sorted_rows/predicted.py",
     "canvasrt/sorted_rows/stacks.py",
-    "canvasrt/kernels/cost.py",
+    "canvasrt/roofline/cost.py",
     "bench/rows.py",
-    # What GPUs and engines call numbers.
-    "canvasrt/kernels/rates.py",
+    # Names of number types in GPUs and engines.
+    "canvasrt/roofline/rates.py",
     "runtime/backends/tensorrt.py",
     # Defaults of targets, and tools that measure one format.
     "canvasrt/targets.py",
-    "export/synthetic.py",
+    "bench/synthetic.py",
     "bench/floor.py",
-    "bench/logits.py",
     "bench/predict.py",
-    "bench/build_full.py",
-    "bench/rounded.py",
-    "bench/llama.py",
+    "bench/build.py",
+    "bench/hour.py",
 }
 
 

@@ -1,22 +1,65 @@
-"""What is reported about this machine."""
+"""The report about this machine."""
 
 from __future__ import annotations
 
+import os
+
+import pytest
+
+from canvasrt import machine
+from canvasrt.errors import UsageError
 from canvasrt.machine import Gpu, description, memory_bytes, parse_gpu
 
 
 def test_lines_of_nvidia_smi() -> None:
-    line = "NVIDIA GeForce RTX 5090, 32607, 12.0, 580.65"
-    expected = Gpu("NVIDIA GeForce RTX 5090", 32_607 * 2**20, (12, 0), "580.65")
+    line = "NVIDIA GeForce RTX 5090, 32607, 12.0, 580.65, GPU-5a"
+    expected = Gpu("NVIDIA GeForce RTX 5090", 32_607 * 2**20, (12, 0), "580.65", "GPU-5a")
     assert parse_gpu(line) == expected
     assert parse_gpu("No devices were found") is None
-    assert parse_gpu("a, b, c, d") is None
+    assert parse_gpu("a, b, c, d, e") is None
 
 
 def test_unified_memory_counts_the_host_s() -> None:
-    gpu = parse_gpu("NVIDIA GB10, [N/A], 12.1, 580.65")
+    gpu = parse_gpu("NVIDIA GB10, [N/A], 12.1, 580.65, GPU-1")
     assert gpu is not None
     assert gpu.memory == memory_bytes()
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
+    """A machine with a small, older GPU first; CUDA would number the fastest one 0."""
+    made = [
+        Gpu(f"GPU {n}", 10**10, (8 + n, 0), "580", f"GPU-{each}")
+        for n, each in enumerate(("aa1", "bb2", "cc3"))
+    ]
+    monkeypatch.setattr(machine, "_listed", lambda: tuple(made))
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    return made
+
+
+@pytest.mark.parametrize("name", ["1", "GPU-bb2", "GPU-b"])
+def test_a_gpu_is_chosen_by_number_or_uuid(
+    name: str, three: list[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children see only that one."""
+    monkeypatch.setenv(machine.VISIBLE, "0,1")  # is removed again after the test
+    machine.use_gpu(name)
+    assert machine.gpus() == (three[1],)
+    assert os.environ[machine.VISIBLE] == "GPU-bb2"
+
+
+def test_only_visible_gpus_are_there(three: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.gpus() == tuple(three)
+    for names, seen in (("2,GPU-aa1", [2, 0]), ("", []), ("7", []), ("MIG-1", [0, 1, 2])):
+        monkeypatch.setenv(machine.VISIBLE, names)
+        assert machine.gpus() == tuple(three[number] for number in seen)
+
+
+@pytest.mark.parametrize("name", ["3", "GPU-d", "x", "0,1", ""])
+def test_a_gpu_that_is_not_there_is_refused(name: str, three: list[Gpu]) -> None:
+    with pytest.raises(UsageError, match="there is no GPU") as caught:
+        machine.use_gpu(name)
+    assert "1: GPU 1, GPU-bb2" in caught.value.hint
 
 
 def test_the_description_is_plausible() -> None:

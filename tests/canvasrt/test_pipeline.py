@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from canvasrt.build.plan import BuildOptions, plan
+from canvasrt.build.options import BuildOptions
+from canvasrt.build.plan import plan
 from canvasrt.build.source import find_source, hash_source
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.errors import CanvasError, UsageError
 from canvasrt.pipeline import build_bundle
+from canvasrt.progress import listening
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,8 @@ def test_the_same_build_again_does_no_work(graphs: Bundle, tmp_path: Path) -> No
     first = build_bundle(graphs.path, "cpu", out)
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     done: list[str] = []
-    again = build_bundle(graphs.path, "cpu", out, progress=lambda what, *_: done.append(what))
+    with listening(lambda what, *_: done.append(what)):
+        again = build_bundle(graphs.path, "cpu", out)
     assert again.manifest == first.manifest
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert not any("copying graphs" in what for what in done)

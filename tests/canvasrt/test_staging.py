@@ -125,7 +125,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     assert process.stdout.readline() == "writing\n"
     assert everything_in(tmp_path) != []
     process.send_signal(number)
-    assert process.wait(timeout=20) != 0
+    assert process.wait(timeout=60) != 0
     process.stdout.close()
     assert everything_in(tmp_path) == []
 

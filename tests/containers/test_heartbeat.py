@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from canvasrt.containers.heartbeat import Heartbeat, acknowledged, silence, silence_at
 
@@ -35,6 +38,21 @@ def test_no_beat_looks_like_one_of_long_ago(tmp_path: Path) -> None:
         beating.stdin.close()
     # The machine may be busy; a beat of long ago is as old as the machine's last start.
     assert longest < min(30, time.monotonic() / 2)
+
+
+def test_a_full_disk_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file without space behind it would end the process at its first beat."""
+    Heartbeat.at(tmp_path / "one")
+    assert (tmp_path / "one").stat().st_blocks
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Heartbeat.at(tmp_path / "two")
 
 
 def test_silence_grows_until_the_next_beat(tmp_path: Path) -> None:

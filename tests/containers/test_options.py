@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from canvasrt.containers.openai.body import OWN
 from canvasrt.containers.openai.options import FrontOptions
-from canvasrt.containers.openai.schema import OWN
 from canvasrt.containers.triton.options import ModelOptions
 from canvasrt.errors import CanvasError
 
@@ -22,11 +22,12 @@ SERVING = [*(ROOT / "containers").rglob("*.py"), *(ROOT / "canvasrt" / "cli").rg
 # These describe a manifest, or set the reference up; they pass nothing on.
 REPORTS = {
     *("canvasrt/cli/inspect.py", "canvasrt/cli/bench.py", "canvasrt/cli/against.py"),
+    "canvasrt/cli/bench_options.py",
     "canvasrt/cli/verify.py",  # a question type's fitted temperature
     "containers/serve/serve.py",  # the checkpoint's canvas_length
-    # Shapes of OpenAI's that say them in their own way.
-    *("containers/openai/decisions.py", "containers/openai/response_events.py"),
-    # Calls are only enforced without the fields that no grammar goes with.
+    # Bodies in OpenAI's form have other names for them.
+    *("containers/openai/infill.py", "containers/openai/response_events.py"),
+    # Calls are only enforced without fields that cannot be combined with a grammar.
     "containers/openai/tools.py",
 }
 # Replies have fields of these names, too.
@@ -56,8 +57,9 @@ replace(
     '    haste: float = _parameter(0.5, "FP32", "how fast to go")\\n    unused: int =',
 )
 from canvasrt.cli.app import parsed_command, run
-from canvasrt.containers.openai.inputs import triton_inputs
-from canvasrt.containers.openai.schema import ChatRequest, read_body
+from canvasrt.containers.openai.body import read_body
+from canvasrt.containers.openai.chat import ChatRequest, chat_generation
+from canvasrt.containers.openai.generation import answer_inputs
 from canvasrt.containers.package.repository import model_config
 from canvasrt.containers.tensors import STREAM_MODEL, inputs_of
 from canvasrt.containers.triton.request import OPTIONS
@@ -66,7 +68,7 @@ assert ("haste", "FP32") in [(each.name, each.datatype) for each in inputs_of(ST
 assert "haste" in [each.name for each in OPTIONS]
 assert 'name: "haste" data_type: TYPE_FP32' in model_config(STREAM_MODEL, {})
 body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "haste": 0.75}'
-assert triton_inputs(read_body(ChatRequest, body))[0]["haste"] == 0.75
+assert answer_inputs(chat_generation(read_body(ChatRequest, body)))[0]["haste"] == 0.75
 for command in ("generate", "infer"):
     assert "--haste" in [name for each in parsed_command(command).params for name in each.opts]
 assert run(["infer", "x", "--haste", "nan"]) == 2
@@ -95,7 +97,7 @@ for given in (({"haste": 7}, {}, {}), ({}, {"haste": 7}, {}), ({}, {}, {"NIM_HAS
 assert (found.opts, found.help) == (["--haste"], "How fast; NIM_HASTE.")
 """
 )
-# One that `canvasrt deploy` takes too, and that the compose file passes on.
+# An option that `canvasrt deploy` also takes and the compose file passes on.
 _NEW_CONTAINER_OPTION = (
     _REPLACED
     + """
@@ -160,21 +162,20 @@ def options_read() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
                 owner = ast.unparse(node.value).rpartition(".")[2]
-                if owner in ("options", "front", "model"):
+                if owner.removeprefix("_") in ("options", "front", "model"):
                     found.setdefault(node.attr, set()).add(path.relative_to(ROOT).as_posix())
     return found
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(ModelOptions)])
 def test_the_model_alone_reads_its_options(name: str) -> None:
-    around = {"containers/serve/serve.py"} if name == "max_model_len" else set()  # it tells callers
+    around = {"containers/serve/serve.py"} if name == "max_model_len" else set()  # callers read it
     inside = options_read()[name] - around
     assert len(inside) == 1
     assert inside <= {"containers/triton/backend.py", "containers/triton/request.py"}
 
 
-# What the supervisor does itself with an option of the front end: it opens the ports, says where and as what it
-# listens, and logs alike.
+# The supervisor's own uses of the front end's options: opening ports, reporting addresses and names, and the log's format.
 _SUPERVISOR = {"host", "port", "health_port", "names", "log_level", "json_logs", "keys", "tls"}
 
 
@@ -183,7 +184,9 @@ def test_the_front_end_alone_reads_its_options(name: str) -> None:
     readers = options_read()[name]
     outside = {each for each in readers if not each.startswith("containers/openai/")}
     if name not in _SUPERVISOR:
-        assert len(readers) == 1 + (name == "lenient")
+        about = {f"containers/openai/{each}.py" for each in ("about", "app", "ollama_models")}
+        # The server's description is no option, and is also read where it is shown.
+        assert readers == about if name == "about" else len(readers) == 1
         assert not outside
 
 
@@ -214,7 +217,7 @@ def test_an_option_that_containers_set_touches_four_files() -> None:
 
 
 def test_options_survive_the_environment_and_json() -> None:
-    options = ModelOptions(threads=3, max_model_len=64, share_passes=True)
+    options = ModelOptions(threads=3, max_model_len=64, share_passes="on")
     assert ModelOptions.from_environment(options.to_environment()) == options
     assert ModelOptions.from_environment({}) == ModelOptions()
     for value in ("many", "1.5", '"3"'):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from canvasrt.checkpoints.quantized import quantization_of
 from canvasrt.errors import CanvasError
 from canvasrt.export import graphs
 from canvasrt.export.checkpoint import Checkpoint
-from canvasrt.export.codes import StoredCodes, read_codes
 from canvasrt.export.graphs import export_graphs
+from canvasrt.export.modelopt import StoredCodes, read_codes
 from canvasrt.export.segments import segments
 from canvasrt.export.weights import weights
 from canvasrt.graphs import lowbits
@@ -132,25 +133,21 @@ def stacked(tensors: Mapping[str, torch.Tensor], layer: int, kind: str, suffix: 
     return (found.view(torch.uint8) if found.dtype.itemsize == 1 else found.float()).numpy()
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("kind", ["gate_up", "down"])
-def test_nvfp4_codes_are_the_checkpoints(
-    nvfp4: Path, exported: Bundle, layer: int, kind: str
-) -> None:
+def test_nvfp4_codes_are_the_checkpoints(nvfp4: Path, exported: Bundle) -> None:
     tensors, found = load_file(nvfp4 / "model.safetensors"), weights_of(exported)
-    name = f"layers.{layer}.experts.{kind}"
-    assert np.array_equal(found[f"{name}.values"], stacked(tensors, layer, kind, "weight"))
-    blocks = stacked(tensors, layer, kind, "weight_scale")
-    assert np.array_equal(found[f"{name}.block_scales"], blocks)
-    scales = stacked(tensors, layer, kind, "weight_scale_2")[:, :1, None]
-    assert found[f"{name}.factor"].shape == (EXPERTS, 1, 1)
-    # A power of two before the product; after it bfloat16, like the product.
-    assert np.log2(found[f"{name}.scale"]) % 1 == 0
-    np.testing.assert_allclose(
-        found[f"{name}.scale"] * found[f"{name}.factor"], scales, rtol=2.0**-8
-    )
-    inputs = stacked(tensors, layer, kind, "input_scale")
-    assert found[f"{name}.input_scale"] == inputs.max()
+    for layer, kind in product(range(LAYERS), ("gate_up", "down")):
+        name = f"layers.{layer}.experts.{kind}"
+        assert np.array_equal(found[f"{name}.values"], stacked(tensors, layer, kind, "weight"))
+        blocks = stacked(tensors, layer, kind, "weight_scale")
+        assert np.array_equal(found[f"{name}.block_scales"], blocks)
+        scales = stacked(tensors, layer, kind, "weight_scale_2")[:, :1, None]
+        assert found[f"{name}.factor"].shape == (EXPERTS, 1, 1)
+        # A power of two before the product; after it bfloat16, like the product.
+        assert np.log2(found[f"{name}.scale"]) % 1 == 0
+        both = found[f"{name}.scale"] * found[f"{name}.factor"]
+        np.testing.assert_allclose(both, scales, rtol=2.0**-8)
+        inputs = stacked(tensors, layer, kind, "input_scale")
+        assert found[f"{name}.input_scale"] == inputs.max()
 
 
 def test_the_rest_is_bf16_as_it_was(nvfp4: Path, exported: Bundle) -> None:
@@ -208,6 +205,7 @@ def test_fp8_of_modelopt(fp8: Any, fp8_graphs: Bundle) -> None:
     assert np.array_equal(head["signal_mlp.gate_up.weight.values"][: len(gate)], gate.numpy())
 
 
+@pytest.mark.acceptance
 def test_fp8_dynamic_is_calibrated(dynamic: Path, tmp_path: Path) -> None:
     """TensorRT needs constant activation scales; generating with the widened weights finds them."""
     prompts = tmp_path / "prompts.jsonl"
@@ -330,11 +328,11 @@ def test_scales_that_differ(copy: Path) -> None:
     np.testing.assert_allclose(wide, dequantize(after.pack()), rtol=1e-6)
 
 
-@pytest.mark.parametrize("code", [0x00, 0x80, 0xB0, 0x7F, 0xFF])
-def test_block_scales_are_positive_and_finite(copy: Path, code: int) -> None:
-    edit(copy, lambda t: t[f"{_GATE}.weight_scale"].view(torch.uint8)[5, 2].fill_(code))
-    with pytest.raises(CanvasError, match=r"3\.gate_proj\.weight_scale .* has 1 block scales"):
-        codes_of(copy, "layers.1.experts.gate_up").pack()
+def test_block_scales_are_positive_and_finite(copy: Path) -> None:
+    for code in (0x00, 0x80, 0xB0, 0x7F, 0xFF):
+        edit(copy, lambda t: t[f"{_GATE}.weight_scale"].view(torch.uint8)[5, 2].fill_(code))  # noqa: B023
+        with pytest.raises(CanvasError, match=r"3\.gate_proj\.weight_scale .* has 1 block scales"):
+            codes_of(copy, "layers.1.experts.gate_up").pack()
 
 
 def test_scales_that_nothing_names(copy: Path, tmp_path: Path) -> None:

@@ -16,14 +16,8 @@ from tests.helpers.graph_runs import assert_cache, assert_close, empty_cache, ru
 from tests.helpers.random_models import SHAPES, Graphs, random_model
 
 PATCH, POOL = 4, 3
-TOWERS = {
-    "plain": {},
-    "clipped_and_standardized": {
-        "use_clipped_linears": True,
-        "standardize": True,
-        "num_key_value_heads": 1,
-    },
-}
+# A plain one is in tests/runtime/test_images.py.
+TOWER = {"use_clipped_linears": True, "standardize": True, "num_key_value_heads": 1}
 
 
 def image(width: int, height: int, slots: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,12 +32,11 @@ def image(width: int, height: int, slots: int, seed: int) -> tuple[np.ndarray, n
     return pixels, positions
 
 
-@pytest.fixture(scope="module", params=TOWERS)
-def pair(request: Any, tmp_path_factory: Any) -> tuple[Any, Graphs]:
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any) -> tuple[Any, Graphs]:
     """A model with this tower, and its graphs."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    shape = {**SHAPES["odd"], "num_hidden_layers": 2}
-    model = random_model(shape, vision=TOWERS[request.param])
+    folder: Path = tmp_path_factory.mktemp("vision")
+    model = random_model({**SHAPES["odd"], "num_hidden_layers": 2}, vision=TOWER)
     model.save_pretrained(folder / "checkpoint")
     return model, Graphs(export_graphs(folder / "checkpoint", folder / "graphs"))
 

@@ -1,86 +1,26 @@
-"""What the longer runs share: a served random model, questions with known answers, and a report."""
+"""Clients that know the right answers, and what a served package consists of and leaves behind."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import http.client
-import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import random
+import socket
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from canvasrt.containers.package.package import package
-from canvasrt.pipeline import build_bundle
-from tests.helpers.serving import export_random
-from tests.helpers.serving_process import Serving
+from tests.helpers.serving_process import Reply, Serving, chat, command_lines
 
 QUESTIONS = tuple(f"{a}+{b}=" for a in (12, 7, 40, 99) for b in (34, 5))
-JSON = {"Content-Type": "application/json"}
+CLIENTS = 16
+SECONDS = 60.0  # to recover or to end
 
 
-def report(outcomes: Mapping[str, int], wrong: Sequence[str]) -> int:
-    """Print how often each outcome came, and what went wrong; return the exit code."""
-    for outcome, count in sorted(outcomes.items()):
-        print(f"{count:7}  {outcome}")
-    print(f"{len(wrong):7}  wrong", *wrong[:20], sep="\n")
-    return 1 if wrong else 0
-
-
-def arguments(about: str, **numbers: int) -> argparse.Namespace:
-    """Return the options of one run, each a whole number with its default, and the package."""
-    parser = argparse.ArgumentParser(description=about)
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--package", type=Path, help="what to serve; a random model by default")
-    return parser.parse_args()
-
-
-@contextlib.contextmanager
-def workspace(given: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Yield a package, and a scratch folder that is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        folder = Path(name)
-        if given is None:
-            build_bundle(export_random(folder).path, "cpu", folder / "engines")
-            package(folder / "engines", folder / "package")
-        yield given or folder / "package", folder
-
-
-def host_of(running: Serving) -> str:
-    """Return host:port of the OpenAI API."""
-    return str(running.said["openai"]).removeprefix("http://").partition("/")[0]
-
-
-def ask(host: str, question: str, timeout: float = 60, **fields: Any) -> tuple[int, Any]:
-    """Return the status and the body of one chat, whose answer depends on the question alone."""
-    body = {
-        "model": "canvasrt",
-        "messages": [{"role": "user", "content": question}],
-        "seed": 5,
-        "max_tokens": 40,
-        "max_denoising_steps": 6,
-        **fields,
-    }
-    connection = http.client.HTTPConnection(host, timeout=timeout)
-    try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
-        reply = connection.getresponse()
-        return reply.status, json.loads(reply.read())
-    finally:
-        connection.close()
-
-
-def get(host: str, path: str, timeout: float = 60) -> tuple[int, bytes]:
-    """Return the status and the body of one GET."""
-    connection = http.client.HTTPConnection(host, timeout=timeout)
-    try:
-        connection.request("GET", path)
-        reply = connection.getresponse()
-        return reply.status, reply.read()
-    finally:
-        connection.close()
+def known(host: str, question: str) -> Reply:
+    """One chat, whose answer depends on the question alone."""
+    return chat(host, question, timeout=SECONDS, seed=5, max_tokens=40, max_denoising_steps=6)
 
 
 def text_of(body: Any) -> str:
@@ -90,4 +30,105 @@ def text_of(body: Any) -> str:
 
 def known_answers(host: str) -> dict[str, str]:
     """Return the answer to each question, asked alone."""
-    return {each: text_of(ask(host, each)[1]) for each in QUESTIONS}
+    return {each: text_of(known(host, each).body) for each in QUESTIONS}
+
+
+class Clients:
+    """Ask all the time, and compare every answer with the one that was given to it alone."""
+
+    def __init__(self, host: str, known: dict[str, str], count: int = CLIENTS) -> None:
+        self.right = 0
+        self.failed = Counter[str]()  # by status, or by what was raised
+        self.wrong: list[str] = []
+        self._host, self._known = host, known
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, args=(n,), daemon=True) for n in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, seed: int) -> None:
+        draw = random.Random(seed)
+        while not self._done.is_set():
+            question = draw.choice(QUESTIONS)
+            try:
+                status, body, _ = known(self._host, question)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                with self._lock:
+                    self.failed[type(error).__name__] += 1
+                self._done.wait(0.05)
+                continue
+            with self._lock:
+                if status != 200:
+                    self.failed[str(status)] += 1
+                elif text_of(body) == self._known[question]:
+                    self.right += 1
+                else:
+                    self.wrong.append(f"{question}: {text_of(body)!r}")
+            if status != 200:
+                self._done.wait(0.05)
+
+    def stop(self) -> None:
+        """Wait for the last answers."""
+        self._done.set()
+        for thread in self._threads:
+            thread.join(2 * SECONDS)
+        self.wrong += [f"{thread.name} hangs" for thread in self._threads if thread.is_alive()]
+
+
+def processes(running: Serving) -> dict[str, int]:
+    """Return the process ids of a service, by what they are."""
+    own = running.process.pid
+    found = {"supervisor": own, "triton": running.said["pid"]}
+    marks = {
+        "stream model": "/canvasrt_stream/1/model.py",
+        "answer model": "/canvasrt/1/model.py",
+        "guard": "canvasrt.containers.serve.guard",
+        "front end": "canvasrt.containers.openai",
+        "grammar sandbox": "canvasrt.containers.triton.sandbox_process",
+    }
+    for pid, line in command_lines().items():
+        for name, mark in marks.items():
+            if mark in line and (f"-{own}-" in line or own in ancestors(int(pid))):
+                found[name] = int(pid)
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return a process's parent, its parent, and so on."""
+    found = []
+    while pid := parent_of(pid):
+        found.append(pid)
+    return found
+
+
+def parent_of(pid: int) -> int:
+    """Return a process's parent; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
+
+
+def left_behind(running: Serving) -> list[str]:
+    """Return what a service left a minute after its end: processes, memory, files and ports."""
+    ports = [running.said["http"], running.said["grpc"], running.host]
+    deadline = time.monotonic() + SECONDS
+    while True:
+        found = running.stale() + running.scratch()
+        found += [f"port {each}" for each in ports if is_open(each)]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def is_open(address: str) -> bool:
+    """Return whether something listens on host:port."""
+    host, _, port = address.partition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -1,7 +1,4 @@
-"""Random calls over HTTP and gRPC: no 500, no hang, and right answers in between.
-
-python -m tests.faults.fuzz --calls 10000 --grammars 20
-"""
+"""Random calls over HTTP and gRPC: no 500, no hang, and right answers in between."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import json
 import random
 import re
 import socket
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -142,7 +138,7 @@ class Fuzzer:
         return body
 
     def changed(self, value: Any, share: float) -> Any:
-        """Return a JSON value with so many of its parts replaced by any value, or left out."""
+        """Return a JSON value with that many of its parts replaced by any value, or left out."""
         if self.draw.random() < share:
             return self.value()
         if isinstance(value, dict):
@@ -265,7 +261,7 @@ def _whole(method: str, path: str, body: bytes, headers: Mapping[str, str] | Non
 def call_http(host: str, request: bytes) -> str:
     """Return the status of one request, or `closed`."""
     name, _, port = host.partition(":")
-    with socket.create_connection((name, int(port)), timeout=30) as connection:
+    with socket.create_connection((name, int(port)), timeout=60) as connection:
         try:
             connection.sendall(request)
             reply = http.client.HTTPResponse(connection)
@@ -281,7 +277,7 @@ def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str,
     replies: list[Any] = []
     try:
         if model == "canvasrt":
-            client.infer(model, tensors, parameters=parameters, client_timeout=30)
+            client.infer(model, tensors, parameters=parameters, client_timeout=60)
             return "grpc ok"
         done = threading.Event()
 
@@ -291,10 +287,10 @@ def call_grpc(client: Any, model: str, tensors: list[Any], parameters: dict[str,
             if error is not None or end:
                 done.set()
 
-        client.start_stream(callback=take, stream_timeout=40)
+        client.start_stream(callback=take, stream_timeout=90)
         try:
             client.async_stream_infer(model, tensors, parameters=parameters)
-            if not done.wait(30):
+            if not done.wait(60):
                 return "grpc hang"
             result, error = replies[-1]  # ending the stream adds another
         finally:
@@ -321,7 +317,7 @@ def run(
     """Make random calls, `share` of them with a grammar; return the outcomes, and what was wrong."""
     fuzzer, outcomes, wrong = Fuzzer(seed, share), Counter[str](), []
     with serving(package, folder, *ANY_PORTS, *LIMITS) as running:
-        host = attack.host_of(running)
+        host = running.host
         known = attack.known_answers(host)
         for number in range(calls):
             if number % 3 < 2:
@@ -344,7 +340,7 @@ def run(
                 outcomes[outcome] += 1
             if number % GOOD_EVERY == 0:
                 question = fuzzer.draw.choice(attack.QUESTIONS)
-                status, body = attack.ask(host, question)
+                status, body, _ = attack.known(host, question)
                 right = status == 200 and attack.text_of(body) == known[question]
                 outcomes["good, right" if right else "good, wrong"] += 1
                 if not right:
@@ -352,15 +348,3 @@ def run(
         if running.process.poll() is not None:
             wrong.append(f"the server ended with {running.process.returncode}")
     return outcomes, wrong
-
-
-def main() -> int:
-    """Run as a program; return the exit code."""
-    given = attack.arguments(__doc__ or "", calls=10_000, seed=1, grammars=20)
-    with attack.workspace(given.package) as (package, folder):
-        outcomes, wrong = run(package, folder, given.calls, given.seed, given.grammars / 100)
-    return attack.report(outcomes, wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

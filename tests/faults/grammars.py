@@ -1,26 +1,11 @@
-"""Regular expressions, Lark grammars and JSON schemas: good ones, damaged ones, and hostile ones.
-
-`python -m tests.faults.grammars --count 4000 --seed 1` compiles some, without a server, over 262,144
-made-up tokens. It fails for anything but a grammar or a message, and prints what took longest.
-"""
+"""Regular expressions, Lark grammars and JSON schemas: good ones, damaged ones, hostile ones, and values where a keyword
+does not take them."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
-import statistics
-import threading
-import time
-from collections import Counter
 from typing import Any
-
-from bench.vocabulary import SIZE, large_tokenizer
-from canvasrt.containers.triton.preparing import STACK
-from canvasrt.containers.triton.trial_process import fork, verdict_of
-from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
-from tests.faults.schemas import any_schema
 
 REGEXES = (
     r"[0-9]{2}",
@@ -139,81 +124,103 @@ def tensor(draw: random.Random) -> bytes:
     return json.dumps(spec(draw)).encode()
 
 
-class Compiling:
-    """Compiles grammars, and notes how long each took and how long no other thread ran."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.taken: list[tuple[float, str]] = []  # CPU seconds
-        self.tried: list[float] = []  # seconds, in a process of its own
-        self.verdicts = Counter[str]()
-        self.longest_hold = 0.0
-        self.error: BaseException | None = None
-        self._count, self._draw = count, random.Random(seed)
-        self._words = Vocabulary(large_tokenizer(), SIZE, (1, 3))
-
-    def run(self) -> None:
-        """Compile them all on a thread like the server's."""
-        before = threading.stack_size(STACK)
-        thread = threading.Thread(target=self._compile)
-        thread.start()
-        threading.stack_size(before)
-        while thread.is_alive():
-            begin = time.monotonic()
-            time.sleep(0.001)
-            self.longest_hold = max(self.longest_hold, time.monotonic() - begin)
-        if self.error is not None:
-            raise self.error
-
-    def _compile(self) -> None:
-        try:
-            for _ in range(self._count):
-                grammar, started = spec(self._draw), time.monotonic()
-                verdict = _tried(grammar, self._words)
-                self.tried.append(time.monotonic() - started)
-                self.verdicts[_kind(verdict)] += 1
-                begin = time.thread_time()
-                if not verdict:
-                    compile_grammar(grammar, self._words, "grammar")
-                self.taken.append((time.thread_time() - begin, json.dumps(grammar)[:100]))
-        except BaseException as error:
-            self.error = error
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+_NUMBERS = (0, 1, 2, 3, 7, 97, 999_983, -1, 2**31, 2**63, 10**30, 0.1, 0.5, 1e-7, 1e-300, 1e308)
+_COUNTS = (0, 1, 2, 5, 64, 1000, 100_000, 2**31, 2**64, -1, 1.5)
+_NAMES = ("a", "b", "é", "", "$ref", "__proto__", '"', "\n", "a" * 300)
+_PATTERNS = ("^a+$", "[0-9]{2,}", "(a|b)*a(a|b){12}", "^(a+)+$", ".*", "\\p{L}", "[", "(?=a)", "")
+_FORMATS = (
+    *("date-time", "date", "time", "duration", "email", "uuid", "ipv4", "ipv6", "uri", "hostname"),
+    *("idn-email", "regex", "unknown"),
+)
+_REFS = ("#", "#/$defs/a", "#/$defs/b", "#/$defs/none", "#/properties/a", "http://x/y", "a", "#a")
+_ODD = (None, True, False, "a", [], {}, [[]], {"type": []}, -1, 1e400)
 
 
-def _tried(grammar: dict[str, Any], words: Vocabulary) -> dict[str, str]:
-    """Return the verdict on a grammar from a process of its own."""
-    read, write = os.pipe()
-    child = fork(grammar, words, 0, write)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return json.loads(told)["verdict"] if told else verdict_of(status)
+def any_schema(draw: random.Random) -> Any:
+    """Return a schema; some are true or false, and some are none."""
+    chance = draw.random()
+    if chance < 0.2:
+        return _hostile_schema(draw)
+    schema = _schema(draw, 3)
+    if chance < 0.6:
+        schema["$defs"] = {name: _schema(draw, 2) for name in ("a", "b")}
+    return schema
 
 
-def _kind(verdict: dict[str, str]) -> str:
-    """Return how a trial ended."""
-    ends = ("CPU time", "of memory")
-    return next((each for each in ends if each in verdict.get("message", "")), "") or (
-        "refused" if verdict else "compiled"
+def _hostile_schema(draw: random.Random) -> dict[str, Any]:
+    """Return a schema that is small, or just allowed, and that takes much to compile or to follow."""
+    size = draw.choice([2, 10, 60, 300, 1000])
+    nested: dict[str, Any] = {"type": "null"}
+    for _ in range(min(size, 300)):
+        nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+    texts = [f"{number:x}" for number in range(size)]
+    integers = [{"type": "integer", "multipleOf": 2 + each} for each in range(size)]
+    strings = [{"type": "string", "pattern": f"a{{{each}}}.*b"} for each in range(size)]
+    return draw.choice(
+        [
+            nested,
+            {"enum": texts},
+            {"allOf": integers},
+            {"allOf": strings},
+            {"oneOf": strings},
+            {"anyOf": [{"const": each} for each in texts]},
+            {"type": "string", "minLength": size, "maxLength": 10 * size},
+            {"type": "array", "items": {"$ref": "#"}, "minItems": size},
+            {"type": "array", "items": {"type": "integer"}, "minItems": size, "uniqueItems": True},
+            {"type": "object", "properties": {each: {} for each in texts}, "required": texts},
+            {"type": "object", "properties": {each: {} for each in texts}},
+            {"type": "object", "patternProperties": {f"^{each}": {} for each in texts}},
+            {"type": "object", "minProperties": size},
+            {"type": "number", "minimum": 0.1**size, "maximum": 10.0 ** min(size, 300)},
+            {
+                "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+                "$ref": "#/$defs/a",
+            },
+            {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
+        ]
     )
 
 
-def main() -> None:
-    """Run as a program."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=4000)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    compiling = Compiling(given.count, given.seed)
-    compiling.run()
-    taken = sorted(compiling.taken, reverse=True)
-    print(f"{len(taken)} grammars: {dict(compiling.verdicts)}")
-    print(f"median of a trial {statistics.median(compiling.tried) * 1e3:.1f} ms")
-    print(f"no other thread ran for {compiling.longest_hold * 1e3:.0f} ms at most")
-    print(f"median {taken[len(taken) // 2][0] * 1e3:.1f} ms of CPU, the longest:")
-    for seconds, text in taken[:5]:
-        print(f"{seconds:.2f} s: {text}")
+def _schema(draw: random.Random, depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": draw.choice(_TYPES)} if draw.random() < 0.9 else {}
+    for _ in range(draw.choice([0, 1, 1, 2, 4])):
+        name, value = _keyword(draw, depth)
+        schema[name] = draw.choice(_ODD) if draw.random() < 0.05 else value
+    return schema
 
 
-if __name__ == "__main__":
-    main()
+def _keyword(draw: random.Random, depth: int) -> tuple[str, Any]:
+    """Return a keyword and its value, which has schemas of its own unless `depth` is 0."""
+    limits = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    counts = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+    plain = (
+        (draw.choice(limits), draw.choice(_NUMBERS)),
+        (draw.choice(counts), draw.choice(_COUNTS)),
+        ("pattern", draw.choice(_PATTERNS)),
+        ("format", draw.choice(_FORMATS)),
+        ("enum", [draw.choice((*_NUMBERS, *_NAMES, *_ODD)) for _ in range(draw.randrange(4))]),
+        ("const", draw.choice((*_NUMBERS, *_NAMES))),
+        ("required", [draw.choice(_NAMES) for _ in range(draw.randrange(3))]),
+        ("uniqueItems", True),
+        ("$ref", draw.choice(_REFS)),
+        ("x-unknown", 1),
+    )
+    if not depth or draw.random() < 0.6:
+        return draw.choice(plain)
+    one = _schema(draw, depth - 1)
+    some = [_schema(draw, depth - 1) for _ in range(draw.randrange(4))]
+    return draw.choice(
+        (
+            ("items", one),
+            ("prefixItems", some),
+            ("properties", {draw.choice(_NAMES): each for each in some}),
+            ("additionalProperties", draw.choice([one, False, True])),
+            ("patternProperties", {draw.choice(_PATTERNS): each for each in some}),
+            ("propertyNames", one),
+            ("contains", one),
+            (draw.choice(["anyOf", "oneOf", "allOf"]), some),
+            ("not", one),
+            ("if", one),
+        )
+    )

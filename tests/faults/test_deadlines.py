@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import httpx
-import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from canvasrt.containers.openai.health import ServerState
 from canvasrt.containers.openai.metrics import FrontMetrics
 from canvasrt.containers.openai.middleware import Middleware
-from canvasrt.containers.openai.state import ServerState
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
 from canvasrt.containers.triton.options import ModelOptions
@@ -60,15 +58,12 @@ class Hanging(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
 def first_event() -> Any:
     """The first piece of an answer."""
     response = service_pb2.ModelInferResponse(model_name=STREAM_MODEL)
-    values = {"event": b"block", "text": b"abc"}
+    values = {"event": "block", "text": "abc"}
     for tensor in outputs_of(STREAM_MODEL):
-        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=[1])
-        if tensor.datatype == "BYTES":
-            text = values.get(tensor.name, b"")
-            raw = len(text).to_bytes(4, "little") + text
-        else:
-            raw = np.zeros(1, {"INT32": "<i4", "UINT64": "<u8"}[tensor.datatype]).tobytes()
-        response.raw_output_contents.append(raw)
+        blank: Any = [0] if tensor.shape == (-1,) else "" if tensor.datatype == "BYTES" else 0
+        array = tensor.encode(values.get(tensor.name, blank))
+        response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=array.shape)
+        response.raw_output_contents.append(tensor.to_wire(array))
     return response
 
 
@@ -76,7 +71,7 @@ def first_event() -> Any:
 def hanging() -> Iterator[tuple[Hanging, str]]:
     """A Triton that hangs, and its address."""
     model = Hanging()
-    server = grpc.server(ThreadPoolExecutor(8))
+    server = grpc.server(ThreadPoolExecutor(16))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(model, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -85,32 +80,28 @@ def hanging() -> Iterator[tuple[Hanging, str]]:
     server.stop(0).wait()
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_a_model_that_does_not_answer_is_left(alone: Alone, hanging: Any, path: str):
-    model, triton = hanging
-    front = alone(triton=triton, request_timeout=1)
-    begin = time.monotonic()
-    url = f"http://127.0.0.1:{front.port}{path}"
-    reply = httpx.post(url, json=BODIES[path], timeout=20)
-    assert (reply.status_code, "longer than 1 s" in reply.text) == (504, True)
-    assert time.monotonic() - begin < 5
-    assert eventually(lambda: model.running == 0, 5)
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/api/chat"])
 @pytest.mark.parametrize("begins", [False, True])
-def test_so_is_one_that_does_not_stream_on(alone: Alone, hanging: Any, path: str, begins: bool):
+def test_a_model_that_does_not_answer_or_stream_on_is_left(
+    alone: Alone, hanging: tuple[Hanging, str], begins: bool
+):
+    """Every kind of request, all at once."""
     model, triton = hanging
     model.begins = begins
     front = alone(triton=triton, request_timeout=1)
-    url = f"http://127.0.0.1:{front.port}{path}"
-    body = {**BODIES[path], "stream": True}
-    with httpx.stream("POST", url, json=body, timeout=20) as reply:
-        text = reply.read().decode()
-    assert reply.status_code == (200 if begins else 504)
-    assert ("abc" in text) == begins
-    assert "longer than 1 s" in text
-    assert eventually(lambda: model.running == 0, 5)
+    streams = ("/v1/chat/completions", "/v1/responses", "/api/chat")
+    asked = [(path, {**BODIES[path], "stream": True}) for path in streams]
+    asked += [] if begins else [*BODIES.items()]
+
+    def ask(path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(f"http://127.0.0.1:{front.port}{path}", json=body, timeout=60)
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        replies = list(pool.map(lambda each: ask(*each), asked))
+    for reply in replies:
+        assert reply.status_code == (200 if begins else 504)
+        assert ("abc" in reply.text) == begins
+        assert "longer than 1 s" in reply.text
+    assert eventually(lambda: model.running == 0)
 
 
 def messages_of(app: Any) -> list[Any]:
@@ -137,14 +128,12 @@ def test_time_is_over_before_a_model_is_asked():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         try:
-            await asyncio.sleep(20)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
 
-    begin = time.monotonic()
     sent = messages_of(app)
-    assert time.monotonic() - begin < 5
     assert ended == ["cancelled"]
     assert sent[0]["status"] == 504
     assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"

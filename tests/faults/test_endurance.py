@@ -1,14 +1,170 @@
-"""The longer runs, for as long as continuous integration can afford; each is a program, too."""
+"""Random calls, random kills, and a soak, for as long as continuous integration can afford: 300 calls, 6 strikes, 15
+seconds."""
 
 from __future__ import annotations
 
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter, defaultdict
 from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
 
 from canvasrt.bundle import Bundle
-from tests.faults import fuzz, kills, soak
+from canvasrt.containers.processes import is_running
+from tests.faults import fuzz
+from tests.faults.attack import (
+    CLIENTS,
+    SECONDS,
+    Clients,
+    known_answers,
+    left_behind,
+    processes,
+    text_of,
+)
 from tests.helpers.serving import needs_triton
+from tests.helpers.serving_process import ANY_PORTS, Serving, chat, serving
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.acceptance]
+
+WHO = (
+    "supervisor",
+    "triton",
+    "stream model",
+    "answer model",
+    "front end",
+    "guard",
+    "grammar sandbox",
+)
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+# For how long a service is watched that goes on, by what was done.
+_WATCHED = {signal.SIGKILL: 8, signal.SIGTERM: 8, signal.SIGSTOP: 15}
+# What the exit codes of a service may be, by what was done.
+_ENDS = {signal.SIGKILL: {1}, signal.SIGTERM: {1}, signal.SIGSTOP: {4}}
+
+
+# How much more of each the last third may hold than the second; the first warms up.
+_GROWTH = {"MB": 1.05, "threads": 1.0, "descriptors": 1.0}
+_SLACK = {"MB": 8.0, "threads": 4.0, "descriptors": 16.0}
+
+
+def measure(pid: int) -> dict[str, float]:
+    """Return what one process holds."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {
+        "MB": int(fields["VmRSS"].split()[0]) / 1024,
+        "threads": float(fields["Threads"]),
+        "descriptors": float(len(list(Path(f"/proc/{pid}/fd").iterdir()))),
+    }
+
+
+def soak(package: Path, folder: Path, clients: int, seconds: int) -> list[str]:
+    """Return what was wrong, or grew."""
+    found: dict[str, list[float]] = defaultdict(list)
+    with serving(package, folder, *ANY_PORTS) as running:
+        host = running.host
+        load = Clients(host, known_answers(host), clients)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert running.process.poll() is None, "the server has ended"
+            for name, pid in processes(running).items():
+                assert is_running(pid), f"the {name} has ended"
+                for what, value in measure(pid).items():
+                    found[f"{name}, {what}"].append(value)
+            time.sleep(min(2.0, seconds / 30))
+        load.stop()
+        wrong = list(load.wrong)
+        if load.failed:
+            wrong.append(f"requests failed: {dict(load.failed)}")
+    for name, values in found.items():
+        what = name.rpartition(", ")[2]
+        if what in _GROWTH:
+            third = len(values) // 3
+            # Clients that come and go leave peaks; what leaks stays.
+            before, after = median(values[third : 2 * third]), median(values[2 * third :])
+            if after > before * _GROWTH[what] + _SLACK[what]:
+                wrong.append(f"{name} grew from {before:.0f} to {after:.0f}")
+    return wrong
+
+
+def strike(running: Serving, who: str, number: signal.Signals, clients: Clients) -> str:
+    """Send a signal; return what came of it: `recovered in`, `ended with`, or what was wrong."""
+    begin = time.monotonic()
+    while who not in (found := processes(running)):  # a front end that is being replaced
+        time.sleep(0.1)
+        if time.monotonic() - begin > SECONDS:
+            return f"WRONG: there is no {who}"
+    os.kill(found[who], number)
+    begin = time.monotonic()
+    if (who, number) == ("supervisor", signal.SIGSTOP):
+        time.sleep(1)
+        os.kill(running.process.pid, signal.SIGCONT)
+    goal, watched = clients.right + 2 * CLIENTS, time.monotonic() + _WATCHED[number]
+    while time.monotonic() - begin < SECONDS:
+        if running.process.poll() is not None:
+            code = running.process.returncode
+            allowed = _ENDS[number]
+            if who == "supervisor":
+                allowed = {0} if number == signal.SIGTERM else {-number}
+            return f"ended with {code}" if code in allowed else f"WRONG: ended with {code}"
+        # A process that is stopped is noticed after five seconds, and a service takes a few to end.
+        if clients.right >= goal and time.monotonic() > watched:
+            return "went on"
+        time.sleep(0.02)
+    return f"WRONG: neither ended nor answered within {SECONDS:g} s"
+
+
+def follow(host: str, regex: str) -> str:
+    """Ask for an answer of a grammar that is new; return what came of it."""
+    form = {"type": "regex", "regex": regex}
+    status, body, _ = chat(host, "a", max_tokens=200, response_format=form, seed=5)
+    if status == 200 and re.fullmatch(regex, text_of(body)):
+        return "went on"
+    return f"WRONG: {status} for {regex}: {body}"
+
+
+def kill(package: Path, folder: Path, times: int, seed: int) -> tuple[Counter[str], list[str]]:
+    """Strike `times` times; return the outcomes, and what was wrong."""
+    draw, outcomes, wrong = random.Random(seed), Counter[str](), []
+    choices = [(who, number) for who in WHO for number in SIGNALS]
+    plan: list[Any] = []
+    while len(plan) < times:
+        plan += draw.sample(choices, len(choices))
+    plan = plan[:times]
+    answers = 0
+    for life in range(times):
+        if not plan:
+            break
+        place = folder / f"life-{life}"
+        place.mkdir()
+        with serving(package, place, *ANY_PORTS) as running:
+            host = running.host
+            clients = Clients(host, known_answers(host))
+            while clients.right < CLIENTS:
+                time.sleep(0.02)
+            while plan and running.process.poll() is None:
+                who, number = plan.pop(0)
+                outcome = strike(running, who, number, clients)
+                if who == "grammar sandbox" and outcome == "went on":
+                    outcome = follow(host, f"[a-z]{{{len(plan) + 1}}}")
+                outcomes[f"{number.name} {who}: {outcome}"] += 1
+                if "WRONG" in outcome:
+                    wrong.append(f"{number.name} {who}: {outcome}")
+                    running.process.kill()
+                    running.process.wait()
+            clients.stop()
+            answers += clients.right
+            wrong += clients.wrong
+        if left := left_behind(running):
+            wrong.append(f"left behind: {left}")
+    outcomes["right answers"] = answers
+    return outcomes, wrong
 
 
 def test_random_calls(packaged: Bundle, tmp_path: Path):
@@ -19,11 +175,12 @@ def test_random_calls(packaged: Bundle, tmp_path: Path):
 
 
 def test_random_kills(packaged: Bundle, tmp_path: Path):
-    outcomes, wrong = kills.run(packaged.path, tmp_path, times=6, seed=3)
+    """No wrong answer, and an end or a recovery."""
+    outcomes, wrong = kill(packaged.path, tmp_path, times=6, seed=3)
     assert not wrong
     assert sum(outcomes.values()) - outcomes["right answers"] == 6
 
 
 def test_nothing_grows(packaged: Bundle, tmp_path: Path):
-    _, wrong = soak.run(packaged.path, tmp_path, clients=16, seconds=15)
-    assert not wrong
+    """Memory, threads and descriptors of every process, while many clients ask."""
+    assert not soak(packaged.path, tmp_path, clients=16, seconds=15)

@@ -17,10 +17,12 @@ import pytest
 from canvasrt.containers.openai.connections import RESERVED
 from canvasrt.containers.openai.descriptors import affordable
 from canvasrt.containers.serve.frontend import FrontEnd
-from tests.faults import attack
 from tests.helpers.alone import Alone, connect, is_open
 from tests.helpers.certificates import make_certificates
 from tests.helpers.serving import eventually
+from tests.helpers.serving_process import call
+
+pytestmark = pytest.mark.acceptance
 
 MOST = 64
 
@@ -71,7 +73,7 @@ def test_silent_tls_connections_have_places(
     """They count from the moment they are accepted, and make room like others that wait."""
     before = descriptors(secure)
     held += [connect(secure) for _ in range(500)]
-    assert eventually(lambda: sum(map(is_open, held)) <= MOST + RESERVED, 4)
+    assert eventually(lambda: sum(map(is_open, held)) <= MOST + RESERVED)
     assert descriptors(secure) <= before + MOST + RESERVED
     assert status(secure, certificates) == 200  # in the place of one of them
     lines = (tmp_path / "front.log").read_text().splitlines()
@@ -109,7 +111,7 @@ def test_a_process_without_descriptors_says_so_once_and_recovers(
 
 def is_answering(front: FrontEnd) -> bool:
     try:
-        return attack.get(f"127.0.0.1:{front.port}", "/v1/version", timeout=2)[0] == 200
+        return call(f"127.0.0.1:{front.port}", "/v1/version", timeout=2)[0] == 200
     except OSError:
         return False
 

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from canvasrt.bundle import Bundle
+import pytest
+
+from canvasrt.bundle import MANIFEST, Bundle
+from canvasrt.hashes import canonical
 
 
 def canvasrt(*arguments: Any) -> tuple[int, str]:
@@ -64,3 +67,28 @@ def test_a_checkpoint_s_index_does_not_lead_out_of_its_folder(
     assert (code, "'../outside.safetensors'" in errors) == (1, True)
     assert "outside the checkpoint's folder" in errors
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "text"),
+    [
+        ("target", "builder_version", "1.7\n--index-url http://localhost:9\nevil==1"),
+        ("target", "name", "../../cpu"),
+        ("made_by", "canvasrt", "0.1 # \\"),
+        ("options", "precision", 'fp32"\nRUN touch /owned'),
+    ],
+)
+def test_a_manifest_s_strings_are_no_commands(
+    engines: Bundle, tmp_path: Path, place: str, name: str, text: str
+):
+    """They would reach the requirements and the Dockerfile of a package."""
+    copy = tmp_path / "foreign"
+    shutil.copytree(engines.path, copy)
+    data = json.loads((copy / MANIFEST).read_text())
+    data[place][name] = text
+    del data["digest"]
+    data["digest"] = hashlib.sha256(canonical(data).encode()).hexdigest()
+    (copy / MANIFEST).write_text(canonical(data))
+    code, errors = canvasrt("package", copy, "-o", tmp_path / "package")
+    assert (code, "manifest.json has" in errors) == (1, True)
+    assert not (tmp_path / "package").exists()

@@ -1,4 +1,4 @@
-"""What is done beside the passes: it hangs, takes long, or is refused again and again."""
+"""Preparation beside the passes that hangs, takes long, or is refused repeatedly."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.answers.grammar import GrammarState
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.tokenizer import Tokenizer
-from tests.helpers.faulty import Faulty, faulty_package
+from tests.helpers.faulty import Faulty, Watch, end, faulty_package
 from tests.helpers.one_caller import model
 from tests.helpers.serving import needs_triton
-from tests.helpers.serving_process import ANY_PORTS, serving
-from tests.helpers.watched import Watch, ask, end
+from tests.helpers.serving_process import ANY_PORTS, ask, serving
+
+pytestmark = pytest.mark.acceptance
 
 __all__ = ["model"]
 DIGITS = {"response_format": {"type": "regex", "regex": "[0-9]{2}"}}
@@ -35,8 +36,8 @@ def faulty(packaged: Bundle, tmp_path: Path) -> Faulty:
 @needs_triton
 @pytest.mark.parametrize(
     ("fault", "options"),
-    [("read", {}), ("read", DIGITS), ("search", DIGITS)],
-    ids=["Triton's thread", "a preparing thread", "a search"],
+    [("read", {}), ("read", DIGITS)],
+    ids=["Triton's thread", "a preparing thread"],
 )
 def test_a_thread_that_hangs_is_noticed(
     faulty: Faulty, tmp_path: Path, fault: str, options: dict[str, Any]
@@ -45,18 +46,32 @@ def test_a_thread_that_hangs_is_noticed(
         assert ask(running, **options)[0] == 200
         faulty.set(fault)
         watch = Watch(running)
-        begin = time.monotonic()
         assert ask(running, **options)[0] in (500, 503)
         code, errors = end(running)
-        assert time.monotonic() - begin < 20
         assert code == 4
         assert "no progress for 3 s" in errors
         assert all(503 in seen for seen in watch.join().values())
 
 
 @needs_triton
+def test_searches_do_not_end_the_service(faulty: Faulty, tmp_path: Path):
+    """Even if all of them hang, for longer than a pass may take: others are answered."""
+    with (
+        serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "2") as running,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        assert ask(running, **DIGITS)[0] == 200
+        faulty.set("search 6")
+        asked = [pool.submit(ask, running, seed=each, **DIGITS) for each in range(6)]
+        time.sleep(1)
+        assert ask(running)[0] == 200
+        assert not any(each.done() for each in asked)
+        assert [each.result()[0] for each in asked] == [200] * 6
+
+
+@needs_triton
 def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
-    """Even if many wait for it for longer than one may take."""
+    """Even if many requests together wait longer than one may."""
     with serving(faulty.path, tmp_path, *ANY_PORTS, "--stall-timeout", "4") as running:
         faulty.set("read 2")
         with ThreadPoolExecutor(8) as pool:
@@ -68,16 +83,12 @@ def test_what_only_takes_long_is_not_ended(faulty: Faulty, tmp_path: Path):
 def test_time_that_is_over_is_told_while_a_request_is_prepared(faulty: Faulty, tmp_path: Path):
     with serving(faulty.path, tmp_path, *ANY_PORTS, "--request-timeout", "2") as running:
         assert ask(running, **DIGITS)[0] == 200
-        faulty.set("read 6")
+        faulty.set("read")  # without end
         with ThreadPoolExecutor(3) as pool:
-            begin = time.monotonic()
-            asked = [
-                pool.submit(ask, running, **DIGITS) for _ in range(3)
-            ]  # one waits for a thread
+            # One waits for a thread.
+            asked = [pool.submit(ask, running, **DIGITS) for _ in range(3)]
             assert [each.result()[0] for each in asked] == [504] * 3
-            assert time.monotonic() - begin < 5
         faulty.set("")
-        time.sleep(5)
         assert ask(running, **DIGITS)[0] == 200
 
 
@@ -85,8 +96,10 @@ def test_a_refused_grammar_is_compiled_once_for_a_while(
     model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
     made: list[str] = []
-    check = grammar.Trials.check
-    monkeypatch.setattr(grammar.Trials, "check", lambda *given: made.append("") or check(*given))
+    check = grammar.GrammarSandbox.check
+    monkeypatch.setattr(
+        grammar.GrammarSandbox, "check", lambda *given: made.append("") or check(*given)
+    )
     tokenizer = Tokenizer.load(engines)
 
     def refused(owner: str) -> None:
@@ -105,7 +118,7 @@ def test_a_refused_grammar_is_compiled_once_for_a_while(
 def test_a_grammar_that_could_not_be_tried_is_not_refused(
     model: Model, engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
-    """That is the server's fault, and may be over when it is asked again."""
+    """The failure is the server's, and may be gone at the next try."""
 
     def fails(*_: Any) -> None:
         raise EngineError("no answer")
@@ -113,7 +126,7 @@ def test_a_grammar_that_could_not_be_tried_is_not_refused(
     tokenizer = Tokenizer.load(engines)
     text = '{"type": "regex", "regex": "[0-9]{4}"}'
     with monkeypatch.context() as broken:
-        broken.setattr(grammar.Trials, "check", fails)
+        broken.setattr(grammar.GrammarSandbox, "check", fails)
         with pytest.raises(EngineError):
             grammar.read_grammar(text, model, tokenizer)
     assert not grammar.read_grammar(text, model, tokenizer).accepts
@@ -150,7 +163,7 @@ def test_a_panic_is_raised_for_all_who_wait():
 
     def work() -> int:
         begun.set()
-        assert go.wait(10)
+        assert go.wait(60)
         raise Panic
 
     def get() -> BaseException | None:
@@ -162,10 +175,10 @@ def test_a_panic_is_raised_for_all_who_wait():
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(get)
-        assert begun.wait(10)
+        assert begun.wait(60)
         second = pool.submit(get)
         time.sleep(0.1)
         go.set()
-        assert isinstance(first.result(10), Panic)
-        assert isinstance(second.result(10), Panic)
+        assert isinstance(first.result(60), Panic)
+        assert isinstance(second.result(60), Panic)
     assert shared.get(b"key", lambda: 3) == 3

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import http.client
-import json
 import os
 import re
 import shutil
@@ -24,11 +21,17 @@ from canvasrt.containers.serve.serving_profiles import profiles_of
 from canvasrt.containers.serve.settings import Settings
 from canvasrt.staging import staging
 from tests.helpers.serving import eventually, needs_triton
-from tests.helpers.serving_process import ANY_PORTS, command_lines, serving
+from tests.helpers.serving_process import ANY_PORTS, serving
 
 
 @needs_triton
-@pytest.mark.parametrize("damage", ["flipped", "manifest", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "flipped",
+        *(pytest.param(each, marks=pytest.mark.acceptance) for each in ("manifest", "missing")),
+    ],
+)
 def test_a_damaged_cache_entry_is_built_again(
     graphs: Bundle, engines: Bundle, tmp_path: Path, damage: str
 ):
@@ -55,6 +58,7 @@ def test_a_damaged_cache_entry_is_built_again(
 
 
 @needs_triton
+@pytest.mark.acceptance
 def test_engines_outside_the_cache_are_not_built_again(packaged: Bundle, tmp_path: Path):
     damaged = tmp_path / "package"
     shutil.copytree(packaged.path, damaged)
@@ -90,55 +94,6 @@ def test_what_is_renamed_into_place_is_synced_first(
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     assert set(before) == {"tmp/inner/weights", "tmp/manifest", "tmp/inner", "tmp"}
     assert after == ["."]
-
-
-@needs_triton
-def test_the_front_end_is_watched_while_engines_are_built(graphs: Bundle, tmp_path: Path):
-    (tmp_path / "tmp").mkdir()
-    (profile,) = profiles_of(graphs)
-    out = engines_folder(profile, tmp_path / "cache")
-    out.parent.mkdir(parents=True)
-    lock = os.open(out.parent / f"{out.name}.lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # the build waits for this test
-    command = [sys.executable, "-m", "canvasrt", "serve", str(graphs.path), *ANY_PORTS]
-    command += ["--cache", str(tmp_path / "cache"), "--json-logs"]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TMPDIR": str(tmp_path / "tmp")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        first = next(m for line in process.stderr if (m := re.search(r"http://(\S+?)/v1", line)))
-        assert eventually(lambda: phase(first[1]) == "building")
-        os.kill(front_end_of(process.pid), signal.SIGKILL)
-        assert eventually(lambda: phase(first[1]) == "building")
-    finally:
-        os.close(lock)
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-def phase(address: str) -> str:
-    connection = http.client.HTTPConnection(address, timeout=10)
-    try:
-        connection.request("GET", "/v1/health/live")
-        return str(json.loads(connection.getresponse().read())["phase"])
-    except (OSError, http.client.HTTPException):
-        return ""
-    finally:
-        connection.close()
-
-
-def front_end_of(parent: int) -> int:
-    for pid, line in command_lines().items():
-        if "canvasrt.containers.openai" in line:
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == parent:
-                return int(pid)
-    raise AssertionError("there is no front end")
 
 
 def test_logs_rotate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 import uvicorn
 
-from canvasrt.containers.openai.connections import Places, connections
+from canvasrt.containers.openai.connections import Places
 from canvasrt.containers.openai.options import FrontOptions
-from canvasrt.containers.openai.tls import below
 from canvasrt.containers.serve.frontend import FrontEnd
 
 Alone = Callable[..., FrontEnd]
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Alone]:
-    """Start a front end with some options, and nothing behind it, unless they have the address of a
-    `triton`, or the URL of its `metrics`. Its log is front.log."""
+@contextlib.contextmanager
+def fronts(folder: Path) -> Iterator[Alone]:
+    """Start front ends with some options, and nothing behind them, unless they have the address of a
+    `triton`, or the URL of its `metrics`. Their log is front.log in `folder`."""
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> FrontEnd:
@@ -32,10 +31,24 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
             triton = options.pop("triton", "127.0.0.1:1")
             timeout = options.pop("request_timeout", None)
             made = FrontOptions(**{"port": 0, **options})
-            log = tmp_path / "front.log"
+            log = folder / "front.log"
             return stack.enter_context(FrontEnd(made, triton, url, log, timeout))
 
         yield start
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    """Start front ends for one test."""
+    with fronts(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontEnd]:
+    """One with the usual options."""
+    with fronts(tmp_path_factory.mktemp("front")) as start:
+        yield start()
 
 
 def connect(front: FrontEnd) -> socket.socket:
@@ -59,9 +72,9 @@ def listening(
     app: Any, limit: int = 8, context: ssl.SSLContext | None = None
 ) -> Iterator[tuple[int, Places]]:
     """The port of an application on a thread of this process, and the places of its connections."""
-    protocol, places = connections(limit)
-    made = protocol if context is None else below(protocol, context)
-    config = uvicorn.Config(app, http=made, lifespan="off", log_config=None, access_log=False)
+    places = Places(limit, context)
+    http: Any = places.connection
+    config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))

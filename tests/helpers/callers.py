@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from canvasrt.containers.triton.worker import Worker
-from canvasrt.runtime.generator import Event, Finished, Work
+from canvasrt.containers.triton.workers import Workers
+from canvasrt.runtime.request import Event, Finished, Request
 
 
 @dataclass
@@ -28,5 +29,7 @@ class Caller:
         return self.disconnected
 
 
-def submit(worker: Worker, request: Work, caller: Caller, begin: float | None = None) -> None:
+def submit(
+    worker: Worker | Workers, request: Request, caller: Caller, begin: float | None = None
+) -> None:
     worker.submit(request, worker.take_ticket(request.owner, caller, begin))

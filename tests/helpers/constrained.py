@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import jsonschema
 import numpy as np
 
 from canvasrt.runtime.answers.constrained import ConstrainedRequest
-from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary
-from canvasrt.runtime.generator import Result
+from canvasrt.runtime.answers.grammar import Allowance, GrammarState, Vocabulary
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 from tests.helpers.reference import Pair
 
 END = 5  # the demo's token that closes a turn
+AMPLE = Allowance(math.inf)
 
 
 def vocabulary(pair: Pair) -> Vocabulary:
@@ -26,7 +28,7 @@ def vocabulary(pair: Pair) -> Vocabulary:
 
 
 def untrained_model(undertrained: Pair) -> Model:
-    """The demo's model before it learned anything, its tokens in random order besides."""
+    """The demo's untrained model, with its tokens in random order."""
     model = open_model(undertrained.bundle, threads=1)
     order = np.random.default_rng(0).permutation(model.config.vocab_size)
     model.host_head._table = np.asarray(model._table[order], np.float32)
@@ -43,7 +45,7 @@ def request(
     given = {"max_new_tokens": 160, "max_denoising_steps": 6} | options
     params = SamplingParams.from_defaults(pair.model.sampler, pair.model.config, **given)
     ids = pair.tokenizer.encode_chat([{"role": "user", "content": text}])
-    return ConstrainedRequest(ids, params, start, END)
+    return ConstrainedRequest(ids, params, start=start, end=END)
 
 
 def text_of(tokenizer: Tokenizer, result: Result) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from canvasrt.containers.deploy import daemon
+from bench import daemon
 from canvasrt.containers.deploy.container_engine import ContainerEngine, find_engine
 from canvasrt.errors import CanvasError
 from tests.helpers.ci import in_ci
@@ -31,7 +31,7 @@ cgroup_manager = "cgroupfs"
 HARDENED = (
     *("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
     *("--user", "1000:1000", "--network", "none", "--shm-size", "256m"),
-    *("--env", "CANVASRT_THREADS=1"),
+    *("--env", "CANVASRT_THREADS=1", "--health-interval", "2s"),
 )
 
 

@@ -19,7 +19,7 @@ from canvasrt.engine_profiles import Profiles
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.backends.onnxruntime_cuda import OrtCudaEngine
 from canvasrt.runtime.engine import EngineCall, Pitched
-from canvasrt.runtime.gpu.buffers import ALIGNMENT
+from canvasrt.runtime.gpu.device_cache import ALIGNMENT
 
 
 class FakeDevice:
@@ -28,7 +28,7 @@ class FakeDevice:
     name = "fake"
 
     def __init__(self, size: int = 1 << 32) -> None:
-        self.left = size
+        self.left = self._size = size
         self.uploaded = self.downloaded = 0
         self._memory: list[np.ndarray] = []
         self._times: list[float] = []
@@ -79,6 +79,9 @@ class FakeDevice:
     def queue(self, work: Callable[[], Any]) -> None:
         self._queue.append(work)
 
+    def memory(self) -> tuple[int, int]:
+        return self.left, self._size
+
     def synchronize(self) -> None:
         queue, self._queue = self._queue, []
         for work in queue:
@@ -95,7 +98,7 @@ class FakeEngine:
         # Otherwise it makes integer products of quantized ones, which do not exist for FP8.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         session = ort.InferenceSession(str(file), options, ["CPUExecutionProvider"])
-        # By input: sizes, and the names of those that a call decides.
+        # By input: fixed sizes, or names of the sizes that depend on the call.
         known = (*session.get_inputs(), *session.get_outputs())
         self.shapes: dict[str, list[int | str]] = {v.name: v.shape for v in known}
         self._bound = OrtCudaEngine(name, session, device_type="cpu")

@@ -20,12 +20,12 @@ import numpy as np
 from canvasrt.errors import CanvasError, EngineError
 from canvasrt.runtime.backends.tensorrt import NUMPY_DTYPES
 from canvasrt.runtime.engine import EngineCall
-from canvasrt.runtime.gpu.buffers import ALIGNMENT
+from canvasrt.runtime.gpu.device_cache import ALIGNMENT
 from canvasrt.runtime.tables import host_dtype
 from tests.helpers.fake_engine import FakeDevice, FakeEngine
 
 ACTIVATIONS = 4096
-# What makes a request wait, in seconds: a guess at the order of magnitude.
+# Seconds that a request waits for each event: a guess at the order of magnitude.
 COMPILE, CONTEXT, CAPTURE = 2.0, 0.05, 0.01
 SQUARE = 9  # patches per soft token
 
@@ -47,6 +47,7 @@ class FakeCudaDevice(FakeDevice):
         self.replayed = 0
         self.captures = True
         self.breaks_captures = False  # though TensorRT said that it could be captured
+        self.contexts_left: int | None = None  # that there is memory for; None for any number
         # What made a request wait: (what, engine), and seconds.
         self.stalls: list[tuple[str, str]] = []
         self.waited = 0.0
@@ -148,6 +149,14 @@ class DynamicShapesKernelSpecializationStrategy(IntEnum):
     NONE = 2
 
 
+class ProfilingVerbosity(IntEnum):
+    """What an engine tells of its kernels."""
+
+    LAYER_NAMES_ONLY = 0
+    NONE = 1
+    DETAILED = 2
+
+
 class IRuntimeCache:
     """The kernels that were compiled for shapes, by engine and profile; TensorRT-RTX only."""
 
@@ -189,6 +198,8 @@ class IRuntimeConfig:
 
 class IExecutionContext:
     """One context: shapes, addresses, and the memory it was given."""
+
+    nvtx_verbosity = ProfilingVerbosity.DETAILED  # that of the engines' builds
 
     def __init__(self, engine: ICudaEngine, config: Any) -> None:
         self._engine = engine
@@ -323,7 +334,11 @@ class ICudaEngine:
     def create_runtime_config(self) -> IRuntimeConfig:
         return IRuntimeConfig()
 
-    def create_execution_context(self, strategy: Any) -> IExecutionContext:
+    def create_execution_context(self, strategy: Any) -> IExecutionContext | None:
+        if self.device.contexts_left is not None:
+            self.device.contexts_left -= 1
+            if self.device.contexts_left < 0:
+                return None
         self.contexts.append(IExecutionContext(self, strategy))
         self.device.stall("context", self.fake.name, CONTEXT)
         return self.contexts[-1]
@@ -352,7 +367,7 @@ class Runtime:
 
 # What TensorRT-RTX has and TensorRT does not.
 RTX = (CudaGraphStrategy, DynamicShapesKernelSpecializationStrategy)
-COMMON = (ILogger, TensorIOMode, ExecutionContextAllocationStrategy)
+COMMON = (ILogger, TensorIOMode, ExecutionContextAllocationStrategy, ProfilingVerbosity)
 API = (
     *COMMON,
     *RTX,

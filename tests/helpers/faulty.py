@@ -1,4 +1,4 @@
-"""A package whose engines fail on demand: what a file says happens to the next passes.
+"""A package whose engines fail on demand: a file names the fault of the next passes.
 
 The engines, the server and their supervisor are the real ones; only the pass is made to fail, or what
 is done beside it to hang.
@@ -6,13 +6,17 @@ is done beside it to hang.
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from canvasrt.bundle import MANIFEST, Bundle, _digest
 from canvasrt.hashes import canonical, hash_files
+from tests.helpers.serving_process import Serving, call
 
 _MODEL = '''
 import os
@@ -80,14 +84,14 @@ def make(self, *arguments, **options):
 def waits(name, function):
     """Hold a function up while its name is in the switch, or for the seconds behind it."""
 
-    def held(*arguments):
+    def held(*arguments, **named):
         begin = time.monotonic()
         while fault().partition(" ")[0] == name:
             seconds = float(fault().partition(" ")[2] or "inf")
             if time.monotonic() - begin > seconds:
                 break
             time.sleep(0.02)
-        return function(*arguments)
+        return function(*arguments, **named)
 
     return held
 
@@ -135,3 +139,35 @@ def faulty_package(packaged: Bundle, folder: Path, restart: bool = False) -> Fau
     data["digest"] = _digest(data)
     (copy / MANIFEST).write_text(canonical(data), encoding="utf-8")
     return Faulty(copy, switch)
+
+
+class Watch:
+    """Asks for both health routes until the server is gone; the statuses seen, in order."""
+
+    def __init__(self, running: Serving) -> None:
+        self.seen: dict[str, list[int]] = {"live": [], "ready": []}
+        self._running = running
+        self._threads = [threading.Thread(target=self._run, args=(name,)) for name in self.seen]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, name: str) -> None:
+        while True:
+            try:
+                self.seen[name].append(call(self._running.host, f"/v1/health/{name}")[0])
+            except (OSError, http.client.HTTPException):
+                return
+            time.sleep(0.02)
+
+    def join(self) -> dict[str, set[int]]:
+        for thread in self._threads:
+            thread.join(60)
+        return {name: set(seen) for name, seen in self.seen.items()}
+
+
+def end(running: Serving) -> tuple[int, str]:
+    """The exit code, and what was written to stderr, of a server that ends by itself."""
+    errors = running.process.communicate(timeout=120)[1]
+    assert not running.stale()
+    assert not running.scratch()
+    return running.process.returncode, errors

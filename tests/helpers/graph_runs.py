@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from canvasrt.checkpoints.config import ModelConfig
-from canvasrt.graphs.experts import SLOTS
+from canvasrt.graphs.names import SLOTS
 from canvasrt.runtime.body_inputs import expert_slots, past_in_octets
 from tests.helpers.random_models import Graphs
 
@@ -81,7 +81,7 @@ def empty_cache(graphs: Graphs, batch: int) -> list[tuple]:
 
 
 def encode(graphs: Graphs, tokens: np.ndarray, cache: list[tuple], position: int) -> list[tuple]:
-    """Return the cache after `tokens` are encoded after the first `position`."""
+    """Encode `tokens` from `position` on, and return the cache with them."""
     embedded = graphs.table[tokens] * np.float32(graphs.config.hidden_size**0.5)
     _, new, _ = run_body(graphs, embedded, cache, position, causal=True)
     return [

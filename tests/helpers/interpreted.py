@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs canvasrt[sorted]")
 with pytest.MonkeyPatch.context() as _patch:
-    # What Triton imports now is interpreted; the processes that tests start still compile. torch may have imported it.
+    # Kernels imported from here on are interpreted; the processes that tests start still compile. torch may have imported it.
     _patch.setenv("TRITON_INTERPRET", "1")
     for _name in [each for each in sys.modules if each.partition(".")[0] == "triton"]:
         if not _name.startswith("triton._C"):

@@ -10,11 +10,19 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.cache import unfinished
+from canvasrt.calibration_prompts import CalibrationPrompts
 from canvasrt.export.quantize import forms
+from canvasrt.export.quantize.calibrate import Calibration
+from canvasrt.export.quantize.calibrate import calibrate as calibrate_weights
 from canvasrt.export.quantize.packed import Packed
+from canvasrt.export.quantize.quantize import work_of
 from canvasrt.export.quantize.quantizers import form_of, quantize_weight
+from canvasrt.export.quantize.stored_weights import StoredWeights
 from canvasrt.graphs import external, lowbits
+from canvasrt.recipes.recipe import Recipe
+from tests.helpers import library
 
 # The released model's head sizes.
 SHAPE = {
@@ -36,21 +44,35 @@ INPUT_AMAX = 6.0
 CACHE_SCALE = 0.03
 
 
-def small_graphs(folder: Path) -> Bundle:
-    """One sliding layer with heads of 256 and one full layer with heads of 512, in bf16."""
-    from canvasrt.export import synthetic
-    from canvasrt.export.graphs import export_graphs
+def write_small(folder: Path) -> None:
+    """Write one sliding layer with heads of 256 and one full layer with heads of 512."""
+    from bench import synthetic
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(synthetic.SHAPES, "small", synthetic.SHAPES["released"] | SHAPE)
-        synthetic.write_random_checkpoint(folder / "checkpoint", "small", layers=2)
-    return export_graphs(folder / "checkpoint", folder / "graphs", precision="bf16")
+        synthetic.write_random_checkpoint(folder, "small", layers=2)
+
+
+def small_graphs() -> Bundle:
+    """Return the graphs of `write_small` in bf16."""
+    return load_bundle(library.graphs("small", "bf16"), kind="graphs", check=False)
 
 
 @pytest.fixture(scope="session")
-def plain_graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Graphs of `SHAPE`, made once."""
-    return small_graphs(tmp_path_factory.mktemp("quantize"))
+def plain_graphs() -> Bundle:
+    """Graphs of `SHAPE` in bf16."""
+    return small_graphs()
+
+
+def calibrate(graphs: Bundle, recipe: Recipe, file: Path | None = None) -> Calibration:
+    """Calibrate with the weights of plain graphs, by default on the prompts that come with canvasrt."""
+    manifest = graphs.manifest
+    tokenizer = {Path(name).name: graphs.file(name) for name in manifest.tokenizer or ()}
+    prompts = CalibrationPrompts.of(
+        file, recipe, manifest.model, manifest.sampler, manifest.made_from, tokenizer
+    )
+    with unfinished(*work_of({"graphs": manifest.digest}, recipe, prompts)) as room:
+        return calibrate_weights(StoredWeights(graphs), recipe, prompts, room)
 
 
 class Quantized:

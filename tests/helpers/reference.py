@@ -31,15 +31,14 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     EntropyBoundSamplerConfig,
 )
 
-from canvasrt.checkpoints.locate import find_checkpoint
-from canvasrt.export.graphs import export_graphs
-from canvasrt.pipeline import build_bundle
-from canvasrt.runtime.generator import Generator, Request, Result
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers import library
 
 PAD = 0
 
@@ -69,7 +68,7 @@ def inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Te
 def boundary_distance(
     probabilities: torch.Tensor, uniforms: torch.Tensor, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Return how far each draw is from having been another token, `[N]`, as a share of the whole mass."""
+    """Return each draw's distance from another token, `[N]`, as a share of the whole mass."""
     sums = probabilities.double().cumsum(-1)
     target = uniforms.double() * sums[:, -1]
     above = sums.gather(1, tokens[:, None])[:, 0]
@@ -108,9 +107,9 @@ class Trace:
 
     argmax: list[list[list[np.ndarray]]] = field(default_factory=list)
     accepted: list[list[list[np.ndarray]]] = field(default_factory=list)
-    # How far the closest of the accepted draws was from having been another token.
+    # The distance of the closest accepted draw from another token.
     closest: list[float] = field(default_factory=list)
-    # How far the router's last chosen expert was ahead of the next one, where that was least.
+    # The smallest lead of the router's last chosen expert over the next one.
     ahead: list[float] = field(default_factory=list)
 
     def steps(self, row: int) -> list[int]:
@@ -119,7 +118,7 @@ class Trace:
 
 @dataclass
 class ReferenceOutput:
-    """Token ids per row, including the end of sequence; and how they came about."""
+    """Token ids per row, including the end of sequence, and their trace."""
 
     tokens: list[list[int]]
     trace: Trace
@@ -344,45 +343,43 @@ class Pair:
         return Generator(self.model, max_batch).run(requests)
 
 
-def make_pair(checkpoint: Path, folder: Path) -> Pair:
-    """Export and build `checkpoint` into `folder`; load both sides, on one thread each."""
-    # Segments of four layers: the first has no full layer then, and hidden states cross a border.
-    graphs = export_graphs(str(checkpoint), folder / "graphs", layers_per_segment=4)
-    engines = build_bundle(graphs.path, "cpu", folder / "engines")
+def make_pair(name: str, layers_per_segment: int | None = None) -> Pair:
+    """Load both sides of a model of tests/helpers/library.py, on one thread each."""
+    checkpoint = library.checkpoint(name)
+    graphs = library.graphs(name, layers_per_segment=layers_per_segment)
+    engines = library.bundle(graphs)
     torch.set_num_threads(1)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(checkpoint, dtype=torch.float32)
-    loaded = open_model(engines.path, threads=1)
-    return Pair(checkpoint, graphs.path, engines.path, Reference(model), loaded)
+    loaded = open_model(engines, threads=1)
+    return Pair(checkpoint, graphs, engines, Reference(model), loaded)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def tiny() -> Pair:
     """The tiny random model."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model().save_pretrained(folder / "checkpoint")
-    return make_pair(folder / "checkpoint", folder)
+    # Segments of four layers: the first has no full layer then, and hidden states cross a border.
+    return make_pair("tiny", layers_per_segment=4)
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def demo() -> Pair:
     """The demo checkpoint."""
-    return make_pair(find_checkpoint("demo"), tmp_path_factory.mktemp("demo"))
+    return make_pair("demo")
 
 
 @pytest.fixture(scope="session")
-def demo_vision(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def demo_vision() -> Pair:
     """The bundled checkpoint that sees."""
-    return make_pair(find_checkpoint("demo-vision"), tmp_path_factory.mktemp("demo-vision"))
+    return make_pair("demo-vision")
 
 
 @pytest.fixture(scope="session")
-def undertrained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def undertrained() -> Pair:
     """The demo checkpoint before it learned its tasks."""
-    checkpoint = Path(__file__).parents[1] / "data" / "undertrained"
-    return make_pair(checkpoint, tmp_path_factory.mktemp("undertrained"))
+    return make_pair("undertrained")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompt() -> Callable[..., list[int]]:
     """Random prompts without special tokens: `prompt(length, seed)`."""
 

@@ -1,11 +1,11 @@
-"""Requests and profiles for a model whose state stays on a device."""
+"""Requests and profiles for a model with its state on a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from canvasrt.runtime.generator import Request, Result
+from canvasrt.runtime.request import Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.reference import Pair
 

@@ -34,7 +34,7 @@ class ToldStep:
 
 
 class _Only(LogitsProcessor):
-    """Takes every token away that may not stand at its position, and keeps the raw logits."""
+    """Masks tokens that are not allowed at their position, and keeps the raw logits."""
 
     def __init__(self, mask: np.ndarray) -> None:
         self.mask, self.raw = torch.from_numpy(mask), torch.empty(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import string
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -192,7 +193,7 @@ def _body() -> onnx.ModelProto:
 
 
 def _head(canvases: Sequence[Sequence[int]]) -> onnx.ModelProto:
-    """The canvas of the number that `entropy_bound` begins at, after as many as were counted."""
+    """The canvas whose number is the sum of `entropy_bound` and the count."""
     node, real, whole = helper.make_node, TensorProto.FLOAT, TensorProto.INT64
     nodes = [
         node("Slice", ["hidden", "zeros", "ones", "axes"], ["counts"]),
@@ -249,10 +250,10 @@ class Served(NamedTuple):
 @contextmanager
 def serving(bundle: Bundle, **options: object) -> Iterator[Served]:
     """A real Triton and a real front end over a bundle."""
-    log = bundle.path.parent / f"{bundle.path.name}.log"
     with (
+        tempfile.TemporaryDirectory() as logs,
         repository_of(bundle) as repository,
-        Server(repository, ports=Ports(0, 0, 0), log=log) as server,
+        Server(repository, ports=Ports(0, 0, 0), log=Path(logs) / "triton.log") as server,
         FrontEnd.over(server, FrontOptions(port=0, **options)) as front,  # type: ignore[arg-type]
     ):
         yield Served(server, front)

@@ -15,15 +15,16 @@ from openai import OpenAI
 from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.containers.client.triton import Client
 from canvasrt.containers.openai.options import FrontOptions
-from canvasrt.containers.package.package import package, repository_of
+from canvasrt.containers.package.package import repository_of
 from canvasrt.containers.ports import Ports
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
-from canvasrt.pipeline import build_bundle
-from canvasrt.runtime.generator import Generator, Request, Result
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Request, Result
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers import library
 from tests.helpers.ci import in_ci
 
 
@@ -51,14 +52,13 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def export_random(folder: Path) -> Bundle:
-    """Export a random model with the demo's shape and tokenizer; its blocks take many steps."""
+def write_random(folder: Path) -> None:
+    """Write a random checkpoint with the demo's shape and tokenizer; its blocks take many steps."""
     import torch
 
     import canvasrt.demo
-    from canvasrt.demo.model import build_model
-    from canvasrt.demo.tokenizer import build_tokenizer
-    from canvasrt.export.graphs import export_graphs
+    from bench.demo.model import build_model
+    from bench.demo.tokenizer import build_tokenizer
 
     torch.manual_seed(3)
     model = build_model()
@@ -66,38 +66,34 @@ def export_random(folder: Path) -> Bundle:
         for parameter in model.parameters():
             if parameter.ndim >= 2:  # so that some tokens are likelier than others
                 parameter.mul_(3.0)
-    model.save_pretrained(folder / "checkpoint")
-    build_tokenizer().save_pretrained(folder / "checkpoint")
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
     # The committed demo's, which writes no images.
     committed = Path(canvasrt.demo.__file__).with_name("checkpoint") / "chat_template.jinja"
-    (folder / "checkpoint" / "chat_template.jinja").write_text(committed.read_text("utf-8"))
-    export_graphs(str(folder / "checkpoint"), folder / "graphs")
-    return load_bundle(folder / "graphs", check=False)
+    (folder / "chat_template.jinja").write_text(committed.read_text("utf-8"))
 
 
 @pytest.fixture(scope="session")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def graphs() -> Bundle:
     """Graphs of a random model."""
-    return export_random(tmp_path_factory.mktemp("served"))
+    return load_bundle(library.graphs("served"), kind="graphs", check=False)
 
 
 @pytest.fixture(scope="session")
 def engines(graphs: Bundle) -> Bundle:
     """CPU engines from those graphs."""
-    return build_bundle(graphs.path, "cpu", graphs.path.parent / "engines")
+    return load_bundle(library.bundle(graphs.path), kind="engines", check=False)
 
 
 @pytest.fixture(scope="session")
 def packaged(engines: Bundle) -> Bundle:
-    out = engines.path.parent / "package"
-    package(engines.path, out)
-    return load_bundle(out, kind="package")
+    return load_bundle(library.package_of(engines.path), kind="package", check=False)
 
 
 @pytest.fixture(scope="session")
-def server(packaged: Bundle) -> Iterator[Server]:
+def server(packaged: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A ready server, stopped and checked for stale processes and memory at the end."""
-    log = packaged.path.parent / "triton.log"
+    log = tmp_path_factory.mktemp("server") / "triton.log"
     with (
         repository_of(packaged) as repository,
         Server(repository, ports=Ports(0, 0, 0), log=log) as running,
@@ -155,7 +151,7 @@ def local(engines: Bundle, tokenizer: Tokenizer) -> Local:
 
 
 def stale(server: Server) -> list[Path]:
-    """What a stopped server has left: shared memory and processes with its name."""
+    """Leftovers of a stopped server: shared memory and processes with its name."""
     found = list(Path("/dev/shm").glob(f"{server.run_name}*"))
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -176,7 +172,7 @@ def metric(server: Server, name: str) -> float:
     raise AssertionError(f"there is no metric {name}")
 
 
-def eventually(check: Callable[[], bool], seconds: float = 20) -> bool:
+def eventually(check: Callable[[], bool], seconds: float = 60) -> bool:
     """Whether `check` becomes true in time."""
     deadline = time.monotonic() + seconds
     while not check():

@@ -3,18 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from canvasrt.containers.client.triton import Client
 
 ANY_PORTS = ("--port", "0", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+JSON = {"Content-Type": "application/json"}
+SHORT = {"max_tokens": 3, "max_denoising_steps": 2}
+
+
+class Reply(NamedTuple):
+    """An HTTP answer, with a parsed body if that is JSON."""
+
+    status: int
+    body: Any
+    headers: http.client.HTTPMessage
+
+
+def call(
+    host: str,
+    path: str,
+    body: Any = None,
+    headers: Mapping[str, str] = JSON,
+    timeout: float = 120,
+) -> Reply:
+    """POST a body, bytes or what JSON can be made of; GET without one."""
+    connection = http.client.HTTPConnection(host, timeout=timeout)
+    try:
+        sent = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, sent, dict(headers))
+        reply = connection.getresponse()
+        data = reply.read()
+        is_json = reply.headers.get_content_type() == "application/json"
+        return Reply(reply.status, json.loads(data) if is_json else data, reply.headers)
+    finally:
+        connection.close()
+
+
+def chat(
+    host: str, content: str = "12+34=", key: str = "none", timeout: float = 120, **options: Any
+) -> Reply:
+    """The answer to one short chat, unless the options make it long."""
+    body = {"model": "canvasrt", "messages": [{"role": "user", "content": content}]}
+    headers = {**JSON, "Authorization": f"Bearer {key}"}
+    return call(host, "/v1/chat/completions", {**body, **SHORT, **options}, headers, timeout)
+
+
+def ask(running: Serving, content: str = "12+34=", **options: Any) -> Reply:
+    """The same, of a server."""
+    return chat(running.host, content, **options)
 
 
 @dataclass
@@ -25,13 +72,18 @@ class Serving:
     said: dict[str, Any]
     state: Path
 
+    @property
+    def host(self) -> str:
+        """host:port of the OpenAI API."""
+        return str(self.said["openai"]).removeprefix("http://").partition("/")[0]
+
     def client(self) -> Client:
         return Client(self.said["http"], timeout=60)
 
     def stop(self, number: int) -> str:
         """Sends a signal; what the process wrote to stderr by its end."""
         self.process.send_signal(number)
-        return self.process.communicate(timeout=60)[1]
+        return self.process.communicate(timeout=120)[1]
 
     def stale(self) -> list[str]:
         """Processes and shared memory that carry the number of the serving process."""
@@ -69,7 +121,7 @@ def serving(bundle: Path, folder: Path, *options: str) -> Iterator[Serving]:
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 def command_lines() -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from canvasrt.build import compile
 from canvasrt.build.compile import Compiled, Job
-from canvasrt.build.plan import BuildOptions
+from canvasrt.build.options import BuildOptions
 from canvasrt.bundle import Bundle
 from canvasrt.pipeline import build_bundle
 from canvasrt.runtime.backends.tensorrt import TensorRTBackend

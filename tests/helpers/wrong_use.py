@@ -156,6 +156,10 @@ WRONG = {
     "serve b --metrics-port 70000": "--metrics-port",
     "serve b --max-model-len 0": "--max-model-len",
     "serve b --exit-timeout -1": "--exit-timeout",
+    "serve b --devices two": "--devices is 'two'",
+    "serve b --devices all --device 0": "--device names one GPU",
+    "serve b --share-passes maybe": "--share-passes is 'maybe'",
+    "serve b --device 99": "there is no GPU '99'",
     "serve b --log-level loud": "--log-level is 'loud': not one of TRACE",
     "serve b --ssl-mode on": "--ssl-mode is 'on': not one of disabled",
     "serve b --served-model-name ,": "--served-model-name is ',': contains no name",
@@ -189,7 +193,7 @@ WRONG = {
 }
 
 
-# The same with the variables or the files that it takes.
+# Command lines that need variables or files.
 VARIABLES = {
     "serve b --dry-run": {
         "NIM_PASSTHROUGH_ARGS": ("--nothing", "NIM_PASSTHROUGH_ARGS is '--nothing'"),
@@ -223,8 +227,8 @@ FILES = {
         "--reference does not support images",
     ),
 }
-# What only Python code, or a bundle, can do wrong: where it is raised and words of its message →
-# the test that has these words.
+# Errors that only Python code or a bundle can cause: their place and words of their message → the
+# test with these words.
 ELSEWHERE = {
     ("containers/package/package.py", "no bundle was given"): (
         "tests/containers/package/test_package.py"
@@ -232,26 +236,26 @@ ELSEWHERE = {
     ("containers/client/triton.py", "Triton does not stream over"): (
         "tests/containers/client/test_client.py"
     ),
-    ("canvasrt/cli/kernels.py", "--capacity has no effect"): "tests/build/test_pieces.py",
-    ("canvasrt/kernels/rates.py", "unknown GPU"): "tests/canvasrt/kernels/test_predict.py",
-    ("canvasrt/kernels/rates.py", "was measured on"): "tests/canvasrt/kernels/test_predict.py",
-    ("canvasrt/kernels/predict.py", "take no pass of"): "tests/canvasrt/kernels/test_predict.py",
-    ("canvasrt/kernels/predict.py", "do not suit"): "tests/canvasrt/kernels/test_predict.py",
+    ("canvasrt/roofline/predict.py", "--capacity has no effect"): "tests/build/test_pieces.py",
+    ("canvasrt/roofline/rates.py", "unknown GPU"): "tests/canvasrt/roofline/test_predict.py",
+    ("canvasrt/roofline/rates.py", "was measured on"): "tests/canvasrt/roofline/test_predict.py",
+    ("canvasrt/roofline/predict.py", "take no pass of"): "tests/canvasrt/roofline/test_predict.py",
+    ("canvasrt/roofline/predict.py", "do not suit"): "tests/canvasrt/roofline/test_predict.py",
     ("runtime/open.py", "but the engines support at most"): (
         "tests/containers/serve/test_supervised.py"
     ),
     ("containers/ports.py", "give a port from 1 to 65535"): (
         "tests/containers/serve/test_serve.py"
     ),
-    ("build/plan.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
-    ("build/plan.py", "holds graphs of"): "tests/build/test_checks.py",
+    ("build/options.py", "holds graphs, but --adapter"): "tests/build/test_checks.py",
+    ("build/options.py", "holds graphs of"): "tests/build/test_checks.py",
     ("containers/serve/settings.py", "are both set"): "tests/containers/serve/test_settings.py",
     # Typer refuses these values itself.
     ("build/plan.py", "--max-batch {options.max_batch} is less than 1"): (
         "tests/build/test_checks.py"
     ),
     (
-        "build/plan.py",
+        "build/options.py",
         "--layers-per-segment {requested} is less than 1",
     ): "tests/build/test_checks.py",
 }

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.candidates import biased, candidates
-from canvasrt.runtime.generator import Draft, Generator, Request
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.host_head import HostHead
-from canvasrt.runtime.host_sampler import host_step, redrawn
+from canvasrt.runtime.host_sampler import biased, candidates, host_step, redrawn
 from canvasrt.runtime.open import open_model
-from canvasrt.runtime.passes import DenoiseOutput
+from canvasrt.runtime.request import Draft, Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair, warpers_of
 
-# Tokens of much entropy are accepted, so that what may be drawn matters.
+# Uncertain tokens are accepted, so that candidates matter.
 BASE = SamplingParams(
     max_new_tokens=64,
     max_denoising_steps=11,
@@ -45,27 +44,16 @@ def seeds(base: SamplingParams, count: int) -> list[SamplingParams]:
     return [replace(base, seed=7 + i) for i in range(count)]
 
 
-@pytest.mark.parametrize("change", RESTRICTED, ids=str)
-@pytest.mark.parametrize("bound", [0.5, 20.0])
-def test_generations_equal_transformers(
-    tiny: Pair, prompt: Prompt, change: dict, bound: float
-) -> None:
-    params = seeds(replace(BASE, entropy_bound=bound, **change), 3)
+@pytest.mark.parametrize(
+    "change",
+    [{"top_k": 3, "entropy_bound": 0.5}, {"top_p": 0.9}, {"min_p": 0.2}, RESTRICTED[-1]],
+    ids=str,
+)
+def test_generations_equal_transformers(tiny: Pair, prompt: Prompt, change: dict) -> None:
+    params = seeds(replace(BASE, **change), 3)
     prompts = [prompt(30, seed) for seed in range(3)]
     expected = tiny.reference.generate(prompts, params)
     expected.check(tiny.generate(prompts, params))
-
-
-def test_the_undertrained_checkpoint_too(undertrained: Pair) -> None:
-    model = undertrained.model
-    base = SamplingParams.from_defaults(
-        model.sampler, model.config, max_new_tokens=64, top_k=5, top_p=0.7, entropy_bound=4.0
-    )
-    text = [{"role": "user", "content": "count 7 to 31"}]
-    prompts = [undertrained.tokenizer.encode_chat(text)] * 3
-    params = seeds(base, 3)
-    expected = undertrained.reference.generate(prompts, params)
-    assert [each.token_ids for each in undertrained.generate(prompts, params)] == expected.tokens
 
 
 def test_rows_have_their_own_and_a_device_agrees(tiny: Pair, prompt: Prompt) -> None:
@@ -82,8 +70,8 @@ def test_rows_have_their_own_and_a_device_agrees(tiny: Pair, prompt: Prompt) -> 
 
 
 def test_only_candidates_are_drawn_and_acceptance_is_untouched(tiny: Pair, prompt: Prompt) -> None:
-    """With one candidate every accepted token is the argmax, and the first step's acceptance is
-    that of a free draw: a restriction makes nothing more certain, and nothing less."""
+    """With one candidate every accepted token is the argmax, and the first step accepts as in a
+    free draw: a restriction changes no entropy."""
 
     def first(params: SamplingParams) -> Draft:
         events = Generator(tiny.model).stream(Request(prompt(25), params))
@@ -106,9 +94,9 @@ def test_candidates_are_those_of_the_warpers(change: dict) -> None:
     assert (candidates(logits, params) == np.isfinite(left.numpy())).all()
 
 
-@pytest.mark.parametrize("change", RESTRICTED, ids=str)
+@pytest.mark.parametrize("change", [RESTRICTED[1], RESTRICTED[3], RESTRICTED[-1]], ids=str)
 def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair, change: dict) -> None:
-    """Over many steps of which most draws are uncertain: the same canvas and hidden states."""
+    """Many steps, most of whose draws are uncertain, give the same canvas and hidden states."""
     head, config, random = tiny.model.host_head, tiny.model.config, np.random.default_rng(0)
     changed = shifted = 0
     for step in range(1, 31):
@@ -121,8 +109,7 @@ def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair, change: dict)
         before = host_step(head, hidden, {}, free, step, uniforms, noise)
         wanted = host_step(head, hidden, {}, params, step, uniforms, noise)
         temperature = params.temperature_at(step)
-        output = DenoiseOutput(**vars(before), hidden=hidden)
-        found, places, states = redrawn(head, output, params, temperature, uniforms)
+        found, places, states = redrawn(head, before, params, temperature, uniforms)
         assert (found.canvas == wanted.canvas).all()
         assert np.allclose(states, wanted.next_hidden[places], atol=1e-5)
         rest = np.setdiff1d(np.arange(config.canvas_length), places)
@@ -130,8 +117,8 @@ def test_a_step_is_the_one_that_draws_every_token_anew(tiny: Pair, change: dict)
         changed += len(places)
         shifted += int(((before.canvas == before.argmax) & (wanted.canvas != before.argmax)).sum())
     assert changed > 30
-    # A draw of the likeliest token can become another one: the shares of others grow.
-    assert shifted > 0 or change not in ({"top_k": 3}, {"top_p": 0.5})
+    # A draw of the likeliest token can become another one, since other tokens' shares grow.
+    assert shifted > 0 or change != {"top_k": 3}
 
 
 def test_few_places_are_scored(tiny: Pair, prompt: Prompt, monkeypatch) -> None:
@@ -150,9 +137,7 @@ def test_few_places_are_scored(tiny: Pair, prompt: Prompt, monkeypatch) -> None:
     assert not scored
 
 
-@pytest.mark.parametrize(
-    "bias", [((9, 100.0),), ((3, -100.0), (17, 4.5), (411, 7.25)), ((40, 1.0),)], ids=str
-)
+@pytest.mark.parametrize("bias", [((9, 100.0),), ((3, -100.0), (17, 4.5), (411, 7.25))], ids=str)
 def test_a_bias_is_added_before_the_temperature(tiny: Pair, prompt: Prompt, bias: tuple) -> None:
     params = seeds(replace(BASE, logit_bias=bias, entropy_bound=1.0, top_k=50), 3)
     prompts = [prompt(30, seed) for seed in range(3)]

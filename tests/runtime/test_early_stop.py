@@ -12,18 +12,18 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
-from canvasrt.runtime.active import ActiveRequest
 from canvasrt.runtime.early_stop import EarlyStopping
 from canvasrt.runtime.passes import DenoiseOutput
 from canvasrt.runtime.request import Block, Event, Request
 from canvasrt.runtime.sampling_params import SamplingParams
+from canvasrt.runtime.text_state import TextState
 
 CONFIDENT, UNSURE = 0.001, 0.1
 
 
 def blocks_of(tiny, params: SamplingParams, steps: Sequence[tuple[int, float]]) -> list[int]:
     """Return the steps per block if each step yields a canvas of one token, at one entropy."""
-    active = ActiveRequest(0, Request([3], params), tiny.model, 0.0)
+    active = TextState(0, Request([3], params), tiny.model, 0.0)
     events: list[Event] = []
     for token, entropy in steps:
         active.next_step()
@@ -72,7 +72,7 @@ def test_the_last_step_ends_a_block_in_any_case(tiny) -> None:
 
 @pytest.mark.parametrize("stability", [0, 1, 2, 3])
 def test_the_rule_is_that_of_transformers(stability: int) -> None:
-    """Canvases that change now and then, with logits between flat and peaked."""
+    """Random canvases that change occasionally, with logits between flat and peaked."""
     rng = np.random.default_rng(stability)
     theirs = StableAndConfidentStoppingCriteria(stability, 0.005)
     ours = EarlyStopping(params(stability))

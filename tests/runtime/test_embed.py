@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from canvasrt.checkpoints.config import SamplerDefaults
-from canvasrt.runtime.cpu import HostModel
+from canvasrt.runtime.host_model import HostModel
 from tests.helpers.configs import CONFIG
 
 

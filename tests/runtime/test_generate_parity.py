@@ -46,9 +46,17 @@ def common_token(results: list[Result]) -> int:
     return max(counts, key=lambda token: (counts[token], token))
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
-@pytest.mark.parametrize("length", [1, 40, WINDOW - 1, WINDOW, WINDOW + 1, 150])
+@pytest.mark.parametrize(
+    ("length", "adaptive", "batch"),
+    [
+        (1, True, 4),
+        (40, False, 4),
+        (WINDOW - 1, False, 1),
+        (WINDOW, True, 1),
+        (WINDOW + 1, True, 4),
+        (150, True, 4),
+    ],
+)
 def test_several_blocks(tiny, prompt: Prompt, length: int, adaptive: bool, batch: int) -> None:
     base = replace(BASE, early_stop=adaptive, max_new_tokens=96 if length < 100 else 64)
     prompts = [prompt(length, seed) for seed in range(batch)]
@@ -58,12 +66,10 @@ def test_several_blocks(tiny, prompt: Prompt, length: int, adaptive: bool, batch
         assert all(steps == 11 for result in results for steps in result.steps)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
-def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt, adaptive: bool, batch: int) -> None:
-    base = replace(BASE, early_stop=adaptive, max_new_tokens=160)
-    prompts = [prompt(20, seed) for seed in range(batch)]
-    params = seeds(base, batch, first=300)
+def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt) -> None:
+    base = replace(BASE, max_new_tokens=160)
+    prompts = [prompt(20, seed) for seed in range(4)]
+    params = seeds(base, 4, first=300)
     # Use tokens that occur as ends of sequence: random weights would hardly ever write token 1.
     free = tiny.generate(prompts, params)
     ends = (1, common_token(free), free[0].token_ids[45])
@@ -77,12 +83,11 @@ def test_end_of_sequence_inside_a_block(tiny, prompt: Prompt, adaptive: bool, ba
     assert any(len(result.token_ids) % 32 for result in stopped)
 
 
-@pytest.mark.parametrize("stability", [0, 1, 3])
-def test_stability_thresholds(tiny, prompt: Prompt, stability: int) -> None:
-    base = replace(BASE, stability_threshold=stability, max_denoising_steps=20)
+def test_a_higher_stability_threshold(tiny, prompt: Prompt) -> None:
+    base = replace(BASE, stability_threshold=3, max_denoising_steps=20)
     prompts = [prompt(30, seed) for seed in range(4)]
     results = check(tiny, prompts, seeds(base, 4, first=50))
-    assert min(steps for result in results for steps in result.steps) > stability
+    assert min(steps for result in results for steps in result.steps) > 3
 
 
 def test_confidence_alone_decides_when_no_stability_is_asked_for(tiny, prompt: Prompt) -> None:
@@ -95,12 +100,9 @@ def test_confidence_alone_decides_when_no_stability_is_asked_for(tiny, prompt: P
 @pytest.mark.parametrize(
     "change",
     [
-        {"entropy_bound": 0.1},
         {"entropy_bound": 20.0},
-        {"t_min": 0.05, "t_max": 0.3},
         {"t_min": 0.0, "t_max": 2.0},
         {"max_denoising_steps": 1},
-        {"max_denoising_steps": 48},
     ],
     ids=str,
 )
@@ -108,14 +110,14 @@ def test_other_settings(tiny, prompt: Prompt, change: dict) -> None:
     check(tiny, [prompt(25, s) for s in range(2)], seeds(replace(BASE, **change), 2, first=9))
 
 
-@pytest.mark.parametrize("budget", [1, 31, 32, 33, 70])
+@pytest.mark.parametrize("budget", [1, 33])
 def test_a_budget_that_is_not_whole_blocks(tiny, prompt: Prompt, budget: int) -> None:
     result = check(tiny, [prompt(12)], [replace(BASE, max_new_tokens=budget)])[0]
     assert len(result.token_ids) == budget
     assert len(result.steps) == -(-budget // 32)
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 63, 64, 100])
+@pytest.mark.parametrize("chunk", [16, 100])
 def test_prefill_in_chunks(tiny, prompt: Prompt, monkeypatch, chunk: int) -> None:
     whole = check(tiny, [prompt(150)], [replace(BASE, max_new_tokens=64)])[0]
     monkeypatch.setattr(tiny.model, "prefill_chunk", chunk)
@@ -139,8 +141,7 @@ def test_prompts_of_the_demo_checkpoint(demo) -> None:
     assert max(len(result.steps) for result in results) > 1
 
 
-@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
-def test_an_undertrained_checkpoint(undertrained, adaptive: bool) -> None:
+def test_an_undertrained_checkpoint(undertrained) -> None:
     """A model that is unsure: many steps, and partial acceptance."""
     text = "count 7 to 31"
     prompt = undertrained.tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -148,12 +149,10 @@ def test_an_undertrained_checkpoint(undertrained, adaptive: bool) -> None:
         undertrained.model.sampler,
         undertrained.model.config,
         max_new_tokens=64,
-        early_stop=adaptive,
         max_denoising_steps=16,
     )
     results = check(undertrained, [prompt] * 4, seeds(base, 4))
-    if adaptive:
-        assert len({steps for result in results for steps in result.steps}) > 1
+    assert len({steps for result in results for steps in result.steps}) > 1
 
 
 def test_these_tests_are_not_vacuous(tiny, prompt: Prompt) -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from canvasrt.runtime.body_inputs import Geometry
-from canvasrt.runtime.cpu_capacity import Capacity, rounded
+from canvasrt.runtime.body_inputs import Capacity, Geometry, rounded
 from canvasrt.runtime.kv_cache import CanvasFeeds, RequestCache, past_feeds
 from tests.helpers.configs import CONFIG, LAYERS
 

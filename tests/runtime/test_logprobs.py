@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.generator import Block, Generator, Request, Settled
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.host_head import log_softmax
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Block, Request, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair

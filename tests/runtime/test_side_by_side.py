@@ -37,9 +37,10 @@ def test_passes_count_although_nobody_takes_their_results(model: Any) -> None:
 
 
 def test_what_callers_do_between_outputs_is_not_time_in_passes(model: Any) -> None:
+    begin = time.perf_counter()
     for _ in model.denoise_each(iter(range(5)), 5):
         time.sleep(0.05)
-    assert model.counters.denoise_seconds < 0.1
+    assert model.counters.denoise_seconds < (time.perf_counter() - begin) / 2
 
 
 def test_a_failure_ends_the_passes_that_wait(model: Any) -> None:

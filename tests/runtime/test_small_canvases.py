@@ -12,16 +12,15 @@ import pytest
 from canvasrt.errors import CanvasError
 from canvasrt.pass_shapes import canvas_sizes
 from canvasrt.runtime.answers.infill import infill_request
-from canvasrt.runtime.generator import Block, Generator, Request, Settled
-from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Block, Request, Settled
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.resident import body_profiles
 
 Prompt = Callable[..., list[int]]
-SIZES = (4, 8, 16)
 BASE = SamplingParams(
     max_new_tokens=40, max_denoising_steps=9, entropy_bound=1.0, confidence_threshold=1.0
 )
@@ -37,23 +36,24 @@ def test_sizes_are_an_eighth_a_quarter_a_half_and_all() -> None:
     assert canvas_sizes(6) == (3, 6)
 
 
-@pytest.mark.parametrize("adaptive", [True, False], ids=["early-stop", "all-steps"])
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "length", "adaptive"),
+    [(4, 1, True), (4, 65, True), (8, 63, False), (8, 150, True), (16, 64, True), (16, 150, False)],
+)
 def test_tokens_are_those_of_transformers(
     tiny: Pair, prompt: Prompt, size: int, length: int, adaptive: bool
 ) -> None:
-    """Several blocks, before, at and behind the sliding window's edge, and several seeds."""
+    """Several blocks, before, at and beyond the sliding window's edge, and several seeds."""
     base = replace(BASE, canvas_length=size, early_stop=adaptive)
     check(
         tiny,
         [prompt(length, seed) for seed in range(3)],
-        # Seed 4 would draw 9e-8 from another token once, where rounding decides.
+        # With seed 4, one draw would be 9e-8 from another token, so rounding would decide.
         [replace(base, seed=s) for s in (5, 6, 7)],
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [4, 16])
 def test_the_trained_checkpoints_too(undertrained: Pair, size: int) -> None:
     """With the end of the sequence, and unsure."""
     model = undertrained.model
@@ -73,23 +73,24 @@ def mixed(prompt: Prompt) -> list[Request]:
     ]
 
 
-def alone(pair: Pair, prompt: Prompt) -> list[tuple[list[int], list[int]]]:
-    """What transformers makes of each request."""
+@pytest.fixture(scope="module")
+def alone(tiny: Pair, prompt: Prompt) -> list[tuple[list[int], list[int]]]:
+    """transformers' result for each request."""
     found = []
     for each in mixed(prompt):
-        out = pair.reference.generate([list(each.prompt_token_ids)], [each.params])
+        out = tiny.reference.generate([list(each.prompt_token_ids)], [each.params])
         found.append((out.tokens[0], out.trace.steps(0)))
     return found
 
 
-def test_a_batch_may_mix_sizes(tiny: Pair, prompt: Prompt) -> None:
+def test_a_batch_may_mix_sizes(tiny: Pair, prompt: Prompt, alone: list) -> None:
     results = Generator(tiny.model, 4).run(mixed(prompt))
-    assert [(each.token_ids, each.steps) for each in results] == alone(tiny, prompt)
+    assert [(each.token_ids, each.steps) for each in results] == alone
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "shared"])
 def test_a_device_may_too(
-    tiny: Pair, prompt: Prompt, apart: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: Pair, prompt: Prompt, alone: list, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In passes that are as long as the canvas, and in longer ones with padding."""
     monkeypatch.setattr("canvasrt.pass_shapes.LENGTHS", (8, 16))
@@ -97,24 +98,14 @@ def test_a_device_may_too(
     backend = FakeBackend(rows_apart=apart)
     model = open_model(tiny.graphs, check=False, backend=backend)
     results = Generator(model, 4).run(mixed(prompt))
-    assert [(each.token_ids, each.steps) for each in results] == alone(tiny, prompt)
+    assert [(each.token_ids, each.steps) for each in results] == alone
     assert {call.dims["length"] for call in backend.engines["head"].calls} == {4, 8, 16, 32}
     bodies = {call.dims["length"] for call in backend.engines["body_0"].calls if call.repeats}
     assert bodies == {8, 16, 32}
 
 
-def test_a_device_may_change_requests_in_the_middle_of_a_small_block(
-    tiny: Pair, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceModel, "quantum", 3)
-    model = open_model(tiny.graphs, check=False, backend=FakeBackend())
-    results = Generator(model, 2).run(mixed(prompt))
-    assert [(each.token_ids, each.steps) for each in results] == alone(tiny, prompt)
-
-
-@pytest.mark.parametrize("settle", [0, 1])
-def test_a_stream_sends_each_small_block(tiny: Pair, prompt: Prompt, settle: int) -> None:
-    params = replace(BASE, canvas_length=8, settle_steps=settle)
+def test_a_stream_sends_each_small_block(tiny: Pair, prompt: Prompt) -> None:
+    params = replace(BASE, canvas_length=8, settle_steps=1)
     blocks, sent, settled = [], [], 0
     for event in Generator(tiny.model).stream(Request(prompt(30), params)):
         if isinstance(event, Settled):
@@ -126,12 +117,10 @@ def test_a_stream_sends_each_small_block(tiny: Pair, prompt: Prompt, settle: int
     (result,) = tiny.generate([prompt(30)], [params])
     assert sent == result.token_ids
     assert [len(each.tokens) for each in blocks] == [8] * 5
-    assert bool(settled) == bool(settle)
-    if not settle:
-        assert sent == tiny.reference.generate([prompt(30)], [params]).tokens[0]
+    assert settled
 
 
-@pytest.mark.parametrize(("budget", "size"), [(1, 4), (4, 4), (5, 8), (16, 16), (17, 32), (90, 32)])
+@pytest.mark.parametrize(("budget", "size"), [(1, 4), (4, 4), (5, 8), (90, 32)])
 def test_the_smallest_that_holds_the_budget(
     tiny: Pair, prompt: Prompt, budget: int, size: int
 ) -> None:
@@ -176,7 +165,7 @@ def test_an_infill_takes_the_smallest_that_holds_it(demo: Pair) -> None:
         assert len(result.token_ids) == 6
 
 
-@pytest.mark.parametrize("size", [1, 5, 33, 64])
+@pytest.mark.parametrize("size", [5, 64])
 def test_other_sizes_are_refused(tiny: Pair, prompt: Prompt, size: int) -> None:
     with pytest.raises(CanvasError, match=f"canvas_length is {size}") as error:
         tiny.generate([prompt(5)], [replace(BASE, canvas_length=size)])

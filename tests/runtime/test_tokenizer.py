@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
+from tokenizers import Tokenizer as Core
 from transformers import AutoTokenizer
 
+from canvasrt.checkpoints.locate import DEMO_FOLDER
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.tokenizer import StreamDecoder, Tokenizer
 
 CHATS = [
     [{"role": "user", "content": "12+34="}],
-    [{"role": "user", "content": "  <|turn>spaces & specials<eos>\n"}],
+    [{"role": "user", "content": "  spaces & <specials|>\n<"}],
     [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hello"},
@@ -49,7 +54,6 @@ def test_pieces_of_a_stream_add_up(demo) -> None:
 
 
 def test_a_character_cut_in_two_waits_for_its_rest() -> None:
-    from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -67,7 +71,6 @@ def test_a_character_cut_in_two_waits_for_its_rest() -> None:
 
 def test_a_template_cannot_reach_python(demo) -> None:
     from jinja2.exceptions import SecurityError
-    from tokenizers import Tokenizer as Core
     from tokenizers import models
 
     hostile = Tokenizer(Core(models.BPE()), "{{ ''.__class__.__mro__ }}{{ [].append(1) }}")
@@ -77,7 +80,6 @@ def test_a_template_cannot_reach_python(demo) -> None:
 
 
 def test_what_a_template_refuses_is_told(demo) -> None:
-    from tokenizers import Tokenizer as Core
     from tokenizers import models
 
     strict = Tokenizer(Core(models.BPE()), "{{ raise_exception('roles must alternate') }}")
@@ -86,7 +88,6 @@ def test_what_a_template_refuses_is_told(demo) -> None:
 
 
 def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> None:
-    from tokenizers import Tokenizer as Core
     from tokenizers import models
 
     with pytest.raises(CanvasError, match="no tokenizer") as error:
@@ -94,3 +95,26 @@ def test_bundles_without_a_tokenizer_and_tokenizers_without_a_template(tiny) -> 
     assert "--prompt-ids" in error.value.hint
     with pytest.raises(CanvasError, match="no chat template"):
         Tokenizer(Core(models.BPE()), None).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["demo", "diffusion_gemma", "gemma4", "gemma3", "gemma"])
+def test_rendering_is_transformers_own(demo, reference, name: str) -> None:
+    """Also of templates that compare their control tokens with parts of messages."""
+    folder = Path(next(iter(importlib.util.find_spec("trl").submodule_search_locations)))
+    file = folder / "chat_templates" / f"{name}.jinja"
+    source = file.read_text("utf-8") if file.exists() else reference.chat_template
+    core = Core.from_file(str(DEMO_FOLDER / "checkpoint" / "tokenizer.json"))
+    core.add_special_tokens(["<|channel>", "<channel|>", "<|tool_call>", "<start_of_turn>"])
+    ours = Tokenizer(core, source, {"bos_token": "<bos>"})
+    chat = [
+        {"role": "user", "content": " > a <\n"},
+        {"role": "assistant", "content": "<|channel>thought\nx<channel|> |turn>46 <"},
+        {"role": "user", "content": "<|turn>12+34=<turn|"},
+    ]
+    text = reference.apply_chat_template(
+        chat, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert ours.render_chat(chat) == text
+    plain = [*chat[:1], {"role": "assistant", "content": "|turn>46 <"}, *chat[:1]]
+    text = ours.render_chat(plain)
+    assert ours.encode_chat(plain) == ours.encode(text, False)

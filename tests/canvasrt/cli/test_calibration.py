@@ -41,7 +41,7 @@ def test_probabilities_are_measured(
     found = json.loads(capsys.readouterr().out)["decisions"]
     assert found["all"]["questions"] == 12
     assert found["all"]["right"] == pytest.approx(11 / 12)
-    # The wrong label is held against a sure answer.
+    # The wrong label counts against a confident answer.
     assert found["all"]["ece"] == pytest.approx(1 / 12, abs=0.02)
     assert found["all"]["brier"] == pytest.approx(2 / 12, abs=0.03)
     assert [each["name"] for each in found["groups"]] == ["small", "large"]

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from canvasrt.checkpoints.locate import demo_checkpoint
-from canvasrt.cli.walkthrough import DECISIONS, DEMO_PROMPTS, SUM_SCHEMA, QuestionRow, judge
+from canvasrt.cli.demo import DECISIONS, DEMO_PROMPTS, SUM_SCHEMA, judge
 from canvasrt.demo.tasks import is_correct, task_of
 from canvasrt.errors import CanvasError
 from tests.helpers.serving import needs_triton
@@ -46,7 +47,7 @@ def left_by(process: subprocess.Popen[str], folder: Path) -> list[str]:
 
 @needs_triton
 @needs_checkpoint
-@pytest.mark.slow
+@pytest.mark.acceptance
 def test_the_demo_answers_its_questions(tmp_path: Path):
     process = start(tmp_path, "--json", "--keep", str(tmp_path / "kept"))
     output, errors = process.communicate(timeout=600)
@@ -60,13 +61,14 @@ def test_the_demo_answers_its_questions(tmp_path: Path):
     assert [each["question"] for each in data["decisions"]] == list(DECISIONS)
     assert all(each["right"] for each in data["decisions"])
     jsonschema.validate(json.loads(data["json"]["answer"]), SUM_SCHEMA)
+    assert data["json"]["answer"] == "46"
     assert (tmp_path / "kept" / "package" / "manifest.json").exists()
     assert not left_by(process, tmp_path)
 
 
 @needs_triton
 @needs_checkpoint
-@pytest.mark.slow
+@pytest.mark.acceptance
 @pytest.mark.parametrize("during", ["exporting graphs", "asking"])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, during: str):
     process = start(tmp_path, CANVASRT_CACHE=str(tmp_path / "cache"))
@@ -84,19 +86,19 @@ def test_it_asks_a_question_of_every_task():
     assert {task_of(question).name for question in DEMO_PROMPTS} == set(TASKS)
 
 
-def row(question: str, http: str, grpc: str, right: bool, openai: str | None = None) -> QuestionRow:
-    return QuestionRow(question, http, grpc, openai or http, right, [2], 1.0, 1.0, 1.0)
+def row(http: str, grpc: str, openai: str, right: bool = True) -> dict[str, Any]:
+    return {"question": "2+2=", "http": http, "grpc": grpc, "openai": openai, "right": right}
 
 
 def test_one_wrong_answer_is_forgiven_and_three_are_not():
-    rows = [row("1+1=", "2", "2", right=True)] * 7
-    judge([*rows, row("2+2=", "5", "5", right=False)])
+    right, wrong = row("4", "4", "4"), row("5", "5", "5", right=False)
+    judge([right] * 7 + [wrong])
     with pytest.raises(CanvasError, match="3 of 8 answers are wrong"):
-        judge([*rows[:5], *[row("2+2=", "5", "5", right=False)] * 3])
+        judge([right] * 5 + [wrong] * 3)
 
 
 def test_answers_that_differ_between_protocols_are_never_forgiven():
     with pytest.raises(CanvasError, match="'4' over HTTP, '5' over gRPC and '4' over the OpenAI"):
-        judge([row("2+2=", "4", "5", right=True)])
+        judge([row("4", "5", "4")])
     with pytest.raises(CanvasError, match="'4' over gRPC and '5' over the OpenAI"):
-        judge([row("2+2=", "4", "4", right=True, openai="5")])
+        judge([row("4", "4", "5")])

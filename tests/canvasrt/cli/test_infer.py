@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from functools import partial
 
 import pytest
 
 from canvasrt.containers.serve.server import Server
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.conftest import Command
 from tests.helpers.serving import Local, needs_triton
 
 pytestmark = needs_triton
 SHORT = ("--seed", "7", "--max-new-tokens", "40", "--steps", "6")
 
 
-def infer(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "canvasrt", "infer", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def infer(here: Command) -> Command:
+    return partial(here, "infer")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_it_prints_the_answer(server: Server, local: Local, protocol: str):
+def test_it_prints_the_answer(infer: Command, server: Server, local: Local, protocol: str):
     url = f"127.0.0.1:{getattr(server.ports, protocol)}"
     options = ("--url", url, "--protocol", protocol, *SHORT)
     expected = local("12+34=", seed=7, max_new_tokens=40, max_denoising_steps=6)
@@ -35,7 +36,7 @@ def test_it_prints_the_answer(server: Server, local: Local, protocol: str):
     assert again == data
 
 
-def test_it_takes_what_generate_takes(server: Server, tokenizer: Tokenizer):
+def test_it_takes_what_generate_takes(infer: Command, server: Server, tokenizer: Tokenizer):
     options = ("--url", f"127.0.0.1:{server.ports.http}", "--json", "--max-new-tokens", "8")
     raw = json.loads(infer("ab", "--raw", "--steps", "2", *options).stdout)
     assert raw["prompt_token_ids"] == tokenizer.encode("ab")
@@ -44,7 +45,7 @@ def test_it_takes_what_generate_takes(server: Server, tokenizer: Tokenizer):
     assert told["prompt_token_ids"] == tokenizer.encode_chat(chat)
 
 
-def test_it_streams(server: Server):
+def test_it_streams(infer: Command, server: Server):
     options = ("--url", f"127.0.0.1:{server.ports.grpc}", "--protocol", "grpc", *SHORT)
     answer = infer("12+34=", *options).stdout
     assert infer("12+34=", "--stream", *options).stdout == answer
@@ -52,16 +53,15 @@ def test_it_streams(server: Server):
     assert [json.loads(line)["event"] for line in lines].count("draft") == 12
 
 
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-@pytest.mark.parametrize("stream", [(), ("--stream",)])
-def test_without_a_server_it_says_so(protocol: str, stream: tuple[str, ...]):
-    if protocol == "http" and stream:
-        pytest.skip("streams go over gRPC")
+@pytest.mark.parametrize(("protocol", "stream"), [("http", ()), ("grpc", ("--stream",))])
+def test_without_a_server_it_says_so(
+    infer: Command, protocol: str, stream: tuple[str, ...]
+) -> None:
     done = infer("x", "--url", "127.0.0.1:9", "--protocol", protocol, *stream)
     _fails(done, f"no server answers {protocol} at 127.0.0.1:9", "canvasrt serve")
 
 
-def test_a_refusal_of_the_server_is_shown_with_its_hint(server: Server):
+def test_a_refusal_of_the_server_is_shown_with_its_hint(infer: Command, server: Server):
     done = infer("x", "--url", f"127.0.0.1:{server.ports.http}", "--t-min", "3")
     _fails(done, "the server refused the request: t_max 0.8 is below t_min 3.0", "t_max >= t_min")
 

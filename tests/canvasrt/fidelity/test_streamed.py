@@ -33,7 +33,7 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bundle]:
 
 
 def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
-    """Logits after a prompt and some steps, each on the result of the last."""
+    """Logits after a prompt and several consecutive steps."""
     config, rng = model.config, np.random.default_rng(0)
     row = model.new_row()
     model.encode([EncodeInput(row, rng.integers(6, config.vocab_size, 70))])
@@ -49,7 +49,7 @@ def logits(model: ReferenceModel, steps: int = 3) -> torch.Tensor:
 
 def test_a_streamed_reference_computes_the_same(tiny: Any) -> None:
     whole, streamed = ReferenceModel(tiny.checkpoint), ReferenceModel(tiny.checkpoint, True)
-    # On some CPUs, a product's last bits depend on its weight's alignment, and a file's is another.
+    # On some CPUs, a product's last bits depend on its weight's alignment, which differs in a file.
     for parameter in whole.module.parameters():
         parameter.data = parameter.data.clone()
     assert torch.equal(logits(whole), logits(streamed))
@@ -71,7 +71,7 @@ def edited(checkpoint: Path, to: Path, change: Callable[[str, torch.Tensor], tor
 def test_a_quantized_checkpoint_stands_for_what_compressed_tensors_unpacks(
     int4: Any, tmp_path: Path
 ) -> None:
-    """Scales count as they are there, although graphs round them to bfloat16."""
+    """The checkpoint's own scales count, although graphs round them to bfloat16."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     def finer(name: str, each: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_one_segment_at_a_time_computes_the_same(tiny: Any) -> None:
 
 
 def test_a_bundle_agrees_with_its_int4_checkpoint(int4: Any) -> None:
-    """The codes are the checkpoint's, so what differs is the table, and experts' inputs in int8."""
+    """The codes are the checkpoint's; only the table and the experts' int8 inputs differ."""
     folder, bundle = int4
     found = measure_quality(bundle, folder, 25)
     assert found["answers"] is found["pace"] is None

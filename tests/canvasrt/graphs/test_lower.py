@@ -1,4 +1,4 @@
-"""The lowered form of a quantized graph: ONNX Runtime computes what the quantized graph means, rounding for rounding."""
+"""The lowered form of a quantized graph computes the same numbers in ONNX Runtime, rounding for rounding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
-from canvasrt.bundle import Bundle
+from canvasrt.bundle import Bundle, load_bundle
 from canvasrt.formats import FORMATS
-from canvasrt.graphs.experts import DOMAIN, split_experts
+from canvasrt.graphs.experts import split_experts
 from canvasrt.graphs.lower import lower, lower_graph
-from canvasrt.graphs.nbits import UNPACK, use_nbits
+from canvasrt.graphs.names import DOMAIN, UNPACK
+from canvasrt.graphs.nbits import use_nbits
 from canvasrt.graphs.rounding import operator, rounding
+from canvasrt.progress import listening
+from tests.helpers import library
 from tests.helpers import quantized as shared
 from tests.helpers import rounding as oracle
 from tests.helpers.graph_runs import random_feeds, without_slots
@@ -161,10 +164,11 @@ def test_onnx_runtime_multiplies_the_same_codes(
     """MatMulNBits multiplies its inputs by exactly the weights that were packed."""
     made = quantized("int4")
     lower_graph(made.file, tmp_path / "body_0.onnx")
-    model = onnx.load(tmp_path / "body_0.onnx", load_external_data=False)
+    edited = ir.load(tmp_path / "body_0.onnx")
     bytes_before = (tmp_path / "body_0.bin").read_bytes()
-    assert split_experts(model)
-    assert use_nbits(model)
+    assert split_experts(edited)
+    assert use_nbits(edited)
+    model = ir.to_proto(edited)
     assert not any(node.op_type == UNPACK for node in model.graph.node)
     products = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
     assert (
@@ -209,11 +213,11 @@ def test_the_experts_can_be_split(
     lower_graph(quantized(format).file, tmp_path / "body_0.onnx")
     given = feeds(plain_graphs)
     expected = session(tmp_path / "body_0.onnx").run(["hidden_out"], given)[0]
-    model = onnx.load(tmp_path / "body_0.onnx", load_external_data=False)
-    rounds = sum(node.domain == DOMAIN for node in model.graph.node)
+    model = ir.load(tmp_path / "body_0.onnx")
+    rounds = sum(node.domain == DOMAIN for node in model.graph)
     assert split_experts(model)
-    assert sum(node.domain == DOMAIN for node in model.graph.node) == rounds
-    onnx.save(model, tmp_path / "split.onnx")
+    assert sum(node.domain == DOMAIN for node in model.graph) == rounds
+    ir.save(model, tmp_path / "split.onnx")
     found = session(tmp_path / "split.onnx").run(["hidden_out"], without_slots(given))[0]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -231,7 +235,7 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
         expected = oracle.round_fp8(plain[name], shared.CACHE_SCALE)
         assert rounded[name].dtype == np.float32
         assert (expected != plain[name]).any()
-        if name.endswith("_0"):  # nothing before the first layer differs
+        if name.endswith("_0"):  # nothing differs before the first layer
             np.testing.assert_array_equal(rounded[name], expected)
         np.testing.assert_array_equal(
             oracle.round_fp8(rounded[name], shared.CACHE_SCALE), rounded[name]
@@ -240,12 +244,12 @@ def test_a_cache_in_fp8_is_rounded_when_it_is_written(
 
 def test_a_bf16_bundle_is_widened(plain_graphs: Bundle, tmp_path: Path) -> None:
     """The result equals an fp32 export of the same checkpoint, whose weights are bf16."""
-    from canvasrt.export.graphs import export_graphs
 
     wide = tmp_path / "wide"
     wide.mkdir()
     said: list[str] = []
-    entry = lower(plain_graphs, wide, lambda what, *_: said.append(what))
+    with listening(lambda what, *_: said.append(what)):
+        entry = lower(plain_graphs, wide)
     assert len(said) == 2
     assert entry == {**plain_graphs.manifest.embedding, "dtype": "float32"}
     assert {path.name for path in wide.iterdir()} == {
@@ -253,9 +257,7 @@ def test_a_bf16_bundle_is_widened(plain_graphs: Bundle, tmp_path: Path) -> None:
         for name in plain_graphs.manifest.files
         if not name.startswith(("tokenizer", "host_head"))
     }
-    right = export_graphs(
-        plain_graphs.path.parent / "checkpoint", tmp_path / "right", precision="fp32"
-    )
+    right = load_bundle(library.graphs("small", "fp32"), check=False)
     assert (wide / "embedding.bin").read_bytes() == right.file("embedding.bin").read_bytes()
     given = feeds(plain_graphs)
     found, expected = (

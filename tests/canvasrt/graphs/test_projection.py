@@ -1,4 +1,4 @@
-"""The head's two products with the table in FP8: the codes, the rounding, and what lookups read."""
+"""The head's two products with the table in FP8: the codes, the rounding, and the lookups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An INT8 table: what the head computes with it, in pieces on a CPU, and what the host reads of it."""
+"""An INT8 table: the head's products with it, in pieces on a CPU, and the host's lookups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from canvasrt.export.quantize.quantizers import form_of, quantize_weight
 from canvasrt.graphs import lowbits, table
 from canvasrt.graphs.external import mapped
 from canvasrt.graphs.lower import lower_graph
-from canvasrt.graphs.table import TABLE_VALUES, embedding_entry, split_table
+from canvasrt.graphs.names import TABLE_VALUES
+from canvasrt.graphs.table import embedding_entry, split_table
 from canvasrt.runtime.tables import map_table
 from tests.helpers import quantized as shared
 from tests.helpers.quantized import dequantize
@@ -27,7 +28,7 @@ plain_graphs = shared.plain_graphs
 
 
 class Head:
-    """The head of `plain_graphs`, its table in INT8, and what that is."""
+    """The head of `plain_graphs` with its table in INT8, and the dequantized table."""
 
     def __init__(self, graphs: Bundle, folder: Path) -> None:
         self.file, source = folder / "head.onnx", graphs.file("head.onnx")
@@ -35,7 +36,7 @@ class Head:
         assert isinstance(stored, ir.ExternalTensor)
         shape = tuple(int(size) for size in stored.shape.numpy())
         self.given = lowbits.from_bf16(mapped(stored).view(np.uint16)).reshape(shape)
-        # In two parts, as a table that is larger is read.
+        # In two parts, like larger tables.
         parts = (self.given[:40], self.given[40:])
         self.packed: Packed = quantize_weight(iter(parts), "int8", None)
         assert self.packed.form == form_of(shape, "int8")
@@ -74,7 +75,7 @@ def run(file: Path, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def plain(file: Path, head: Head, out: Path) -> Path:
-    """The lowered head with the table that the codes stand for."""
+    """The lowered head with the dequantized table."""
     lower_graph(file, out)
     data = dequantize(head.packed).astype("f").tobytes()
     (out.parent / "embedding.bin").write_bytes(data)
@@ -128,21 +129,22 @@ def test_in_pieces_it_computes_the_same(
     plain_graphs: Bundle, lowered: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
 ) -> None:
     size = 96 * plain_graphs.manifest.model.hidden_size * 4
-    monkeypatch.setattr(table, "PIECE_BYTES", -(-size // pieces))
-    model = onnx.load(lowered, load_external_data=False)
+    monkeypatch.setattr(table, "TABLE_PIECE_BYTES", -(-size // pieces))
+    edited = ir.load(lowered)
     before = (lowered.parent / "embedding.bin").read_bytes()
-    assert split_table(model)
-    assert not split_table(onnx.ModelProto(graph=onnx.GraphProto()))
+    assert split_table(edited)
+    assert not split_table(ir.Model(ir.Graph([], [], nodes=[]), ir_version=11))
     split = lowered.with_name("split.onnx")
-    onnx.save(model, split)
+    ir.save(edited, split)
+    model = ir.to_proto(edited)
     onnx.checker.check_model(split)
     wide = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     assert len(wide) == 2 * pieces + 1
-    # Codes are mapped once for both products: apart from what looks rows up, every byte has one initializer.
+    # Codes are mapped once for both products: except for lookups, every byte belongs to one initializer.
     codes = [each for each in model.graph.initializer if each.name.startswith(f"{TABLE_VALUES}.")]
     assert len(codes) == pieces
     assert sum(each.dims[0] for each in codes) == 96
-    # The scales are not, or the products would share what they dequantize, which then stays in memory.
+    # The products have separate scales. Otherwise they would share the dequantized pieces, which then stay in memory.
     assert len({node.input[1] for node in wide}) == 2 * pieces + 1
     assert (lowered.parent / "embedding.bin").read_bytes() == before
     given = feeds(plain_graphs.manifest.model)

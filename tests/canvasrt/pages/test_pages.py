@@ -1,4 +1,4 @@
-"""HTML reports: what a section shows, and that what users give is text in it."""
+"""HTML reports: the content of sections, in which users' input is only text."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ def test_a_page_shows_its_sections_and_verdict() -> None:
         assert text in page
     assert "there were none" in page
     assert "fine" in page
+    assert pages.render_markdown("Report", "fine", sections) == (
+        "# Report\n\nfine\n\n## Speed\n\nper pass\n\n| what | ms |\n| --- | --- |\n| encode | 1.5 |\n"
+        "\n## Errors\n\nthere were none\n"
+    )
 
 
 def test_what_is_given_is_text_and_not_html() -> None:

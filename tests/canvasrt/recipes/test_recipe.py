@@ -1,4 +1,4 @@
-"""Recipes: what ships, what a user may write, and what is refused."""
+"""Recipes: canvasrt's own, valid files of users, and refusals."""
 
 from __future__ import annotations
 

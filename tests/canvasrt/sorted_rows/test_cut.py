@@ -41,13 +41,13 @@ def test_there_is_one_piece_more_than_layers(pieces: list[ir.Model]) -> None:
     assert names(second.inputs) == [*asked, kinds[1], *(f"{p}_1" for p in past), *TAKEN]
     assert names(first.outputs) == [*HANDED, "new_key_0", "new_value_0"]
     assert names(second.outputs) == [*HANDED, "new_key_1", "new_value_1"]
-    # Of the groups, only their shape.
+    # The piece reads only the shape of `groups`.
     assert names(last.inputs) == [*asked, *TAKEN]
     assert names(last.outputs) == ["hidden_out"]
 
 
 def test_tokens_have_two_axes_at_a_cut(pieces: list[ir.Model]) -> None:
-    """As in the segment's own inputs, so that their sizes are the profiles'."""
+    """As in the segment's own inputs, so that the profiles apply."""
     states = f"batch, length, {D}"
     inputs, outputs = pieces[1].graph.inputs, pieces[1].graph.outputs
     assert shape(inputs, "carried_0") == shape(outputs, "carried_0_out") == f"BFLOAT16 {states}"

@@ -39,7 +39,7 @@ def taken(made: Quantized, format: str) -> tuple[GraphExperts, list, bytes]:
 
 
 def stacks(format: str, made: Quantized):
-    """Yield each weight's form, and its values, scales and what the graph was given."""
+    """Yield each weight's form, its values and scales, and the graph's original weight."""
     experts, layers, data = taken(made, format)
     for number, (forms, layer) in enumerate(zip(experts.forms, layers, strict=True)):
         for form, stack, name in zip(
@@ -72,7 +72,7 @@ def test_int4(quantized: Callable[..., Quantized]) -> None:
 
 
 def output_scales(packed: Packed) -> np.ndarray:
-    """What FP8 or NVFP4 codes are worth, times what their inputs are."""
+    """The scale of FP8 or NVFP4 codes times the scale of their inputs."""
     factor = np.float32(1) if packed.factor is None else packed.factor
     factor = lowbits.from_bf16(lowbits.to_bf16(factor)).reshape(np.shape(factor))
     rows = (SIZES.experts, packed.shape[1])
@@ -84,7 +84,7 @@ def test_fp8(quantized: Callable[..., Quantized], weights: str) -> None:
     made = quantized("fp8", ("experts.",), weights)
     for form, values, blocks, scales, packed, layer in stacks("fp8", made):
         assert not blocks.size
-        assert layer.rounding is None  # the piece does it
+        assert layer.rounding is None  # the piece rounds them
         assert values.tobytes() == packed.values.tobytes()
         found = scales.view(np.float32).reshape(SIZES.experts, -1)
         np.testing.assert_array_equal(found, output_scales(packed))

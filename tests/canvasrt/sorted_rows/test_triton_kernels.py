@@ -33,7 +33,7 @@ def even(tokens: int, random: torch.Generator) -> Tensor:
 
 
 def same(tokens: int, random: torch.Generator) -> Tensor:
-    """All tokens have the same experts, so that others have none."""
+    """All tokens have the same experts, so other experts have none."""
     return torch.tensor([[4, 0, 2]]).repeat(tokens, 1).int()
 
 
@@ -52,7 +52,7 @@ class Layer:
         self.positions = torch.arange(tokens)
         if padding:
             self.positions[torch.randperm(tokens, generator=self.random)[:padding]] = -1
-        # Rows that nobody writes keep a number that nobody computes.
+        # Unwritten rows keep a number that no kernel computes.
         self.order = torch.full((sizes.experts, tokens), -7, dtype=torch.int32)
         self.counts = torch.full((sizes.experts,), -7, dtype=torch.int32)
         form = KernelForm("sort_rows", sizes, "float32")
@@ -88,7 +88,7 @@ def weights(random: torch.Generator, sizes: ExpertSizes = SIZES) -> tuple[Tensor
 
 
 def expected(layer: Layer, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return `[K, T, D]`, with what a padded token keeps."""
+    """Return `[K, T, D]`, with the unchanged rows of padded tokens."""
     result = torch.full((SIZES.top_k, *x.shape), -9.0)
     for token in range(len(x)):
         for choice, expert in enumerate(layer.index[token].tolist()):
@@ -98,8 +98,10 @@ def expected(layer: Layer, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("routing", [even, same, skewed])
-@pytest.mark.parametrize(("tokens", "padding"), [(1, 0), (7, 3), (40, 0), (40, 25), (16, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "padding", "routing"),
+    [(1, 0, even), (7, 3, same), (40, 0, skewed), (40, 25, even), (40, 25, same), (16, 16, even)],
+)
 def test_rows_are_sorted_by_expert_and_then_by_token(
     tokens: int, padding: int, routing: Routing
 ) -> None:
@@ -130,8 +132,9 @@ def test_no_routing_fills_more_blocks_than_are_launched(tokens: int, routing: Ro
     assert (-(-loads // BLOCK_ROWS)).sum() <= SIZES.blocks(tokens)
 
 
-@pytest.mark.parametrize("routing", [even, same, skewed])
-@pytest.mark.parametrize(("tokens", "padding"), [(1, 0), (7, 3), (40, 0), (40, 25)])
+@pytest.mark.parametrize(
+    ("tokens", "padding", "routing"), [(1, 0, even), (7, 3, same), (40, 0, skewed), (40, 25, even)]
+)
 def test_products_are_those_of_each_token_s_experts(
     tokens: int, padding: int, routing: Routing
 ) -> None:
@@ -148,7 +151,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """Wherever it is in its block. The interpreter's products are NumPy's, whose last bits do depend on the place."""
+    """A row may lie anywhere in its block. The interpreter's products are NumPy's, whose last bits do depend on the place."""
     gate_up, down = weights(torch.Generator().manual_seed(1))
     together = Layer(40, skewed)
     x = torch.randn(40, SIZES.size, generator=together.random)
@@ -241,7 +244,7 @@ def to_nvfp4(x: np.ndarray, whole: float) -> tuple[np.ndarray, np.ndarray, np.nd
 def halves_of_steps(
     random: np.random.Generator, shape: tuple[int, ...], whole: float
 ) -> np.ndarray:
-    """Return numbers of which many lie between two codes: quarters of the step of blocks whose scale is a power of two."""
+    """Return numbers, many of which lie between two codes: quarters of the step, in blocks whose scale is a power of two."""
     x = random.integers(-24, 25, shape).astype(np.float32) / 4
     x.reshape(-1, 16)[:, 0] = 6
     x.reshape(-1, 16)[::3] *= 2
@@ -270,7 +273,7 @@ def test_tokens_are_rounded_to_nvfp4(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_no_number_stays_none(wrong: float) -> None:
-    """In its block: E2M1 has no code for it, so the scale is NaN."""
+    """E2M1 has no code for NaN, so the scale of its block is NaN."""
     x = torch.ones(4, SIZES.size)
     x[2, 40] = wrong
     out = torch.zeros(4 * SIZES.size * 9 // 16, dtype=torch.uint8)
@@ -283,7 +286,7 @@ def test_what_is_no_number_stays_none(wrong: float) -> None:
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 @pytest.mark.parametrize("routing", [even, skewed])
 def test_nvfp4_codes_and_scales(routing: Routing, capability: tuple[int, int]) -> None:
-    """By tensor cores' scaled product, or in float16: with the same numbers."""
+    """The tensor cores' scaled product and float16 give the same numbers."""
     layer = Layer(40, routing, padding=9)
     random, wholes = np.random.default_rng(0), (0.01, 0.02)
     parts, wide = [], []

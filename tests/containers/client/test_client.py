@@ -56,7 +56,6 @@ def test_a_server_without_the_model(
     server: Server, monkeypatch: pytest.MonkeyPatch, protocol: client_module.Protocol
 ):
     monkeypatch.setattr(client_module, "ANSWER_MODEL", "absent")
-    monkeypatch.setattr(client_module, "inputs_of", lambda model: ())
     url = f"127.0.0.1:{getattr(server.ports, protocol)}"
     missing = pytest.raises(CanvasError, match="has no model 'absent'")
     with Client(url, protocol) as client, missing:

@@ -67,7 +67,7 @@ def test_without_keys_it_answers_under_names_that_users_expect():
     assert hosts(server=given) == "a.example,b"
     assert hosts(listen="0.0.0.0") == ""  # under any name, as `serve` does
     assert hosts(listen="0.0.0.0", server=given) == "a.example,b"
-    # What the user sets comes later, and wins.
+    # The user's options come later, and win.
     said = words(CPU, variables=("CANVASRT_ALLOWED_HOSTS=mine",))
     assert said.index("ALLOWED_HOSTS=127") < said.index("ALLOWED_HOSTS=mine")
 

@@ -1,4 +1,4 @@
-"""Provenance says what an image was made from, and only the holder of the key can have said it."""
+"""Provenance names an image's materials, and only the holder of the key can sign it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from canvasrt.containers.image.attest import (
     check_attestation,
     read_signer,
 )
-from canvasrt.containers.image.base import Base, read_base
+from canvasrt.containers.image.base import Base, BaseLayer, read_base
 from canvasrt.containers.image.blobs import Blobs, LayerEntry
 from canvasrt.containers.image.oci_layout import Image, write_archive, write_layout
+from canvasrt.containers.image.verify import verify_image
+from canvasrt.containers.names import PACKAGE
 from canvasrt.containers.package.options import PackageOptions
 from canvasrt.containers.package.requirements import Pin
 from canvasrt.errors import CanvasError
@@ -189,3 +191,31 @@ def test_only_images_are_signed(
     assert done.returncode == 2
     assert "is not one" in done.stderr
     assert not os.path.exists(tmp_path / "out")
+
+
+def test_the_signature_is_checked_before_any_layer_is_read(
+    image: Image, signed: Path, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = write_keys(tmp_path, "other")
+    archive = tmp_path / "image.tar"
+    write_archive(image.path, "image:1", archive)
+    attestation_of(archive).write_bytes(signed.read_bytes())
+
+    def read(layer: BaseLayer) -> None:
+        raise AssertionError("a layer was read")
+
+    monkeypatch.setattr(BaseLayer, "opened", read)
+    for path in (image.path, archive):
+        with pytest.raises(CanvasError, match="not signed by"):
+            verify_image(path, other)
+
+
+def test_documents_of_an_image_are_small(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    blobs = Blobs(folder)
+    large = LayerEntry(f"{PACKAGE.lstrip('/')}/manifest.json", content=b" " * (5 << 20))
+    layer = blobs.add_layer([large], "t", compress=True)
+    image = write_layout(folder, Base(folder, CONFIG, (), ""), blobs, [layer], {}, "image:1")
+    with pytest.raises(CanvasError, match="5242880 bytes; it may have 4194304"):
+        verify_image(image.path)

@@ -1,4 +1,4 @@
-"""A base image comes from others: what its files name is checked before it is used."""
+"""A base image is untrusted: names in its files are checked before use."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_the_packages_of_a_base_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     write_layout(folder, Base(folder, CONFIG, (), ""), blobs, layers, {}, "base:1")
     base = read_base(folder)
     intact = (top := base.layers[-1].file).read_bytes()
-    for position in (20, len(intact) - 1):  # in the packed text, and behind it
+    for position in (20, len(intact) - 1):  # in the compressed data, and after it
         top.write_bytes(intact[:position] + bytes([intact[position] ^ 1]) + intact[position + 1 :])
         with pytest.raises(CanvasError, match=r"sha256:\w+ does not match its content"):
             contents(base)

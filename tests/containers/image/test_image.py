@@ -1,4 +1,4 @@
-"""Images as they are written: the same on every run, whole, and refused where they could not work."""
+"""Written images: reproducible and complete, and refused if they could not work."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ AIPERF = os.environ.get("CANVASRT_AIPERF") or shutil.which("aiperf")
     "versions than these tests, and name it in CANVASRT_AIPERF",
 )
 def test_aiperf_measures_the_server(acting_server: Served, tmp_path: Path) -> None:
-    from canvasrt.demo.tokenizer import build_tokenizer
+    from bench.demo.tokenizer import build_tokenizer
 
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"

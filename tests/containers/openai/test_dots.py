@@ -14,10 +14,11 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from canvasrt.bundle import load_bundle
 from canvasrt.cli.app import run
 from canvasrt.demo.dots import COLORS, Dots, draw_dots
 from canvasrt.demo.labelled import png
-from canvasrt.pipeline import build_bundle
+from tests.helpers import library
 from tests.helpers.dots import FULL, SMALL, WHICH_COLOR, blank, pictures
 from tests.helpers.scripted import client_of, serving
 from tests.helpers.serving import needs_triton
@@ -26,9 +27,9 @@ pytestmark = needs_triton
 
 
 @pytest.fixture(scope="module")
-def sees(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iterator[OpenAI]:
+def sees(_one_thread: None) -> Iterator[OpenAI]:
     """A client of a server of the checkpoint."""
-    bundle = build_bundle("demo-vision", "cpu", tmp_path_factory.mktemp("dots") / "engines")
+    bundle = load_bundle(library.bundle("demo-vision"))
     with serving(bundle) as served, client_of(served) as client:
         yield client
 
@@ -53,7 +54,7 @@ def ask(client: OpenAI, dots: Dots, budget: int, **more: Any) -> Any:
 
 
 def told(client: OpenAI, dots: Dots, budget: int, **more: Any) -> str:
-    """What the model says about a picture's color."""
+    """The model's answer about a picture's color."""
     answer = ask(client, dots, budget, **more)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 0.8 * budget

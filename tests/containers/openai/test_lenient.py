@@ -1,8 +1,10 @@
-"""`--lenient`: what is not supported is left out, and the reply says so; the answer is the same."""
+"""What is left out of requests, and said in the reply: unknown fields, unless `--strict`; with `--lenient`, also what is
+not supported."""
 
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,17 +14,20 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
+from canvasrt.containers.openai.body import MAX_WARNINGS, Ignored, read_body
+from canvasrt.containers.openai.chat import ChatRequest, CompletionRequest
 from canvasrt.containers.openai.errors import ApiError
+from canvasrt.containers.openai.fields import ANY, CHAT, COMPLETION
 from canvasrt.containers.openai.messages import read_messages
 from canvasrt.containers.openai.options import FrontOptions
-from canvasrt.containers.openai.schema import MAX_WARNINGS, ChatRequest, read_body
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from tests.helpers.serving import needs_triton
 
 QUESTION = [{"role": "user", "content": "12+34="}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 SAME: dict[str, Any] = {"seed": 7, "max_tokens": 40, "max_denoising_steps": 6}
-FOREIGN: dict[str, Any] = {"presence_penalty": 0.5, "store": True, "nonsense": {"a": 1}}
+FOREIGN: dict[str, Any] = {"presence_penalty": 0.5, "bad_words": ["x"], "nonsense": {"a": 1}}
 
 
 def body(**fields: Any) -> bytes:
@@ -31,17 +36,42 @@ def body(**fields: Any) -> bytes:
 
 def test_every_unsupported_parameter_is_left_out_and_named() -> None:
     stream = {"stream": True, "stream_options": {"include_usage": True, "more": 1}}
-    read = read_body(ChatRequest, body(**FOREIGN, **stream, temperature=0.5), lenient=True)
-    assert read.ignored is not None
-    assert sorted(each.split(".")[0] for each in read.ignored) == [
-        "Unknown parameter: 'nonsense'",
-        "Unknown parameter: 'stream_options",
+    ignored = Ignored(lenient=True)
+    read = read_body(ChatRequest, body(**FOREIGN, **stream, temperature=0.5), ignored)
+    assert sorted(each.split(".")[0].split(":")[0] for each in ignored) == [
+        "Unknown parameter",
+        "Unknown parameter",
+        "bad_words is not supported",
         "presence_penalty is not supported",
-        "store is not supported: nothing is stored here",
     ]
-    assert (read.temperature, read.wants_usage, read.store) == (0.5, True, None)
-    with pytest.raises(ApiError, match="presence_penalty"):
-        read_body(ChatRequest, body(**FOREIGN))
+    assert (read.temperature, read.wants_usage) == (0.5, True)
+
+
+def test_only_what_is_unknown_is_left_out_unless_lenient() -> None:
+    ignored = Ignored()
+    read_body(ChatRequest, body(nonsense=1, tools=[{**TOOL, "more": {"a": 1}}]), ignored)
+    assert ignored == ["Unknown parameter: 'tools[0].more'.", "Unknown parameter: 'nonsense'."]
+    with pytest.raises(ApiError, match="bad_words"):
+        read_body(ChatRequest, body(**FOREIGN | {"presence_penalty": 0}), Ignored())
+    for fields in ({"nonsense": 1}, {"tools": [{**TOOL, "more": {"a": 1}}]}):
+        with pytest.raises(ApiError) as caught:
+            read_body(ChatRequest, body(**fields))
+        assert caught.value.code == "unknown_parameter"
+
+
+def test_what_changes_no_answer_passes_without_a_word() -> None:
+    """Every field of the tables with every value that passes, even where nothing else may be left out."""
+    for kind, table in ((ChatRequest, CHAT), (CompletionRequest, COMPLETION)):
+        given = {"model": "x", "messages": QUESTION, "prompt": "a"}
+        given.pop("prompt" if kind is ChatRequest else "messages")
+        for name, values in table.items():
+            if "." in name:
+                continue
+            for value in ("anything", {"a": 1}) if values is ANY else (None, *values):
+                read_body(kind, json.dumps({**given, name: value}).encode())
+            if values is not ANY:
+                with pytest.raises(ApiError, match=name):
+                    read_body(kind, json.dumps({**given, name: "other"}).encode(), Ignored())
 
 
 @pytest.mark.parametrize(
@@ -49,42 +79,66 @@ def test_every_unsupported_parameter_is_left_out_and_named() -> None:
 )
 def test_a_wrong_value_is_still_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
-        read_body(ChatRequest, body(**{**FOREIGN, **fields}), lenient=True)
+        read_body(ChatRequest, body(**{**FOREIGN, **fields}), Ignored(lenient=True))
     assert caught.value.param == next(iter(fields))
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"3", b"\xff", b'{"model": "x"}'])
 def test_what_is_no_request_is_still_refused(raw: bytes) -> None:
     with pytest.raises(ApiError):
-        read_body(ChatRequest, raw, lenient=True)
+        read_body(ChatRequest, raw, Ignored(lenient=True))
 
 
 def test_warnings_are_bounded() -> None:
     many = {f"field_{number}": 1 for number in range(5000)}
-    read = read_body(ChatRequest, body(**many), lenient=True)
-    assert len(read.ignored or ()) == MAX_WARNINGS
+    ignored = Ignored()
+    read_body(ChatRequest, body(**many), ignored)
+    assert len(ignored) == MAX_WARNINGS
 
 
 def test_fields_of_messages_and_parts_too() -> None:
-    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
-    messages = [{"role": "user", "content": [part], "mood": "good"}]
-    ignored: list[str] = []
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}, "tone": 1}
+    messages = [{"role": "user", "name": "Ann", "content": [part], "mood": "good"}]
+    ignored = Ignored()
     assert read_messages(messages, ignored).messages == [{"role": "user", "content": "hello"}]
     assert ignored == [
-        "messages[0].mood is not supported.",
-        "messages[0].content[0].cache_control is not supported.",
+        "Unknown parameter: 'messages[0].mood'.",
+        "Unknown parameter: 'messages[0].content[0].tone'.",
     ]
     with pytest.raises(ApiError, match="mood"):
         read_messages(messages)
     audio = [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]
     with pytest.raises(ApiError, match="input_audio"):
-        read_messages(audio, [])
+        read_messages(audio, Ignored(lenient=True))
 
 
 @pytest.fixture(scope="module")
 def lenient(server: Server) -> Iterator[FrontEnd]:
     with FrontEnd.over(server, FrontOptions(port=0, lenient=True)) as running:
         yield running
+
+
+@needs_triton
+def test_what_is_left_out_is_counted_and_logged_once(front: FrontEnd, server: Server) -> None:
+    def count() -> float:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{front.port}/v1/metrics", timeout=30
+        ) as reply:
+            line = re.search(
+                r"^canvasrt_openai_ignored_fields_total (\S+)", reply.read().decode(), re.M
+            )
+        return float(line[1]) if line else 0
+
+    before = count()
+    asked: dict[str, Any] = {
+        "model": "canvasrt",
+        "messages": QUESTION,
+        "extra_body": SAME | {"odd": 1},
+    }
+    with OpenAI(base_url=front.url, api_key="none", max_retries=0) as client:
+        for _ in range(2):
+            client.chat.completions.create(**asked)
+    assert count() - before == 2
 
 
 @needs_triton
@@ -123,15 +177,15 @@ def test_responses_and_ollama(lenient: FrontEnd) -> None:
             return json.loads(reply.read())
 
     own = {"max_denoising_steps": 4, "max_output_tokens": 8, "seed": 1}
-    response = post("/v1/responses", input="12", truncation="auto", safety="no", **own)
+    response = post("/v1/responses", input="12", background=True, safety="no", **own)
     assert len(response["canvasrt"]["warnings"]) == 2
-    options = {"repeat_penalty": 1.1, "mirostat": 2, "top_k": 40, "num_predict": 8, "seed": 1}
+    options = {"repeat_penalty": 1.5, "mirostat": 2, "top_k": 40, "num_predict": 8, "seed": 1}
     asked = {"messages": QUESTION, "stream": False, "suffix": "x", "options": options}
     answer = post("/api/chat", **asked)
-    assert answer["canvasrt"]["warnings"] == [
-        "suffix is not supported.",
-        "options.mirostat is not supported.",
-        "options.repeat_penalty is not supported.",
+    assert [each.split()[0] for each in answer["canvasrt"]["warnings"]] == [
+        "suffix",
+        "options.repeat_penalty",
+        "options.mirostat",
     ]
     with pytest.raises(urllib.error.HTTPError) as caught:
         post("/api/chat", messages=QUESTION, options={**options, "temperature": "hot"})

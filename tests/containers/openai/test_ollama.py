@@ -15,6 +15,7 @@ from tests.helpers.serving import needs_triton
 
 ollama = pytest.importorskip("ollama")
 pytestmark = needs_triton
+LONG = [{"role": "user", "content": "x" * 300}]
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -65,7 +66,12 @@ def test_completions(client: Any, acting: Script) -> None:
 
 
 def test_models(client: Any) -> None:
-    assert [each.model for each in client.list().models] == ["canvasrt"]
+    for listed in (client.list(), client.ps()):
+        assert [each.model for each in listed.models] == ["canvasrt"]
+    assert "tools" in client.show("canvasrt").capabilities
+    for loaded in (client.chat("canvasrt", []), client.generate("canvasrt")):
+        assert (loaded.done, loaded.done_reason) == (True, "load")
+    assert next(iter(client.generate("canvasrt", stream=True))).done
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", '"\\ud800"', "9" * 5000, "\xff"])
@@ -85,9 +91,9 @@ def test_what_is_no_json_object_is_the_callers_fault(
 def test_errors_are_in_its_form(client: Any) -> None:
     cases: list[tuple[int, str, dict[str, Any]]] = [
         (404, "not found", {"model": "other"}),
-        (400, "format is not supported", {"format": "json"}),
-        (400, "Unknown parameter: 'mirostat'", {"options": {"mirostat": 1}}),
-        (400, "exceed the context", {"options": {"num_predict": 32760}}),
+        (400, "repeat_penalty is not supported", {"options": {"repeat_penalty": 1.5}}),
+        (400, "mirostat is not supported", {"options": {"mirostat": 1}}),
+        (400, "exceed the context", {"messages": LONG, "options": {"num_predict": 32760}}),
     ]
     for status, says, fields in cases:
         for stream in (False, True):

@@ -1,16 +1,16 @@
-"""Answers taken apart as transformers takes them apart, however the text is cut into pieces."""
+"""Answers are parsed as transformers parses them, however the text is cut into pieces."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 from transformers.utils.chat_parsing.response_parser import parse_response
 
-from canvasrt.containers.openai.parse_answer import Answer, AnswerReader
+from canvasrt.containers.openai.parse_answer import AnswerParser, Piece, ToolCall, text_of
 from canvasrt.containers.openai.tool_arguments import CallError, read_arguments
 
 GEMMA = _RESPONSE_TEMPLATE_FALLBACKS[("gemma4",)]
@@ -30,6 +30,23 @@ ANSWERS = {
 }
 
 
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+
+
+def joined(pieces: list[Piece]) -> Answer:
+    calls = tuple(piece.call for piece in pieces if piece.call is not None)
+    return Answer(text_of(pieces, "content"), text_of(pieces, "reasoning"), calls)
+
+
+def parsed(text: str, tools: Any = None, **options: Any) -> Answer:
+    return joined(AnswerParser(tools, **options).put(text, final=True))
+
+
 def flat(answer: Answer) -> dict[str, Any]:
     """An answer as the reference returns it, which has no empty fields and no spaces at the end."""
     calls = [
@@ -44,61 +61,61 @@ def flat(answer: Answer) -> dict[str, Any]:
 def test_the_reference_agrees(text: str) -> None:
     expected = parse_response(text, GEMMA, prefix="")
     expected.pop("role")
-    assert flat(Answer.read(AnswerReader({}), text)) == expected
+    assert flat(parsed(text, {})) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 17])
 @pytest.mark.parametrize("text", ANSWERS.values(), ids=ANSWERS)
 def test_pieces_add_up(text: str, size: int) -> None:
-    whole, reader = Answer.read(AnswerReader({}), text), AnswerReader({})
-    pieces = [
-        each for at in range(0, len(text), size) for each in reader.put(text[at : at + size])
-    ] + reader.put("", final=True)
-    assert "".join(p.text for p in pieces if p.kind == "content") == whole.content
-    assert "".join(p.text for p in pieces if p.kind == "reasoning") == whole.reasoning
-    calls = [(p.number, p.call.name, p.call.arguments) for p in pieces if p.call]
-    assert calls == [(n, c.name, c.arguments) for n, c in enumerate(whole.calls)]
+    whole, parser = parsed(text, {}), AnswerParser({})
+    pieces = [each for at in range(0, len(text), size) for each in parser.put(text[at : at + size])]
+    cut = joined(pieces + parser.put("", final=True))
+    assert (cut.content, cut.reasoning) == (whole.content, whole.reasoning)
+    calls = [(p.index, p.call.name, p.call.arguments) for p in pieces if p.call]
+    assert calls[: len(whole.calls)] == [
+        (n, c.name, c.arguments) for n, c in enumerate(whole.calls)
+    ]
 
 
 def test_a_caller_without_tools_gets_text_as_it_is() -> None:
     for text in ("  spaces \n", "a < b <| c", "\n"):
-        assert Answer.read(AnswerReader(), text) == Answer(text, "", ())
+        assert parsed(text) == Answer(text, "", ())
 
 
 def test_calls_that_nobody_asked_for_are_text() -> None:
     text = 'Well: <|tool_call>call:f{a:<|"|>b<|"|>}<tool_call|>'
-    assert Answer.read(AnswerReader(None), text) == Answer('Well:call:f{a:"b"}', "", ())
+    assert parsed(text) == Answer('Well:call:f{a:"b"}', "", ())
 
 
 def test_a_call_that_was_cut_short_is_dropped() -> None:
     for text in ("Well. <|tool_call>call:f{a:1", '<|tool_call>call:f{a:<|"|>x', "<|tool_call>"):
-        answer = Answer.read(AnswerReader({"f": {}}), text)
+        answer = parsed(text, {"f": {}})
         assert not answer.calls
         assert "call" not in answer.content
 
 
 def test_a_call_that_only_lacks_its_end_counts() -> None:
-    answer = Answer.read(AnswerReader({"f": {}}), "<|tool_call>call:f{a:1}")
+    answer = parsed("<|tool_call>call:f{a:1}", {"f": {}})
     assert [each.arguments for each in answer.calls] == ['{"a": 1}']
 
 
 def test_what_cannot_be_read_as_a_call_is_text() -> None:
-    answer = Answer.read(AnswerReader({"f": {}}), "<|tool_call>call:f(1, 2)<tool_call|>")
+    answer = parsed("<|tool_call>call:f(1, 2)<tool_call|>", {"f": {}})
     assert answer == Answer("call:f(1, 2)", "", ())
 
 
 def test_without_parallel_calls_only_the_first_counts() -> None:
-    answer = Answer.read(AnswerReader({}, parallel=False), ANSWERS["two calls"])
+    answer = parsed(ANSWERS["two calls"], {}, parallel=False)
     assert [each.name for each in answer.calls] == ["a"]
 
 
 def test_ids_differ() -> None:
-    first, second = Answer.read(AnswerReader({}), ANSWERS["two calls"]).calls
+    first, second = parsed(ANSWERS["two calls"], {}).calls
     assert first.id != second.id
     assert first.id.startswith("call_")
 
 
-# What the model writes instead of its own syntax, as users of other servers report it.
+# Variants of its own syntax that the model writes, as users of other servers report.
 DRIFT = {
     "{a:'x',b:\"y\"}": {"a": "x", "b": "y"},
     '{"a": "x", "b": [\'y\', "z"]}': {"a": "x", "b": ["y", "z"]},

@@ -124,8 +124,9 @@ def test_a_call_that_must_come_is_begun_in_the_prompt(
         before = ask("calls", tools=[WEATHER]).choices[0].message
         result = {"role": "tool", "tool_call_id": before.tool_calls[0].id, "content": "x"}
         messages = [*HELLO, before, result]
-    extra = {"enable_thinking": thinks, **acting.choose(script, results=int(thinks))}
-    # Without its schema, so that the script's own words come through.
+    # Without a grammar, which settled tokens exclude, the script's own words come through.
+    extra = {"enable_thinking": thinks, "settle_steps": 1}
+    extra |= acting.choose(script, results=int(thinks))
     loose = {**WEATHER, "function": {**WEATHER["function"], "strict": False}}
     options = {"tools": [loose, {**CLOCK, "function": {"name": "clock", "strict": False}}]}
     options |= {"tool_choice": choice, "extra_body": extra}

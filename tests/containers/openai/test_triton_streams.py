@@ -10,8 +10,7 @@ import tritonclient.grpc
 from tritonclient.grpc._utils import _get_inference_request
 
 from canvasrt.containers.client.triton import Client, StreamEvent, make_tensors
-from canvasrt.containers.openai.triton_streams import encode
-from canvasrt.containers.openai.upstream import Upstream
+from canvasrt.containers.openai.upstream import Upstream, encode
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.tensors import STREAM_MODEL
 from tests.helpers.serving import ENDLESS, needs_triton
@@ -33,7 +32,7 @@ def test_a_request_is_encoded_as_the_client_library_does() -> None:
     ours = encode(inputs, {"canvasrt_errors": 1, "who": "me"})
     theirs = _get_inference_request(
         STREAM_MODEL,
-        make_tensors(tritonclient.grpc, STREAM_MODEL, inputs),
+        make_tensors(tritonclient.grpc, inputs),
         model_version="",
         request_id="",
         outputs=None,
@@ -57,7 +56,7 @@ def test_a_stream_carries_one_request_after_another(server: Server, grpc: Client
         found, streams = [], []
         for prompt in ("12+34=", "sort 4017"):
             found.append(await all_of(upstream, prompt=prompt, drafts=True))
-            streams += upstream._streams._idle
+            streams += upstream._idle
         await upstream.close()
         return found, streams
 
@@ -76,7 +75,7 @@ def test_a_stream_that_was_left_is_not_used_again(server: Server) -> None:
         async with contextlib.aclosing(endless) as events:
             async for _ in events:
                 break
-        left = len(upstream._streams._idle)
+        left = len(upstream._idle)
         assert (await all_of(upstream, prompt="12+34="))[-1].event == "final"
         await upstream.close()
         return left
@@ -88,7 +87,7 @@ def test_requests_side_by_side_have_streams_of_their_own(server: Server) -> None
     async def ask() -> list[list[StreamEvent]]:
         upstream = Upstream(f"127.0.0.1:{server.ports.grpc}")
         found = await asyncio.gather(*(all_of(upstream, prompt=f"sort {n}") for n in range(5)))
-        assert len(upstream._streams._idle) == 5
+        assert len(upstream._idle) == 5
         alone = [await all_of(upstream, prompt=f"sort {n}") for n in range(5)]
         assert [events[-1].text for events in found] == [events[-1].text for events in alone]
         await upstream.close()

@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from canvasrt.bundle import load_bundle
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.serve.frontend import FrontEnd
 from canvasrt.containers.serve.server import Server
 from canvasrt.demo.dots import COLORS
-from canvasrt.pipeline import build_bundle
+from tests.helpers import library
 from tests.helpers.scripted import serving
 from tests.helpers.serving import needs_triton
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
+    pytest.mark.acceptance,
     needs_triton,
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium"),
 ]
@@ -109,7 +111,7 @@ def test_an_answer_is_shown_step_by_step(front: FrontEnd, openai: Any, visit: An
     assert page.inner_text("#f-seed") == "7"
     assert page.inner_text("#f-first").endswith("ms")
     frames = int(page.get_attribute("#slider", "max")) + 1
-    assert frames == steps + 2  # each of the two blocks ends with a frame of its own
+    assert frames == steps + 2  # plus the last frame of each of the two blocks
     assert states(page) == ["settled"] * 64
 
 
@@ -259,9 +261,9 @@ def test_a_number_that_is_not_finite_is_refused(
 
 
 @pytest.fixture(scope="module")
-def sees(tmp_path_factory: pytest.TempPathFactory, _one_thread: None) -> Iterator[FrontEnd]:
+def sees(_one_thread: None) -> Iterator[FrontEnd]:
     """A front end of the bundled checkpoint that sees."""
-    bundle = build_bundle("demo-vision", "cpu", tmp_path_factory.mktemp("page") / "engines")
+    bundle = load_bundle(library.bundle("demo-vision"))
     with serving(bundle) as served:
         yield served.front
 

@@ -128,7 +128,7 @@ def test_the_autoscaler_goes_by_metrics_that_the_models_have(tmp_path: Path) -> 
     pods = {each["pods"]["metric"]["name"]: each["pods"]["target"] for each in metrics}
     assert set(pods) == {"canvasrt_requests_waiting", "canvasrt_active_canvases"}
     assert set(pods) <= {f"canvasrt_{name}" for name in GAUGES}
-    # A value that is reached before the batch is full, or it would never scale.
+    # The threshold lies below a full batch. Otherwise it would never scale.
     assert pods["canvasrt_active_canvases"]["averageValue"] == "6"
 
 
@@ -147,8 +147,11 @@ def test_a_cpu_target_asks_for_none(tmp_path: Path) -> None:
     assert "nvidia" not in text
 
 
-def test_engines_built_on_their_gpu_are_kept_on_a_volume(tmp_path: Path) -> None:
-    write_chart(tmp_path / "chart", "canvasrt:1", find_target("h100"))
+@pytest.mark.parametrize("target", ["h100", "rtx-5090"])
+def test_what_is_built_or_compiled_on_a_gpu_is_kept_on_a_volume(
+    target: str, tmp_path: Path
+) -> None:
+    write_chart(tmp_path / "chart", "canvasrt:1", find_target(target))
     objects = render(tmp_path / "chart")
     (claim,) = objects["StatefulSet"]["spec"]["volumeClaimTemplates"]
     mounts = {
@@ -211,7 +214,7 @@ def probes(container: dict) -> list[dict]:
 def test_a_pod_answers_under_the_names_of_its_service(chart: Path) -> None:
     def hosts(*settings: str) -> list[str]:
         objects = render(chart, *settings)
-        kind = "InferenceService" if "InferenceService" in objects else "Deployment"
+        kind = "InferenceService" if "InferenceService" in objects else "StatefulSet"
         spec = objects[kind]["spec"]
         found = spec["predictor"] if kind == "InferenceService" else spec["template"]["spec"]
         variables = {each["name"]: each.get("value") for each in found["containers"][0]["env"]}
@@ -232,7 +235,8 @@ def test_probes_are_as_patient_as_the_image_s_own(chart: Path) -> None:
     assert live["failureThreshold"] == FAILED_CHECKS == Health().retries
     assert live["periodSeconds"] == Health().interval
     assert Health().timeout > 2 * CHECK_TIMEOUT  # it may call twice
-    # A front end may be silent for some seconds, and is then replaced, which takes some more.
+    # Some seconds pass before a silent front end is replaced, and some more until the new one
+    # answers.
     assert (FAILED_CHECKS - 1) * Health().interval > 2 * frontend._SILENCE
 
 
@@ -284,10 +288,10 @@ def test_replicas_spread_over_nodes_and_zones(chart: Path) -> None:
     spec = pod(render(chart))
     constraints = {each["topologyKey"]: each for each in spec["topologySpreadConstraints"]}
     assert set(constraints) == {"kubernetes.io/hostname", "topology.kubernetes.io/zone"}
-    labels = render(chart)["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    labels = render(chart)["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
     for each in constraints.values():
         assert each["labelSelector"]["matchLabels"].items() <= labels.items()
-        # One node may have several GPUs, and there may be no other.
+        # The only node may have several GPUs.
         assert each["whenUnsatisfiable"] == "ScheduleAnyway"
     assert "topologySpreadConstraints" not in pod(render(chart, "spread.enabled=false"))
 
@@ -327,7 +331,7 @@ def test_resources_follow_target_and_model(tmp_path: Path) -> None:
 
 
 def test_a_pod_gets_longer_to_stop_than_its_server_takes(chart: Path) -> None:
-    from canvasrt.containers.serve.server import EXIT_TIMEOUT
+    from canvasrt.containers.names import EXIT_TIMEOUT
 
     assert pod(render(chart))["terminationGracePeriodSeconds"] > 2 * EXIT_TIMEOUT
 

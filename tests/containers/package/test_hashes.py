@@ -1,4 +1,4 @@
-"""What a package installs is named by its hash, and a wheel with another one is refused."""
+"""A package's wheels are pinned by hash, and a wheel with another hash is refused."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_the_compose_file_says_what_the_image_needs(packaged: Bundle):
     assert service["user"] == "1000:1000"
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
     assert "size=268435456" in service["tmpfs"][0]
-    # What ends the server needs a restart policy, and an init that may be asked to end it.
+    # Ending an unhealthy server takes a restart policy and an init.
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
     assert service["environment"]["CANVASRT_END_UNHEALTHY"] == "1"
@@ -76,7 +76,7 @@ def test_the_compose_file_s_server_answers_under_its_own_names(packaged: Bundle)
     services = yaml.safe_load((packaged.path / "compose.yaml").read_text())["services"]
     (name,) = services
     value = services[name]["environment"]["CANVASRT_ALLOWED_HOSTS"]
-    # What the user's environment says comes first.
+    # The user's environment takes precedence.
     assert value.startswith("${CANVASRT_ALLOWED_HOSTS:-")
     given = from_environment(
         {"CANVASRT_ALLOWED_HOSTS": value[len("${CANVASRT_ALLOWED_HOSTS:-") : -1]}

@@ -91,3 +91,14 @@ def test_bundles_that_do_not_go_together_are_refused(
     old = relabelled("rtx-5090", "tensorrt-rtx", "1.6.1.120")
     with pytest.raises(CanvasError, match=r"two versions of tensorrt-rtx"):
         package([old, rtx], tmp_path / "versions")
+
+
+@pytest.mark.parametrize("tag", [tag for tag in releases.TENSORRT if tag.endswith("-py3")])
+def test_engines_of_a_known_tensorrt_get_a_base_that_loads_them(tag: str) -> None:
+    """Without --base. For graphs and others it is the newest."""
+    built = {"name": "h100", "backend": "tensorrt", "builder_version": releases.TENSORRT[tag]}
+    base = releases.base_for([built, None])
+    releases.check_tensorrt(built, releases.tensorrt_of_name(base), base)
+    rtx = {"name": "rtx", "backend": "tensorrt-rtx", "builder_version": "1"}
+    for other in ([], [None], [rtx], [built | {"builder_version": "0"}]):
+        assert releases.base_for(other) == releases.DEFAULT_BASE

@@ -1,4 +1,4 @@
-"""The bill of materials: what it lists, its form, and that an edited one is found."""
+"""The bill of materials: its content and form, and that an edited one is noticed."""
 
 from __future__ import annotations
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build import memory
+from canvasrt.build.memory import CONTEXT_ON_HOST, Weights
 from canvasrt.build.needs import builder_memory
 from canvasrt.bundle import Bundle, Manifest
+from canvasrt.containers.package.image_settings import settings_for
 from canvasrt.containers.package.sizes import (
     BUILD_SECONDS_PER_GB,
     TEMPORARY,
@@ -19,6 +20,7 @@ from canvasrt.containers.package.sizes import (
 )
 from canvasrt.targets import find_target
 from tests.helpers.configs import RELEASED
+from tests.helpers.memory import estimate
 
 GIB = 1 << 30
 
@@ -27,7 +29,7 @@ def engines_for(manifest: Manifest, name: str, **changed: Any) -> Manifest:
     """The released model's engines for a target, by their manifest."""
     target = find_target(name)
     model = RELEASED
-    weights = memory.segment_bytes(model, target.precision, 6, on_cpu=name == "cpu")
+    weights = Weights(model, target.precision, on_cpu=name == "cpu").segments()
     files = {f"{each}.bin": {"sha256": "", "bytes": size} for each, size in weights.items()}
     options = {"precision": target.precision, "max_batch": 4, "max_context": 32768}
     described = {"name": name, "backend": target.builder, "builder_version": "1"}
@@ -49,7 +51,7 @@ def sizes(manifest: Manifest, name: str) -> ReplicaSizes:
 
 def test_a_cpu_holds_the_model_in_memory(engines: Bundle) -> None:
     manifest = engines_for(engines.manifest, "cpu")
-    need = memory.estimate(manifest.model, "fp32", 32768, 4, on_cpu=True).total
+    need = estimate(manifest.model, "fp32", 32768, 4, on_cpu=True).total
     assert sizes(manifest, "cpu").memory == overhead(manifest) + need
     demo = sizes(engines.manifest, "cpu")
     assert overhead(engines.manifest) < demo.memory < overhead(engines.manifest) + GIB
@@ -59,8 +61,28 @@ def test_a_cpu_holds_the_model_in_memory(engines: Bundle) -> None:
 def test_a_gpu_s_host_holds_one_engine_at_a_time(engines: Bundle) -> None:
     manifest = engines_for(engines.manifest, "rtx-5090")
     largest = max(entry["bytes"] for entry in manifest.files.values())
-    assert sizes(manifest, "rtx-5090").memory == overhead(manifest) + largest
+    contexts = CONTEXT_ON_HOST * estimate(manifest.model, "nvfp4", 32768, 4).contexts
+    assert sizes(manifest, "rtx-5090").memory == overhead(manifest) + largest + contexts
     assert sizes(manifest, "rtx-5090").memory < 8 * GIB
+
+
+def test_the_first_start_has_time_and_room_for_compiled_kernels(engines: Bundle) -> None:
+    """TensorRT compiles none at its start; more layers and longer contexts take longer."""
+    rtx, h100 = (
+        sizes(engines_for(engines.manifest, name), name) for name in ("rtx-6000-ada", "h100")
+    )
+    assert rtx.startup >= h100.startup + 300
+    assert rtx.cache > 2 * 300 * 10**6 + h100.cache
+    short = {"precision": "fp8", "max_batch": 4, "max_context": 2048}
+    shorter = engines_for(engines.manifest, "rtx-6000-ada", options=short)
+    assert sizes(shorter, "rtx-6000-ada").startup < rtx.startup
+
+
+def test_the_image_waits_as_long_as_the_chart(engines: Bundle) -> None:
+    one, other = (engines_for(engines.manifest, name) for name in ("rtx-4090", "rtx-6000-ada"))
+    health = settings_for([one, other]).to_config()["Healthcheck"]
+    startup = max(sizes(one, "rtx-4090").startup, sizes(other, "rtx-6000-ada").startup)
+    assert health["StartPeriod"] == startup * 10**9
 
 
 def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bundle) -> None:
@@ -68,7 +90,7 @@ def test_a_first_start_that_builds_has_memory_time_and_room_for_it(engines: Bund
         engines.manifest, "h100", kind="graphs", target=None, segments=[], files={}
     )
     found = sizes(graphs, "h100")
-    segments = memory.segment_bytes(graphs.model, "fp8", 6)
+    segments = Weights(graphs.model, "fp8").segments()
     assert found.memory >= max(builder_memory(*each) for each in segments.items())
     total = sum(segments.values())
     assert found.cache > 2 * total  # an upgrade builds beside the old engines

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from pathlib import Path
 
 import pytest
 
 from canvasrt.containers import processes
-from canvasrt.containers.ports import Ports
+from canvasrt.containers.ports import Ports, bind
 from canvasrt.containers.serve import installation
 from canvasrt.containers.serve.installation import find_installation
-from canvasrt.errors import CanvasError, UsageError
+from canvasrt.errors import CanvasError
 from tests.helpers.serving import needs_triton
 
 
@@ -67,9 +68,17 @@ def test_a_missing_libpython_is_named(monkeypatch: pytest.MonkeyPatch):
     assert "apt install libpython3" in refused.value.hint
 
 
-def test_free_ports_are_distinct():
-    ports = Ports(0, 0, 0).with_free_ones("127.0.0.1")
-    assert len({ports.http, ports.grpc, ports.metrics, 0}) == 4
+def test_free_ports_are_distinct_and_held_until_triton_takes_them():
+    """Triton starts long after they are chosen, and the front end's own port 0 comes in between."""
+    with Ports(0, 0, 0).held("127.0.0.1") as ports:
+        numbers = [ports.http, ports.grpc, ports.metrics]
+        assert len({*numbers, 0}) == 4
+        for number in numbers:
+            with pytest.raises(OSError, match="in use"), socket.socket() as other:
+                other.bind(("127.0.0.1", number))
+            bind("127.0.0.1", number, "--http-port").close()  # as Triton binds
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", ports.http))
 
 
 @pytest.mark.parametrize(
@@ -78,17 +87,12 @@ def test_free_ports_are_distinct():
         (Ports(70000, 0, 0), "127.0.0.1", "--http-port is 70000"),
         (Ports(0, 0, 0), "203.0.113.7", "not an address of this machine"),
         (Ports(0, 0, 0), "no.such.host.invalid", "not an address of this machine"),
+        (Ports(7001, 7001, 0), "127.0.0.1", "--http-port and --grpc-port are both 7001"),
     ],
 )
 def test_ports_that_cannot_be_used(ports: Ports, host: str, says: str):
-    with pytest.raises(CanvasError, match=says):
-        ports.with_free_ones(host)
-
-
-def test_two_options_cannot_have_one_port():
-    free = Ports(0, 0, 0).with_free_ones("127.0.0.1").http
-    with pytest.raises(UsageError, match=f"--http-port and --grpc-port are both {free}"):
-        Ports(free, free, 0).with_free_ones("127.0.0.1")
+    with pytest.raises(CanvasError, match=says), ports.held(host):
+        pass
 
 
 def test_only_what_dead_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,8 +13,10 @@ from canvasrt.checkpoints.locate import demo_checkpoint
 from canvasrt.containers.serve import local
 from canvasrt.errors import CanvasError
 from canvasrt.machine import Gpu
+from canvasrt.progress import listening
 from canvasrt.targets import find_target
 from tests.conftest import Command
+from tests.helpers import library
 
 GB = 10**9
 
@@ -105,10 +107,11 @@ def test_engines_that_this_machine_cannot_hold_are_not_built(
 
 
 def test_the_demo_is_built_once(tmp_path: Path) -> None:
-    found = local.plan_local(demo_checkpoint(), tmp_path)
+    found = local.plan_local(demo_checkpoint(), library.empty_cache(tmp_path))
     said: list[str] = []
     doing: set[str] = set()
-    local.build_local(found, said.append, lambda what, done, total: doing.add(what))
+    with listening(lambda what, done, total: doing.add(what)):
+        local.build_local(found, said.append)
     assert found.is_built
     assert "exporting graphs (fp32)" in doing
     assert len(said) == 1

@@ -153,4 +153,4 @@ def test_the_signals_end_a_real_process(
             assert process.poll() is None
             probe.main(environment)
         expected = signal.SIGTERM if kind == "willing" else signal.SIGKILL
-        assert process.wait(timeout=10) == -expected
+        assert process.wait(timeout=60) == -expected

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,38 @@ from tests.helpers.serving_process import ANY_PORTS, Serving, command_lines, ser
 pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_stops_everything(packaged: Bundle, tmp_path: Path, number: int):
-    with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        with running.client() as client:
+def test_a_server_s_life(engines: Bundle, tmp_path: Path):
+    """Of engines without a package: options reach the models, a closed terminal does not stop what
+    nohup started, and a signal stops everything while a client keeps its connection open."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
+    options = (
+        "--threads",
+        "3",
+        "--cache",
+        str(tmp_path / "c"),
+        "--verbose",
+        "--exit-timeout",
+        "60",
+    )
+    try:
+        with (
+            serving(engines.path, tmp_path, *ANY_PORTS, *options) as running,
+            running.client() as client,
+        ):
+            (model,) = _model_processes(running)
+            environment = Path(f"/proc/{model}/environ").read_bytes().split(b"\0")
+            assert b"CANVASRT_THREADS=3" in environment
+            assert f"CANVASRT_CACHE={tmp_path / 'c'}".encode() in environment
+            running.process.send_signal(signal.SIGHUP)
             assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
-        assert running.stale()  # it does look where they would be
-        running.stop(number)
-        assert running.process.returncode == 0
-        assert not running.stale()
-        assert not running.scratch()
+            assert running.stale()  # it does look where they would be
+            shown = running.stop(signal.SIGINT)
+            assert "Started HTTPService" in shown
+            assert running.process.returncode == 0
+            assert not running.stale()
+            assert not running.scratch()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_during_the_start_stops_everything(packaged: Bundle, tmp_path: Path):
@@ -51,37 +72,13 @@ def test_a_signal_during_the_start_stops_everything(packaged: Bundle, tmp_path: 
     assert not running.stale()
 
 
-def test_a_closed_terminal_does_not_stop_what_nohup_started(packaged: Bundle, tmp_path: Path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; children inherit it
-    try:
-        with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-            running.process.send_signal(signal.SIGHUP)
-            with running.client() as client:
-                assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
-            running.stop(signal.SIGTERM)
-            assert running.process.returncode == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_engines_are_served_without_a_package(engines: Bundle, tmp_path: Path):
-    with serving(engines.path, tmp_path, *ANY_PORTS) as running:
-        with running.client() as client:
-            assert client.infer({"prompt": "12+34=", "max_new_tokens": 3}).token_ids
-        running.stop(signal.SIGTERM)
-        assert running.process.returncode == 0
-        assert not running.scratch()
-
-
 def test_serving_leaves_the_package_as_it_was(packaged: Bundle, server: object):
     assert not packaged.unlisted()
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path, busy: bool):
+def test_a_killed_parent_takes_the_server_along(packaged: Bundle, tmp_path: Path):
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
-        if busy:
-            _endless_request(running, [])
+        _endless_request(running, [])
         running.stop(signal.SIGKILL)
         assert eventually(lambda: not running.stale() and not running.scratch())
 
@@ -100,6 +97,7 @@ def test_requests_in_flight_are_cut_off_after_the_exit_timeout(packaged: Bundle,
         assert not running.scratch()
 
 
+@pytest.mark.acceptance
 def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
         answers: list[TritonAnswer] = []
@@ -122,19 +120,6 @@ def test_requests_in_flight_may_finish(packaged: Bundle, tmp_path: Path):
         assert running.process.returncode == 0
 
 
-def test_an_idle_connection_does_not_hold_up_the_end(packaged: Bundle, tmp_path: Path):
-    with (
-        serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running,
-        running.client() as client,
-    ):
-        client.infer({"prompt": "12+34=", "max_new_tokens": 3})
-        before = time.monotonic()
-        running.stop(signal.SIGTERM)  # while the client keeps its connection open
-        assert time.monotonic() - before < 30
-        assert running.process.returncode == 0
-        assert not running.stale()
-
-
 def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
     """Triton itself would go on being ready, and fail every request."""
     with serving(packaged.path, tmp_path, *ANY_PORTS) as running:
@@ -146,6 +131,7 @@ def test_a_model_that_dies_ends_the_server(packaged: Bundle, tmp_path: Path):
         assert not running.stale()
 
 
+@pytest.mark.acceptance
 def test_a_second_signal_stops_at_once(packaged: Bundle, tmp_path: Path):
     with serving(packaged.path, tmp_path, *ANY_PORTS, "--exit-timeout", "60") as running:
         thread = _endless_request(running, [])
@@ -188,18 +174,6 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path):
     done = _serve(str(tmp_path))
     assert done.returncode == 1
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
-
-
-def test_the_number_of_threads_is_passed_on(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--threads", "3") as running:
-        (model,) = _model_processes(running)
-        environment = Path(f"/proc/{model}/environ").read_bytes().split(b"\0")
-    assert b"CANVASRT_THREADS=3" in environment
-
-
-def test_verbose_shows_tritons_output(packaged: Bundle, tmp_path: Path):
-    with serving(packaged.path, tmp_path, *ANY_PORTS, "--verbose") as running:
-        assert "successfully unloaded 'canvasrt'" in running.stop(signal.SIGTERM)
 
 
 def _serve(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from canvasrt.build.memory import estimate
 from canvasrt.bundle import Bundle, load_bundle, write_manifest
 from canvasrt.containers.serve import prepare as preparing
+from canvasrt.containers.serve.build_engines import EngineBuild, Wait
 from canvasrt.containers.serve.prepare import engines_folder, prepare
 from canvasrt.containers.serve.serving_profiles import ServingProfile, choose_profile, profiles_of
 from canvasrt.errors import CanvasError
@@ -23,6 +23,7 @@ from canvasrt.machine import Gpu
 from canvasrt.recipes.recipe import Recipe, load_recipe
 from canvasrt.targets import find_target
 from tests.conftest import Command
+from tests.helpers.memory import estimate
 
 GB = 10**9
 RTX_5090 = Gpu("NVIDIA GeForce RTX 5090", 34 * GB, (12, 0), "580.1")
@@ -133,6 +134,19 @@ def test_the_gpu_decides(several: Bundle, gpus: list[Gpu], expected: str):
     assert choose_profile(several, gpus=gpus).target.name == expected
 
 
+def test_the_gpu_that_serves_is_one_that_the_engines_are_for(several: Bundle):
+    """Whatever its number, and not the fastest by CUDA's order."""
+    there = [
+        replace(each, uuid=f"GPU-{number}")
+        for number, each in enumerate((RTX_4090, RTX_PRO, RTX_5090, H100, RTX_5090))
+    ]
+    profile = choose_profile(several, "rtx-5090", gpus=there)
+    assert [gpu.uuid for gpu in profile.gpus(there)] == ["GPU-2", "GPU-4", "GPU-1"]
+    assert profile.gpus([RTX_4090, H100]) == []
+    small = replace(RTX_5090, memory=10**6)
+    assert profile.gpus([small, RTX_PRO]) == [RTX_PRO]
+
+
 def test_one_package_serves_all_consumer_cards(several: Bundle, engines: Bundle):
     make(several.path / "engines" / "rtx", engines, "rtx", "int4")
     for gpu in (RTX_3090, RTX_4090):
@@ -219,6 +233,7 @@ def test_a_profile_can_be_requested(several: Bundle):
             r"needs compute capability 12.0; this machine has NVIDIA GeForce RTX 4090 \(8.9\)",
         ),
         ([replace(RTX_5090, memory=GB // 10**6)], r"needs \S+ GB; the GPU has 0.0 GB"),
+        ([replace(RTX_5090, driver="575.51")], r"needs a driver of 580 or newer; this .* 575.51"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(
@@ -244,40 +259,32 @@ def test_a_package_whose_engines_are_not_mounted_says_so(tmp_path: Path, several
     assert str(tmp_path / "nothing" / "engines") in caught.value.hint
 
 
-@pytest.fixture
-def reports() -> list[tuple[str, str]]:
-    return []
-
-
 def test_graphs_are_built_once_into_the_cache(
-    graphs: Bundle, tmp_path: Path, reports: list[Any], monkeypatch: pytest.MonkeyPatch
+    graphs: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    reports: list[str] = []
     (profile,) = profiles_of(graphs)
     assert profile.builds
-    stop = threading.Event()
-
-    def notify(*report: str) -> None:
-        reports.append(report)
-
-    out = prepare(graphs, profile, tmp_path, notify, stop)
+    wait = Wait(notify=reports.append)
+    out = prepare(profile, tmp_path, wait)
     assert out == engines_folder(profile, tmp_path)
     assert out is not None
     assert out.is_relative_to(tmp_path)
     built = load_bundle(out, kind="engines")
     assert built.manifest.target
     assert built.manifest.target["name"] == "cpu"
-    assert ("building", "") in reports
-    assert any("Now: " in detail for _, detail in reports)
+    assert "" in reports
+    assert any("Now: " in detail for detail in reports)
     # The second time nothing is built: not even a program to build with is there.
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert prepare(graphs, profile, tmp_path, notify, stop) == out
+    assert prepare(profile, tmp_path, wait) == out
 
 
-def test_a_build_that_fails_says_why(graphs: Bundle, tmp_path: Path, reports: list[Any]):
+def test_a_build_that_fails_says_why(graphs: Bundle, tmp_path: Path):
     (profile,) = profiles_of(graphs)
     wrong = replace(profile, max_context=10**9)
     with pytest.raises(CanvasError, match="--max-context 1000000000") as caught:
-        prepare(graphs, wrong, tmp_path, lambda *report: reports.append(report), threading.Event())
+        prepare(wrong, tmp_path, Wait())
     assert caught.value.hint.startswith("give at most")
     assert not list(tmp_path.rglob("manifest.json"))
 
@@ -287,9 +294,9 @@ def test_a_build_that_crashes_is_no_crash_of_the_server(
 ):
     (profile,) = profiles_of(graphs)
     crash = [sys.executable, "-c", "import os; print('{not json'); os.abort()"]
-    monkeypatch.setattr(preparing.EngineBuild, "command", lambda job: crash)
+    monkeypatch.setattr(EngineBuild, "command", lambda job: crash)
     with pytest.raises(CanvasError, match="exit code -6") as caught:
-        prepare(graphs, profile, tmp_path, lambda *said: None, threading.Event())
+        prepare(profile, tmp_path, Wait())
     assert caught.value.hint == "see the build's output in the log"
 
 
@@ -297,10 +304,10 @@ def test_a_build_can_be_interrupted(graphs: Bundle, tmp_path: Path):
     (profile,) = profiles_of(graphs)
     stop = threading.Event()
 
-    def notify(phase: str, detail: str) -> None:
+    def notify(detail: str) -> None:
         stop.set()
 
-    assert prepare(graphs, profile, tmp_path, notify, stop) is None  # type: ignore[arg-type]
+    assert prepare(profile, tmp_path, Wait(stop, notify)) is None
     assert not list(tmp_path.rglob("manifest.json"))
 
 
@@ -308,7 +315,7 @@ def test_a_cache_that_cannot_be_written_to_is_refused(graphs: Bundle, tmp_path: 
     (profile,) = profiles_of(graphs)
     (tmp_path / "file").touch()
     with pytest.raises(CanvasError, match="cannot be written to") as caught:
-        prepare(graphs, profile, tmp_path / "file", lambda *said: None, threading.Event())
+        prepare(profile, tmp_path / "file", Wait())
     assert "NIM_CACHE_PATH" in caught.value.hint
 
 
@@ -324,7 +331,7 @@ def test_two_servers_build_once(graphs: Bundle, tmp_path: Path, monkeypatch: pyt
     found: list[Path | None] = []
 
     def start() -> None:
-        found.append(prepare(graphs, profile, tmp_path, lambda *said: None, threading.Event()))
+        found.append(prepare(profile, tmp_path, Wait()))
 
     threads = [threading.Thread(target=start) for _ in range(2)]
     for thread in threads:

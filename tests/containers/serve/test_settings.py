@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -14,10 +13,13 @@ from unittest.mock import MagicMock
 import pytest
 
 from canvasrt.bundle import Bundle
+from canvasrt.cli.app import run
+from canvasrt.containers.package.image_settings import CACHE, settings_for
 from canvasrt.containers.serve.installation import find_installation
 from canvasrt.containers.serve.server import Server
 from canvasrt.containers.serve.settings import VARIABLES, Settings, read_settings
 from canvasrt.errors import CanvasError, UsageError
+from canvasrt.runtime.open import _compiled_kernels
 from tests.conftest import Command
 
 
@@ -162,34 +164,51 @@ def test_a_dry_run_shows_what_was_decided(command: Command, engines: Bundle):
         ({"NIM_PASSTHROUGH_ARGS": "'"}, "No closing quotation"),
         ({"NIM_FOO": "1"}, "NIM_FOO is not supported"),
         ({"NIM_LOG_LEVEL": "x"}, "NIM_LOG_LEVEL"),
+        ({}, "no bundle was given"),
     ],
 )
 def test_settings_that_are_wrong_end_it(
-    command: Command, engines: Bundle, environment: dict[str, str], says: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    says: str,
 ):
-    refused(command("serve", engines.path, "--dry-run", env=environment), says, 2)
-
-
-def test_without_anything_to_serve_it_says_so(command: Command):
-    refused(command("serve", "--dry-run"), "no bundle was given", 2)
-
-
-def refused(done: subprocess.CompletedProcess[str], says: str, code: int) -> None:
-    assert done.returncode == code
-    assert done.stdout == ""
-    error, hint = done.stderr.splitlines()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert run(["serve", *(["engines"] if environment else []), "--dry-run"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    error, hint = printed.err.splitlines()
     assert error.startswith("error: ")
     assert says in error
     assert hint.startswith("hint: ")
 
 
+def test_an_image_keeps_compiled_kernels_in_its_volume(
+    engines: Bundle, monkeypatch: pytest.MonkeyPatch
+):
+    """And not below /tmp, which is small and gone with the container."""
+    image = settings_for([engines.manifest])
+    settings = read_settings({}, {}, image.environment)
+    server = Server(engines.path, cache=settings.cache)
+    environment = image.environment | server._environment(find_installation())
+    for name in ("CANVASRT_CACHE", "HOME"):
+        monkeypatch.setenv(name, environment[name])
+    assert _compiled_kernels(engines.manifest).is_relative_to(CACHE)
+
+
 def test_shared_passes_are_asked_for_and_reach_the_model(
     engines: Bundle, monkeypatch: pytest.MonkeyPatch
 ):
-    assert not from_environment().model.share_passes
-    settings = read_settings({"share_passes": True}, {}, {})
-    server = Server(engines.path, model=settings.model)
+    assert from_environment().model.share_passes == "auto"
+    with pytest.raises(UsageError, match="--share-passes is 'perhaps'"):
+        read_settings({"share_passes": "perhaps"}, {}, {})
+    settings = read_settings({"share_passes": "on"}, {}, {})
+    server = Server(engines.path, model=settings.model, gpus=("GPU-b", "GPU-a"))
     environment = server._environment(find_installation())
+    # The process with the engines sees those GPUs, and no other.
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+    assert environment["CANVASRT_GPUS"] == "2"
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     # Triton's module, which only a model's process has.

@@ -15,7 +15,7 @@ def test_a_signal_that_interrupts_a_wait_is_not_lost() -> None:
         with stop.requested._cond:  # type: ignore[attr-defined]
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
-        assert stop.requested.wait(5)
+        assert stop.requested.wait(60)
         assert not stop.forced.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.forced.wait(5)
+        assert stop.forced.wait(60)

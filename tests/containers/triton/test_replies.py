@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from canvasrt.bundle import Bundle
-from canvasrt.containers.tensors import STREAM_MODEL, outputs_of
+from canvasrt.containers.tensors import OUTPUTS
 from canvasrt.containers.triton.replies import ReplyBuilder
-from canvasrt.runtime.generator import Block, Draft, Finished, Result, Settled
-from canvasrt.runtime.request import BlockScore, Timings
+from canvasrt.runtime.request import Block, BlockScore, Draft, Finished, Result, Settled, Timings
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tokenizer import Tokenizer
 
@@ -35,30 +34,31 @@ def test_the_end_of_the_sequence_is_a_token_and_no_text(tokenizer: Tokenizer):
     (draft,) = replies.replies(Draft(0, 0, 3, canvas, canvas > 0))
     (block,) = replies.replies(Block(0, 0, 3, [*ids, EOS], "stop"))
     (final,) = replies.replies(finished([*ids, EOS], "stop"))
-    assert draft["token_ids"].tolist() == canvas.tolist()
+    assert draft["token_ids"] == canvas.tolist()
     for reply in (draft, block, final):
-        assert reply["text"].tolist() == [b"46"]
-    assert final["token_ids"].tolist() == [*ids, EOS]
-    assert final["finish_reason"].tolist() == [b"stop"]
+        assert reply["text"] == "46"
+    assert final["token_ids"] == [*ids, EOS]
+    assert final["finish_reason"] == "stop"
 
 
-def test_every_reply_holds_every_output_in_its_type(tokenizer: Tokenizer):
+def test_every_reply_holds_every_output_as_its_tensor_carries_it(tokenizer: Tokenizer):
     replies = ReplyBuilder(tokenizer, SamplingParams(seed=2**64 - 1), drafts=False)
     (reply,) = replies.replies(Block(0, 0, 3, [40], None))
-    some = ("canvas", "block_scores")
-    outputs = [tensor for tensor in outputs_of(STREAM_MODEL) if tensor.name not in some]
-    assert set(reply) == {tensor.name for tensor in outputs}
+    assert set(reply) == OUTPUTS.keys() - {"canvas", "block_scores"}
     types = {"BYTES": "object", "INT32": "int32", "UINT64": "uint64"}
-    for tensor in outputs:
-        assert reply[tensor.name].dtype == types[tensor.datatype]
-    assert reply["seed"].tolist() == [2**64 - 1]
+    for name, value in reply.items():
+        array = OUTPUTS[name].encode(value)
+        assert array.dtype == types[OUTPUTS[name].datatype]
+        assert OUTPUTS[name].decode(array) == OUTPUTS[name].from_wire(OUTPUTS[name].to_wire(array))
+        assert OUTPUTS[name].decode(array) == (list(value) if value == () else value)
+    assert reply["seed"] == 2**64 - 1
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text():
     replies = ReplyBuilder(None, SamplingParams(), drafts=True)
     (reply,) = replies.replies(finished([40, 41], "length"))
-    assert reply["text"].tolist() == [b""]
-    assert reply["token_ids"].tolist() == [40, 41]
+    assert reply["text"] == ""
+    assert reply["token_ids"] == [40, 41]
 
 
 def test_events_that_nobody_asked_for_are_left_out(tokenizer: Tokenizer):
@@ -79,8 +79,8 @@ def test_settled_pieces_and_the_rest_of_their_block_add_up(tokenizer: Tokenizer)
     events = [Settled(0, 0, 2, ids[:1]), Settled(0, 0, 3, ids[1:3])]
     events.append(Block(0, 0, 4, [*ids, EOS], "stop", settled=3))
     sent = [reply for event in events for reply in replies.replies(event)]
-    assert [reply["event"].tolist() for reply in sent] == [[b"settled"], [b"settled"], [b"block"]]
-    assert b"".join(reply["text"][0] for reply in sent) == b"4625"
+    assert [reply["event"] for reply in sent] == ["settled", "settled", "block"]
+    assert "".join(reply["text"] for reply in sent) == "4625"
     assert [token for reply in sent for token in reply["token_ids"]] == [*ids, EOS]
 
 
@@ -90,10 +90,10 @@ def test_scores_of_blocks_add_up_if_asked_for(tokenizer: Tokenizer):
     first, second = BlockScore(-0.5, 0), BlockScore(-2.0, 3)
     ids = tokenizer.encode("4625", add_special_tokens=False)
     (reply,) = replies.replies(Block(0, 0, 4, ids[:1], None, score=first))
-    assert json.loads(reply["block_scores"][0]) == [{"score": -0.5, "redone": 0}]
+    assert json.loads(reply["block_scores"]) == [{"score": -0.5, "redone": 0}]
     _, final = replies.replies(Block(0, 1, 4, ids[1:2], None, score=second))
-    assert final["event"].tolist() == [b"final"]
-    assert json.loads(final["block_scores"][0]) == [
+    assert final["event"] == "final"
+    assert json.loads(final["block_scores"]) == [
         {"score": -0.5, "redone": 0},
         {"score": -2.0, "redone": 3},
     ]
@@ -106,12 +106,12 @@ def test_a_stop_string_in_settled_text_ends_the_answer_before_its_block(tokenize
     assert not replies.ended
     piece, final = replies.replies(Settled(0, 0, 5, ids[2:3]))
     assert replies.ended
-    assert first[0]["text"].tolist() == [b"4"]  # 6 could begin the stop string
-    assert piece["text"].tolist() == [b""]
-    assert final["text"].tolist() == [b"4"]
-    assert final["token_ids"].tolist() == ids[:3]
-    assert final["steps"].tolist() == [5]
-    assert final["finish_reason"].tolist() == [b"stop"]
+    assert first[0]["text"] == "4"  # 6 could begin the stop string
+    assert piece["text"] == ""
+    assert final["text"] == "4"
+    assert final["token_ids"] == ids[:3]
+    assert final["steps"] == [5]
+    assert final["finish_reason"] == "stop"
 
 
 def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
@@ -121,7 +121,7 @@ def test_a_draft_tells_what_the_canvas_holds(tokenizer: Tokenizer):
         0, 1, 3, np.array([*best, EOS]), np.array([1, 0, 0]) > 0, np.array([*noisy, 5]), 1
     )
     (reply,) = replies.replies(draft)
-    view = json.loads(reply["canvas"][0])
+    view = json.loads(reply["canvas"])
     assert view["best"][:2] == ["4", "6"]
     assert view["noisy"][:2] == ["9", "b"]
     assert (view["accepted"], view["settled"], view["end"]) == ([1, 0, 0], 1, 2)

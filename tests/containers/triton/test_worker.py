@@ -12,13 +12,14 @@ import pytest
 
 import canvasrt.containers.triton.worker as worker_module
 from canvasrt.bundle import Bundle
-from canvasrt.containers.triton.blame import MOST
+from canvasrt.containers.triton.failure_limiter import MOST
 from canvasrt.containers.triton.tickets import Busy, Late, Overloaded
 from canvasrt.containers.triton.worker import ADMITTED, Worker, _Known
 from canvasrt.errors import CanvasError, EngineError
-from canvasrt.runtime.generator import Event, Generator, Request, Work
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Event, Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.callers import Caller, submit
 from tests.helpers.serving import eventually
@@ -51,7 +52,7 @@ def request(model: Model, **options: Any) -> Request:
     return Request([2, 5, 6], params)
 
 
-def arrive(worker: Worker, request: Work, caller: Caller) -> None:
+def arrive(worker: Worker, request: Request, caller: Caller) -> None:
     """Queue a request without any checks."""
     ticket = worker.tickets.take(request.owner, caller, time.monotonic())
     worker._arrived.put(_Known(request, ticket))
@@ -62,16 +63,16 @@ def test_a_failed_pass_fails_its_requests_and_not_the_next(model: Model):
     worker = Worker(lambda: Failing(model))
     unlucky, next_one = Caller(), Caller()
     submit(worker, request(model), unlucky)
-    error = unlucky.ends.get(timeout=10)
+    error = unlucky.ends.get(timeout=60)
     assert isinstance(error, EngineError)
     assert error.message == "MemoryError: out of memory"
     submit(worker, request(model), next_one)
-    assert next_one.ends.get(timeout=10).finish_reason == "length"
+    assert next_one.ends.get(timeout=60).finish_reason == "length"
     worker.close()
 
 
 def test_requests_that_wait_outlive_a_failed_pass(model: Model):
-    """They were in no pass yet, so they get their answers, and the room they took is given back."""
+    """They were in no pass yet, so they get their answers, and their tickets are returned."""
     Failing.passes = 0
     alone = Generator(model).run([request(model, seed=each) for each in range(4)])
     worker = Worker(lambda: Failing(model, max_batch=1), max_tokens=4 * 7)
@@ -80,9 +81,9 @@ def test_requests_that_wait_outlive_a_failed_pass(model: Model):
     for seed, caller in enumerate(callers):
         submit(worker, request(model, seed=seed), caller)
     Failing.held.set()
-    assert isinstance(callers[0].ends.get(timeout=10), EngineError)
+    assert isinstance(callers[0].ends.get(timeout=60), EngineError)
     for caller, result in zip(callers[1:], alone[1:], strict=True):
-        assert caller.ends.get(timeout=10).token_ids == result.token_ids
+        assert caller.ends.get(timeout=60).token_ids == result.token_ids
     worker.close()
     assert worker.tickets.tokens == len(worker.tickets) == 0
 
@@ -91,7 +92,7 @@ def test_a_request_s_time_begins_when_it_comes(model: Model):
     worker = Worker(lambda: Generator(model), timeout=5)
     caller = Caller()
     submit(worker, request(model), caller, time.monotonic() - 6)
-    assert isinstance(caller.ends.get(timeout=10), Late)
+    assert isinstance(caller.ends.get(timeout=60), Late)
     late = worker.take_ticket("", caller, time.monotonic() - 6)
     with pytest.raises(Late, match="longer than 5 s"):
         late.check_late()
@@ -105,7 +106,7 @@ def test_requests_join_a_few_at_a_time(model: Model):
     order: list[str] = []
 
     class Slow(Generator):
-        def add(self, request: Work, is_checked: bool = False) -> int:
+        def add(self, request: Request, is_checked: bool = False) -> int:
             order.append("add")
             return super().add(request, is_checked)
 
@@ -134,7 +135,7 @@ def test_requests_join_a_few_at_a_time(model: Model):
 
 
 def test_a_worker_that_ends_leaves_nobody_waiting(model: Model):
-    """Whatever its thread raises: a library's panic is no Exception."""
+    """Even if its thread raises a library's panic, which is no Exception."""
 
     class Panic(BaseException):
         pass
@@ -149,8 +150,8 @@ def test_a_worker_that_ends_leaves_nobody_waiting(model: Model):
     worker = Worker(lambda: Ends(model), lost=lost.put)
     caller = Caller()
     submit(worker, request(model), caller)
-    assert isinstance(caller.ends.get(timeout=10), EngineError)
-    assert "disco" in lost.get(timeout=10).message
+    assert isinstance(caller.ends.get(timeout=60), EngineError)
+    assert "disco" in lost.get(timeout=60).message
     with pytest.raises(Overloaded, match="disco"):
         submit(worker, request(model), Caller())
 
@@ -164,7 +165,7 @@ def test_a_caller_that_cannot_be_reached_is_dropped(model: Model):
     submit(worker, request(model, max_denoising_steps=10_000, stability_threshold=10_000), Broken())
     caller = Caller()
     submit(worker, request(model), caller)
-    assert caller.ends.get(timeout=10).finish_reason == "length"
+    assert caller.ends.get(timeout=60).finish_reason == "length"
     worker.close()
 
 
@@ -172,7 +173,7 @@ def test_a_request_that_cannot_run_is_refused(model: Model):
     worker = Worker(lambda: Generator(model))
     caller = Caller()
     submit(worker, request(model, max_new_tokens=4096), caller)
-    error = caller.ends.get(timeout=10)
+    error = caller.ends.get(timeout=60)
     assert isinstance(error, CanvasError)
     assert "exceed the context" in error.message
     worker.close()
@@ -189,7 +190,7 @@ def test_too_many_requests_are_refused(model: Model, monkeypatch: pytest.MonkeyP
         submit(worker, request(model), callers[2])
     worker.close()
     for caller in callers[:2]:
-        assert isinstance(caller.ends.get(timeout=10), Overloaded)
+        assert isinstance(caller.ends.get(timeout=60), Overloaded)
 
 
 def test_a_closed_worker_takes_nothing(model: Model):
@@ -209,9 +210,9 @@ def test_after_a_fatal_error_requests_are_refused(model: Model):
     callers = [Caller(), Caller()]
     for caller in callers:
         submit(worker, request(model), caller)
-    assert lost.get(timeout=10).fatal
+    assert lost.get(timeout=60).fatal
     for caller in callers:
-        assert "the device is lost" in caller.ends.get(timeout=10).message
+        assert "the device is lost" in caller.ends.get(timeout=60).message
     with pytest.raises(Overloaded, match="the device is lost"):
         submit(worker, request(model), Caller())
     worker.close()
@@ -243,22 +244,24 @@ def test_one_caller_s_requests_do_not_end_the_service(
     for _ in range(MOST if owner else 2 * MOST):
         caller = Caller()
         submit(worker, poison(model, owner), caller)
-        assert isinstance(caller.ends.get(timeout=10), EngineError)
+        assert isinstance(caller.ends.get(timeout=60), EngineError)
     if owner:
-        assert eventually(lambda: worker._blame.refuses(owner))
+        assert eventually(lambda: worker._limiter.refuses(owner))
         with pytest.raises(Busy, match="of this key failed"):
             submit(worker, poison(model, owner), Caller())
-        monkeypatch.setattr("canvasrt.containers.triton.blame.WINDOW", 0.0)  # as if it were over
+        monkeypatch.setattr(
+            "canvasrt.containers.triton.failure_limiter.WINDOW", 0.0
+        )  # as if it were over
     for each in (owner, "b"):
         caller = Caller()
         submit(worker, replace(request(model), owner=each), caller)
-        assert caller.ends.get(timeout=10).finish_reason == "length"
+        assert caller.ends.get(timeout=60).finish_reason == "length"
     assert lost.empty()
     worker.close()
 
 
 def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
-    """Its requests ran well before. What waits of the other is refused."""
+    """Its requests ran well before. The other caller's waiting requests are refused."""
     worker = Worker(lambda: Poisoned(model, max_batch=2))
     endless = {"max_new_tokens": 200, "max_denoising_steps": 10_000, "stability_threshold": 10_000}
     for number in range(MOST):
@@ -271,10 +274,10 @@ def test_a_caller_beside_another_s_failures_is_not_blamed(model: Model):
             for each in waiting:
                 arrive(worker, poison(model, "a"), each)
         for each in (victim, bad):
-            assert isinstance(each.ends.get(timeout=10), EngineError)
-    ends = [each.ends.get(timeout=10) for each in waiting]
+            assert isinstance(each.ends.get(timeout=60), EngineError)
+    ends = [each.ends.get(timeout=60) for each in waiting]
     assert [isinstance(each, Busy) for each in ends[2:]] == [True] * 4  # two had a place
-    assert not worker._blame.refuses("b")
+    assert not worker._limiter.refuses("b")
     worker.close()
 
 
@@ -296,11 +299,11 @@ def test_passes_that_fail_with_the_probe_end_the_service(model: Model):
         caller = Caller()
         left[0] = failing
         submit(worker, request(model), caller)
-        assert isinstance(caller.ends.get(timeout=10), EngineError) == bool(failing)
+        assert isinstance(caller.ends.get(timeout=60), EngineError) == bool(failing)
         deadline = time.monotonic() + 10
         while left[0] and lost.empty() and time.monotonic() < deadline:
             time.sleep(0.01)  # the probe comes after the answer
-    assert "3 passes in a row" in lost.get(timeout=10).message
+    assert "3 passes in a row" in lost.get(timeout=60).message
     worker.close()
 
 
@@ -321,7 +324,7 @@ def test_a_failed_pass_gives_its_slots_back(model: Model):
         worker = Worker(lambda: Later(model))
         caller = Caller()
         submit(worker, request(model, max_denoising_steps=100), caller)
-        assert isinstance(caller.ends.get(timeout=10), EngineError)
+        assert isinstance(caller.ends.get(timeout=60), EngineError)
         worker.close()
     finally:
         del model.release  # type: ignore[method-assign]

@@ -4,6 +4,8 @@ transformers' model."""
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,23 +18,25 @@ import pytest
 import torch
 from tokenizers import Tokenizer as FastTokenizer
 
-from canvasrt.bundle import Bundle, Manifest
+from canvasrt import calibration_prompts
+from canvasrt.bundle import Bundle, load_bundle
+from canvasrt.cache import cache_folder
+from canvasrt.calibration_prompts import CalibrationPrompts, cache_bytes, default_prompts
 from canvasrt.checkpoints.locate import find_checkpoint, fingerprint
-from canvasrt.checkpoints.weight_names import local_names
 from canvasrt.demo.tasks import TASKS, task_of
 from canvasrt.errors import CanvasError
 from canvasrt.export.graphs import export_graphs
-from canvasrt.export.quantize.calibrate import CONCURRENT, Calibration, calibrate
-from canvasrt.export.quantize.calibration_prompts import CalibrationPrompts, default_prompts
-from canvasrt.export.quantize.observers import AMAX, ROUTED, observe
-from canvasrt.recipes.recipe import CalibrationSettings, Recipe, quantizable
-from canvasrt.runtime.backends.onnxruntime import OrtBackend
-from canvasrt.runtime.body_inputs import expert_slots
-from canvasrt.runtime.cpu_capacity import Capacity
+from canvasrt.export.quantize import saved_sweeps
+from canvasrt.export.quantize.calibrate import Calibration
+from canvasrt.export.quantize.network import StreamedNetwork
+from canvasrt.progress import listening
+from canvasrt.recipes.recipe import CalibrationSettings, Recipe
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.tokenizer import Tokenizer
+from tests.helpers.quantized import calibrate
 from tests.helpers.reference import Reference, tiny_model
 
+DATA = Path(__file__).parents[2] / "data"
 # Never in the top 2 of layer 3: of each pair of opposite rows, one scores above its 0.
 IDLE_LAYER, IDLE_EXPERT = 3, 5
 GENERATION = {
@@ -150,10 +154,10 @@ def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
     theirs = modelopt_amax(tiny)
     expected = {}
     for layer in range(6):
-        for ours, module in MODULES.items():
+        for ours, quantized in MODULES.items():
             # Encoder and decoder share weights, so one scale serves both.
             expected[f"layers.{layer}.{ours}"] = max(
-                theirs(f"{side}.layers.{layer}.{module}input_quantizer")
+                theirs(f"{side}.layers.{layer}.{quantized}input_quantizer")
                 for side in (ENCODER, DECODER)
             )
     expected["table"] = theirs("lm_head.input_quantizer")
@@ -161,8 +165,8 @@ def test_equal_to_modelopt(tiny: Tiny, found: Calibration) -> None:
     for name, value in expected.items():
         assert found.amax[name] == pytest.approx(value, rel=1e-4), name
     # The engine also computes the signal after a block's last step; the reference does not.
-    for ours, module in (("gate_up", "up_proj"), ("down", "down_proj")):
-        value = theirs(f"{DECODER}.self_conditioning.{module}.input_quantizer")
+    for ours, linear in (("gate_up", "up_proj"), ("down", "down_proj")):
+        value = theirs(f"{DECODER}.self_conditioning.{linear}.input_quantizer")
         assert found.amax[f"signal_mlp.{ours}"] >= value * (1 - 1e-4)
     for layer in range(6):
         for part in ("key", "value"):
@@ -193,15 +197,71 @@ def test_prompts_that_take_all_steps_are_spread(
     assert [each.params.seed for each in requests] == list(range(10))
 
 
-@pytest.mark.parametrize("capacity", [1, 10_000])
-def test_slots_do_not_matter(
-    tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch, capacity: int
+def test_requests_run_together_or_in_turn(
+    tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither too few slots, which repeat passes, nor empty ones matter."""
-    monkeypatch.setattr(Capacity, "choose", lambda self, tokens: min(capacity, tokens))
+    """How many caches fit in memory decides only how often the weights are read."""
+    monkeypatch.setattr(calibration_prompts, "CACHE_BYTES", 1)
     again = tiny.calibrate()
-    assert again.routed == found.routed
+    assert (again.routed, again.steps) == (found.routed, found.steps)
     assert again.amax == pytest.approx(found.amax, rel=1e-5)
+    assert again.cache == pytest.approx(found.cache, rel=1e-5)
+
+
+def test_an_interrupted_calibration_goes_on(
+    tiny: Tiny, found: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It repeats no saved sweep, gives the same numbers, and leaves no files."""
+    rooms = cache_folder() / "calibrations"
+    monkeypatch.setattr(saved_sweeps, "SAVE_EVERY", 0)
+    sweep, ran = StreamedNetwork._sweep, []
+
+    def interrupted(self: StreamedNetwork, inputs: Any) -> Any:
+        if len(ran) in stops:
+            stops.remove(len(ran))
+            raise KeyboardInterrupt
+        ran.append(len(inputs))
+        return sweep(self, inputs)
+
+    stops: set[int] = set()
+    monkeypatch.setattr(StreamedNetwork, "_sweep", interrupted)
+    tiny.calibrate()
+    sweeps, stops = len(ran), {3, 12, 15}
+    ran.clear()
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            tiny.calibrate()
+        assert len([*rooms.iterdir()]) == 1
+    again = tiny.calibrate()
+    assert again.to_json() == found.to_json()
+    assert len(ran) == sweeps
+    assert not [*rooms.iterdir()]
+
+
+def test_what_was_saved_for_other_inputs_is_removed(
+    tiny: Tiny, tmp_path: Path, found: Calibration
+) -> None:
+    rooms = cache_folder() / "calibrations"
+    (rooms / "other").mkdir(parents=True)
+    (rooms / "other" / "state.pt").write_bytes(b"damaged")
+    assert tiny.calibrate().to_json() == found.to_json()
+    assert not [*rooms.iterdir()]
+    (tmp_path / "state.pt").write_bytes(b"damaged")
+    (tmp_path / "row-0-1.pt").touch()
+    assert not saved_sweeps.SavedSweeps(tmp_path).state
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_demo_has_the_scales_that_its_graphs_gave(tmp_path: Path) -> None:
+    """Observers in the graphs, run by ONNX Runtime, gave the stored numbers."""
+    stored = json.loads((DATA / "demo_calibration.json").read_text())
+    settings = CalibrationSettings(prompts=stored["prompts"])
+    graphs = export_graphs("demo", tmp_path / "graphs")
+    made = calibrate(graphs, replace(RECIPE, calibration=settings)).to_json()
+    for name in ("denoising_passes", "routed", "prompts_sha256"):
+        assert made[name] == stored[name]
+    for name in ("amax", "cache_amax"):
+        assert made[name] == pytest.approx(stored[name], rel=1e-5)
 
 
 def test_experts_that_no_token_was_routed_to(found: Calibration) -> None:
@@ -214,49 +274,6 @@ def test_experts_that_no_token_was_routed_to(found: Calibration) -> None:
     assert per_layer == {2 * tokens}
 
 
-def test_padding_does_not_count(tiny: Tiny) -> None:
-    """A batch with a padded row observes the same as its rows alone, whatever the padding holds."""
-    entry = tiny.graphs.manifest.segments[0]
-    names = local_names(entry, quantizable(tiny.graphs.manifest.model))
-    model = ir.load(tiny.graphs.path / "body_0.onnx")
-    cached = [f"new_{part}_{layer}" for layer in entry["layers"] for part in ("key", "value")]
-    observe(model, list(names.values()), cached, 8)
-    ir.save(model, tiny.graphs.path / "observed.onnx")
-    segment = OrtBackend(1).open("body_0", tiny.graphs.path / "observed.onnx")
-    hidden = np.random.default_rng(0).standard_normal((2, 9, 128)).astype(np.float32)
-    # Only one channel: norms would make a uniform value as large as the real ones.
-    hidden[1, 6:] = 0
-    hidden[1, 6:, 0] = 1e3
-    shapes = {}
-    for layer in entry["layers"]:
-        spec = tiny.graphs.manifest.model.layers[layer]
-        for part in ("key", "value"):
-            shapes[f"past_{part}_{layer}"] = (spec.num_kv_heads, 1, 8, spec.head_dim)
-
-    def run(rows: slice, length: int) -> tuple[np.ndarray, np.ndarray]:
-        x = hidden[rows, :length]
-        positions = np.tile(np.arange(length), (len(x), 1))
-        if len(x) == 2:
-            positions[1, 6:] = -1
-        feeds = {
-            "hidden": np.ascontiguousarray(x),
-            "positions": positions,
-            "groups": np.full_like(positions, -1),
-            "causal": np.ones(len(x), bool),
-            **expert_slots(x.shape[0] * length, 8),
-            **{name: np.zeros((len(x), *shape), np.float32) for name, shape in shapes.items()},
-        }
-        for name in segment.inputs - feeds.keys():
-            feeds[name] = np.full((len(x), 1, 8), -1, np.int64)
-        out = segment.run(feeds, [AMAX, ROUTED])
-        return out[AMAX], out[ROUTED]
-
-    both, first, second = run(slice(0, 2), 9), run(slice(0, 1), 9), run(slice(1, 2), 6)
-    np.testing.assert_allclose(both[0], np.maximum(first[0], second[0]), rtol=1e-5)
-    np.testing.assert_array_equal(both[1], first[1] + second[1])
-    assert both[1].sum(axis=1).tolist() == [2 * (9 + 6)] * 4
-
-
 def test_prompts_are_streamed(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "many.jsonl"
     file.write_text('{"prompt_ids": [5, 6, 7], "source": "a set"}\n\n' * 30)
@@ -265,17 +282,22 @@ def test_prompts_are_streamed(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
 
     def counted(self: Generator, request: Any) -> int:
         id = add(self, request)
-        held.append(len(self._waiting) + len(self._running))
+        held.append(len(self._arrived) + len(self._waiting) + len(self._running))
         return id
 
     monkeypatch.setattr(Generator, "add", counted)
+    config = tiny.graphs.manifest.model
+    monkeypatch.setattr(
+        calibration_prompts, "CACHE_BYTES", 8 * cache_bytes(config, 3 + config.canvas_length)
+    )
     recipe = replace(RECIPE, calibration=CalibrationSettings(25, max_new_tokens=8, all_steps=0))
-    calibrate(tiny.graphs, recipe, file, lambda what, done, of: seen.append((what, done, of)))
+    with listening(lambda what, done, of: seen.append((what, done, of))):
+        calibrate(tiny.graphs, recipe, file)
     assert len(held) == 25
-    assert max(held) <= CONCURRENT
+    assert max(held) == 8
     shown = [(done, of) for what, done, of in seen if what == "calibrating"]
     assert shown == sorted(shown)
-    assert shown[-1] == (25, 25)
+    assert shown[-1] == (25 * 11, 25 * 11)  # a block of eleven steps each
 
 
 LONG = {"prompt_ids": [5] * 4090}
@@ -296,7 +318,7 @@ LONG = {"prompt_ids": [5] * 4090}
         ('{"prompt_ids": []}', "the prompt is empty"),
         ('{"prompt_ids": [5, 512]}', "prompt token 512 is not in the vocabulary"),
         (json.dumps(LONG), "exceed the context of 4096 tokens"),
-        ('{"prompt": "hello"}', "the graphs have no tokenizer"),
+        ('{"prompt": "hello"}', "the model has no tokenizer"),
     ],
     ids=lambda value: value[:40],
 )
@@ -343,12 +365,11 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
 def test_default_prompts(tiny: Tiny) -> None:
     """General ones for any checkpoint but the demos'. Their prompts contain no question that they
     are marked on."""
-    general = default_prompts(tiny.graphs)
+    general = default_prompts(tiny.graphs.manifest.made_from["files"])
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 64
     for name in ("demo", "demo-vision"):
-        made_from = {"kind": "checkpoint", "files": fingerprint(find_checkpoint(name))}
-        demo = default_prompts(Bundle(tiny.graphs.path, Manifest({"made_from": made_from})))
+        demo = default_prompts(fingerprint(find_checkpoint(name)))
         assert demo.name == "calibration.jsonl"
     prompts = [json.loads(line)["prompt"] for line in demo.read_text("utf-8").splitlines()]
     assert len(prompts) == len(set(prompts)) == 64
@@ -356,14 +377,25 @@ def test_default_prompts(tiny: Tiny) -> None:
     assert {task_of(each).split(each) for each in prompts} == {"train"}
 
 
-def test_activations_that_overflow(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    from canvasrt.export.quantize import calibrate as module
+def with_weight(tiny: Tiny, folder: Path, name: str, value: float) -> Bundle:
+    """Copy the graphs, with another first number in a weight of the first body."""
+    shutil.copytree(tiny.graphs.path, folder)
+    tensor = ir.load(folder / "body_0.onnx").graph.initializers[name].const_value
+    with (folder / "body_0.bin").open("r+b") as file:
+        file.seek(tensor.offset)
+        file.write(np.float32(value).tobytes())
+    return load_bundle(folder, "graphs", check=False)
 
-    class Broken(module._ObservedSegment):
-        def _note(self, out: Any) -> None:
-            out[AMAX][0] = np.nan
-            super()._note(out)
 
-    monkeypatch.setattr(module, "_ObservedSegment", Broken)
-    with pytest.raises(CanvasError, match="overflowed during calibration"):
-        tiny.calibrate()
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (math.nan, r"layers.2.mlp.down in .*body_0\.bin contains numbers that are not finite"),
+        (3e38, "the inputs of .*layers.3.* overflowed during calibration"),
+    ],
+)
+def test_numbers_that_are_not_finite(tiny: Tiny, tmp_path: Path, value: float, said: str) -> None:
+    name = "layers.2.mlp.down.weight" if math.isnan(value) else "layers.2.post_norm.weight"
+    graphs = with_weight(tiny, tmp_path / "graphs", name, value)
+    with pytest.raises(CanvasError, match=said):
+        calibrate(graphs, RECIPE, tiny.file)

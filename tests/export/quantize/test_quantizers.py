@@ -110,7 +110,7 @@ def test_nvfp4_weights_are_modelopt_s() -> None:
     np.testing.assert_array_equal(packed.values, theirs._quantized_data.numpy())
     wide = theirs.dequantize(torch.float32, scale=blocks, double_scale=scale, block_sizes={-1: 16})
     np.testing.assert_allclose(dequantize(packed), wide.numpy(), rtol=1e-6)
-    # And a scale is E4M3 of the block's largest over 6, each value the nearest: by the implementation above.
+    # The scale is E4M3 of the block's largest magnitude over 6, and values are rounded to nearest, by the implementation above.
     here = np.concatenate([nvfp4(block, float(packed.scale)) for block in given.reshape(-1, 16)])
     np.testing.assert_allclose(dequantize(packed), here.reshape(given.shape), rtol=1e-6)
 
@@ -163,7 +163,7 @@ def test_int4_is_modelopt_s_but_for_its_shorter_scales() -> None:
     assert packed.block_scales is not None
     mine = 1 / packed.block_scales.reshape(-1, 1)
     np.testing.assert_allclose(mine, scales.numpy(), rtol=2**-8)
-    # A scale that is shorter by a bit moves few numbers to another code.
+    # A scale with one bit less moves few numbers to another code.
     same = np.isclose(dequantize(packed), wide, rtol=2**-8, atol=0)
     assert same.mean() > 0.98
 

@@ -17,10 +17,12 @@ from canvasrt.runtime.answers import constrained, grammar
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.answers.search import near, search
 from canvasrt.runtime.answers.spelling import Speller
-from canvasrt.runtime.generator import Draft, Finished, Generator, Request
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Block, Draft, Finished, Request
 from tests.helpers.constrained import (
+    AMPLE,
     END,
     SCHEMAS,
     check,
@@ -34,20 +36,26 @@ from tests.helpers.reference import Pair
 
 @pytest.mark.parametrize("of", SCHEMAS, ids=str)
 def test_answers_validate(demo: Pair, words: Vocabulary, of: dict[str, Any]) -> None:
+    """On a whole canvas, and on small ones, which cut what a schema fixes anywhere."""
     start = compile_grammar(schema(of), words, "grammar")
-    (result,) = Generator(demo.model).run([request(demo, start)])
-    check(of, demo.tokenizer, result)
+    asked = [request(demo, start, canvas_length=size) for size in (0, 4)]
+    for result in Generator(demo.model).run(asked):
+        check(of, demo.tokenizer, result)
 
 
 @pytest.mark.parametrize("of", SCHEMAS[:9], ids=str)
 def test_answers_of_random_weights_validate(
     undertrained: Pair, untrained: Model, words: Vocabulary, of: dict[str, Any]
 ) -> None:
+    """With room to spare, and with no more than the shortest answer takes."""
     start = compile_grammar(schema(of), words, "grammar")
-    for seed in range(2):
-        asked = request(undertrained, start, seed=seed, max_denoising_steps=2)
+    for budget, size in ((160, 0), (start.least + 1, 4)):
+        asked = request(
+            undertrained, start, canvas_length=size, max_new_tokens=budget, max_denoising_steps=2
+        )
         (result,) = Generator(untrained).run([asked])
         check(of, undertrained.tokenizer, result)
+        assert len(result.token_ids) <= budget
 
 
 LEAVES: st.SearchStrategy[dict[str, Any]] = st.one_of(
@@ -91,7 +99,7 @@ def test_made_schemas_validate_on_random_weights(
     asked = request(undertrained, start, seed=seed, max_denoising_steps=2, max_new_tokens=256)
     (result,) = Generator(untrained).run([asked])
     if result.finish_reason == "length":  # only a budget can be the reason
-        assert len(start.shortest(1024) or []) > 100
+        assert len(start.shortest(1024, AMPLE) or []) > 100
     else:
         check(of, undertrained.tokenizer, result)
 
@@ -114,20 +122,33 @@ def test_a_budget_too_small_is_the_reason_given(demo: Pair, words: Vocabulary) -
     start = compile_grammar(schema(many), words, "g")
     (result,) = Generator(demo.model).run([request(demo, start, max_new_tokens=20)])
     assert (result.finish_reason, result.token_ids) == ("length", [])
-    least = len(start.shortest(200) or [])
+    least = len(start.shortest(200, AMPLE) or [])
     exact = request(demo, start, max_new_tokens=least + 1)
     (result,) = Generator(demo.model).run([exact])
     check(many, demo.tokenizer, result)
 
 
-def test_the_same_seed_gives_the_same_answer_on_any_device(demo: Pair, words: Vocabulary) -> None:
+@pytest.mark.parametrize("size", [0, 8])
+def test_the_same_seed_gives_the_same_answer_on_any_device(
+    demo: Pair, words: Vocabulary, size: int
+) -> None:
     start = compile_grammar(schema(SCHEMAS[7]), words, "g")
-    asked = request(demo, start, seed=4)
+    asked = request(demo, start, seed=4, canvas_length=size)
     (alone,) = Generator(demo.model).run([asked])
     plain = Request(asked.prompt_token_ids, asked.params)
     _, among, _ = Generator(demo.model).run([plain, asked, plain])
     (device,) = Generator(open_model(demo.graphs, check=False, backend=FakeBackend())).run([asked])
     assert alone.token_ids == among.token_ids == device.token_ids
+
+
+def test_blocks_are_as_long_as_the_canvas(demo: Pair, words: Vocabulary) -> None:
+    start = compile_grammar({"type": "regex", "regex": "the sum is [0-9]{2}[.]"}, words, "g")
+    events = list(Generator(demo.model).stream(request(demo, start, canvas_length=4)))
+    blocks = [each for each in events if isinstance(each, Block)]
+    assert all(len(each.tokens) == 4 for each in events if isinstance(each, Draft))
+    assert all(len(each.tokens) == 4 for each in blocks[:-1])
+    assert len(blocks) == -(-(len("the sum is 46.") + 1) // 4)
+    assert blocks[-1].tokens[-1] == END
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -186,7 +207,7 @@ def test_compiling_is_bounded(words: Vocabulary, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Speller, "next", lambda s, allows: rounds.append(s) or choose(s, allows))
     with pytest.raises(CanvasError, match="no answer of at most 2048 tokens"):
         compile_grammar({"type": "regex", "regex": "a" * 8_000}, words, "g")
-    assert len(rounds) < 10  # what must follow is not searched for
+    assert len(rounds) < 10  # forced tokens take no search
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.0)
     with pytest.raises(CanvasError, match="cannot be used: its shortest answer was not"):
         compile_grammar(spec, words, "g")
@@ -208,7 +229,7 @@ def test_a_slow_search_holds_up_nobody(
     generator.add(asked)
     other = generator.add(Request(asked.prompt_token_ids, asked.params))
     finished = False
-    while not finished:  # the other request ends while the search still waits
+    while not finished:  # the other request ends while the search is blocked
         events = generator.step()
         assert all(event.id == other for event in events)
         finished = any(isinstance(event, Finished) for event in events)
@@ -240,7 +261,7 @@ def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) ->
     for seed in range(5):
         shares = np.random.default_rng(seed).dirichlet(np.full(112, 0.2), 8)
         logs = np.log(shares + 1e-30)
-        found = search(start, logs, 8, 60, 32, END, 0)
+        found = search(start, logs, 8, 60, 32, END, 0, AMPLE)
         assert found is not None
         assert found.ended
         scores = {
@@ -255,15 +276,15 @@ def test_the_search_finds_the_likeliest_string(words: Vocabulary, demo: Pair) ->
 
 
 def test_one_ending_serves_many_strings(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long answer's strings end alike, so that the way to end them is not looked for each time."""
+    """A long answer's strings share their ending, so it is not searched again for each."""
     start = compile_grammar({"type": "regex", "regex": "[a-z]{80}"}, words, "g")
     looked: list[int] = []
     shortest = GrammarState.shortest
     monkeypatch.setattr(
-        GrammarState, "shortest", lambda s, most: looked.append(most) or shortest(s, most)
+        GrammarState, "shortest", lambda s, *given: looked.append(given[0]) or shortest(s, *given)
     )
     logs = np.log(np.random.default_rng(0).dirichlet(np.full(112, 0.2), 128) + 1e-30)
-    found = search(start, logs, 128, 130, near(start), END, 0)
+    found = search(start, logs, 128, 130, near(start), END, 0, AMPLE)
     assert found is not None
     assert (found.ended, len(found.tokens)) == (True, 81)
     assert len(looked) == 1

@@ -1,4 +1,4 @@
-"""Questions laid out on canvases: what fits where, and what the demo model answers."""
+"""Questions laid out on canvases, and the demo model's answers to them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from canvasrt.errors import CanvasError
+from canvasrt.runtime.answers.decision import DecisionRequest, DecisionResult
 from canvasrt.runtime.answers.layout import Ask, letters, with_questions
 from canvasrt.runtime.answers.questions import read_questions
-from canvasrt.runtime.answers.read import ReadRequest, ReadResult
 from canvasrt.runtime.generator import Generator
 from tests.helpers.reference import Pair
 
@@ -21,18 +21,18 @@ def choice(*values: str) -> dict[str, Any]:
     return {"type": "choice", "instructions": "?", "choices": [{"value": each} for each in values]}
 
 
-def request(pair: Pair, text: str, **data: Any) -> tuple[Ask, ReadRequest]:
+def request(pair: Pair, text: str, **data: Any) -> tuple[Ask, DecisionRequest]:
     ask = Ask.from_json(data)
     messages = [{"role": "user", "content": text}]
     return ask, ask.request(messages, pair.model, pair.tokenizer, 0)
 
 
-def shown(pair: Pair, read: ReadRequest) -> list[str]:
+def shown(pair: Pair, read: DecisionRequest) -> list[str]:
     """Each canvas as text, with its slots marked."""
     found = []
     for template in read.templates:
         text = [pair.tokenizer.decode([token], False) for token in template.tokens]
-        for slot in template.slots:
+        for slot in template.blanks:
             for offset in range(slot.labels.width):
                 if len(slot.labels.allowed((), offset)) > 1:
                     text[slot.begin + offset] = "_"
@@ -54,9 +54,9 @@ def test_ten_questions_share_a_canvas_and_a_pass(demo: Pair) -> None:
 def test_many_options_have_names_of_two_letters(demo: Pair) -> None:
     assert letters(27)[:2] == ["AA", "AB"]
     _, read = request(demo, "x", questions=[choice(*(f"option {n}" for n in range(30)))])
-    assert len(read.templates[0].slots[0].labels.forks) == 1 + 2
+    assert len(read.templates[0].blanks[0].labels.forks) == 1 + 2
     (result,) = Generator(demo.model).run([read])
-    assert isinstance(result, ReadResult)
+    assert isinstance(result, DecisionResult)
     assert result.steps == [3]
     assert result.draws[0].sum() == pytest.approx(1)
 
@@ -66,7 +66,7 @@ def test_the_demo_model_knows_its_sums(demo: Pair) -> None:
     for text, options in sums.items():
         ask, read = request(demo, text, questions=[choice(*options)], layout="bare", samples=4)
         (result,) = Generator(demo.model).run([read])
-        assert isinstance(result, ReadResult)
+        assert isinstance(result, DecisionResult)
         (answer,) = ask.answers(result.draws)
         assert answer["choice"] == options[0]
         assert answer["confidence"] > 0.9
@@ -93,7 +93,7 @@ def test_a_temperature_is_for_its_own_type_of_question() -> None:
     draws = [np.array([[0.9, 0.1]]), np.array([[0.9, 0.1]])]
     predicate, chosen = ask.answers(draws)
     assert predicate["probability"] == pytest.approx(0.9)
-    assert chosen["confidence"] == pytest.approx(0.75)  # a ratio of 9 becomes one of 3
+    assert chosen["confidence"] == pytest.approx(0.75)  # odds of 9 to 1 become 3 to 1
     for wrong in (3, {"choice": 0}, {"choice": True}, {"x": 1}):
         with pytest.raises(CanvasError, match="temperatures"):
             Ask.from_json({"questions": [PREDICATE], "temperatures": wrong})

@@ -11,13 +11,19 @@ import pytest
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from canvasrt.errors import CanvasError
-from canvasrt.runtime.answers.read import ReadRequest, ReadResult
-from canvasrt.runtime.answers.template import Labels, Slot, Template, labels_of
-from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.answers.decision import (
+    Blank,
+    DecisionRequest,
+    DecisionResult,
+    Labels,
+    Template,
+    labels_of,
+)
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.pictures import insert, read_picture
-from canvasrt.runtime.request import Finished
+from canvasrt.runtime.request import Finished, Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.pictures import noise, png
@@ -30,12 +36,12 @@ FIXED = tuple(range(100, 132))
 SINGLE = Labels(((7,), (300,), (45,)))
 TREE = Labels(((9, 20, 5), (9, 21, 5), (11, 20, 6)))
 SHARED = Labels(((30, 31), (30, 32)))
-TEMPLATE = Template(FIXED, (Slot(0, 2, SINGLE), Slot(1, 8, TREE), Slot(2, 20, SHARED)))
+TEMPLATE = Template(FIXED, (Blank(0, 2, SINGLE), Blank(1, 8, TREE), Blank(2, 20, SHARED)))
 
 
-def read(pair: Pair, request: ReadRequest) -> ReadResult:
+def read(pair: Pair, request: DecisionRequest) -> DecisionResult:
     (result,) = Generator(pair.model).run([request])
-    assert isinstance(result, ReadResult)
+    assert isinstance(result, DecisionResult)
     return result
 
 
@@ -60,15 +66,15 @@ def expected(
     of: list,
     images: Any = None,
 ) -> np.ndarray:
-    """The reference's probabilities of the tokens `of` at `place`, with `pins` in the slots."""
+    """The reference's probabilities of the tokens `of` at `place`, with `pins` in the blanks."""
     given = params(pair, steps)
     allowed = {i: (token,) for i, token in enumerate(FIXED)}
-    for slot in TEMPLATE.slots:
+    for blank in TEMPLATE.blanks:
         prefix = tuple(
-            pins[slot.begin + i] for i in range(slot.labels.width) if slot.begin + i in pins
+            pins[blank.begin + i] for i in range(blank.labels.width) if blank.begin + i in pins
         )
-        for offset in range(slot.labels.width):
-            allowed[slot.begin + offset] = slot.labels.allowed(prefix, offset)
+        for offset in range(blank.labels.width):
+            allowed[blank.begin + offset] = blank.labels.allowed(prefix, offset)
 
     def noise(step: int) -> tuple[np.ndarray, np.ndarray]:
         uniforms, tokens = step_noise(given.seed, draw, step, len(FIXED), pair.reference.vocab)
@@ -89,7 +95,7 @@ def test_labels_have_the_probabilities_of_the_reference(
     tiny: Pair, prompt: Prompt, steps: int
 ) -> None:
     ids = prompt(70)
-    result = read(tiny, ReadRequest(ids, (TEMPLATE,), params(tiny, steps), samples=2))
+    result = read(tiny, DecisionRequest(ids, params(tiny, steps), templates=(TEMPLATE,), samples=2))
     for draw in range(2):
         single, tree, shared = (each[draw] for each in result.draws)
 
@@ -99,7 +105,7 @@ def test_labels_have_the_probabilities_of_the_reference(
         assert single == pytest.approx(of({20: 30}, 2, [7, 300, 45]), abs=1e-4)
         assert shared == pytest.approx(of({20: 30}, 21, [31, 32]), abs=1e-4)
         first = of({20: 30}, 8, [9, 11])
-        # The tree's second fork, with its prefix in place; the others' slots hold noise again.
+        # The tree's second fork, with its prefix in place; the others' blanks hold noise again.
         second = of({8: 9}, 9, [20, 21])
         assert tree == pytest.approx([*(first[0] * second), first[1]], abs=1e-4)
         assert tree.sum() == pytest.approx(1)
@@ -113,7 +119,7 @@ def test_a_read_sees_images(tiny: Pair) -> None:
     pictures = [read_picture(png(each), tiny.model.config.vision or {}, 70) for each in images]
     image = tiny.model.config.image_token_id
     ids = insert([7, 8, 9, image, 10, image, *range(20, 40)], pictures, tiny.model.config)
-    request = ReadRequest(ids, (TEMPLATE,), params(tiny), pictures=pictures)
+    request = DecisionRequest(ids, params(tiny), templates=(TEMPLATE,), pictures=pictures)
     seen = Gemma4ImageProcessorPil(max_soft_tokens=70)(images, return_tensors="pt")
     single = expected(tiny, ids, 1, 0, {20: 30}, 2, [7, 300, 45], seen)
     assert read(tiny, request).draws[0][0] == pytest.approx(single, abs=1e-4)
@@ -124,7 +130,7 @@ def test_a_read_sees_images(tiny: Pair) -> None:
 
 
 def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
-    request = ReadRequest([7], (TEMPLATE, TEMPLATE), params(tiny, steps=3), samples=5)
+    request = DecisionRequest([7], params(tiny, steps=3), templates=(TEMPLATE, TEMPLATE), samples=5)
     assert TEMPLATE.rounds == 2  # of one draw and step, for the labels of several tokens
     request.check_limits(3, 60)
     request.check_limits(None, None)
@@ -139,7 +145,7 @@ def test_a_read_has_its_operators_limits(tiny: Pair) -> None:
 @pytest.mark.parametrize(("owner", "place"), [("b", 1), ("a", 3)])
 def test_callers_take_turns(tiny: Pair, owner: str, place: int) -> None:
     """One place in the batch, three reads of one caller, then one of another or of the same."""
-    request = ReadRequest([7, 8], (TEMPLATE,), params(tiny), samples=2, owner="a")
+    request = DecisionRequest([7, 8], params(tiny), templates=(TEMPLATE,), samples=2, owner="a")
     generator = Generator(tiny.model, 1)
     for _ in range(3):
         generator.add(request)
@@ -152,27 +158,27 @@ def test_callers_take_turns(tiny: Pair, owner: str, place: int) -> None:
 
 
 def test_a_read_costs_one_pass_per_draw_and_fork(tiny: Pair, prompt: Prompt) -> None:
-    template = Template(FIXED, (Slot(0, 2, SINGLE), Slot(1, 20, SHARED)))
+    template = Template(FIXED, (Blank(0, 2, SINGLE), Blank(1, 20, SHARED)))
     before = tiny.model.counters.denoise_passes
-    read(tiny, ReadRequest(prompt(20), (template,), params(tiny), samples=3))
+    read(tiny, DecisionRequest(prompt(20), params(tiny), templates=(template,), samples=3))
     assert tiny.model.counters.denoise_passes - before == 3
 
 
 def test_a_read_does_not_depend_on_what_else_runs(tiny: Pair, prompt: Prompt) -> None:
-    request = ReadRequest(prompt(20), (TEMPLATE,), params(tiny, 2), samples=2)
+    request = DecisionRequest(prompt(20), params(tiny, 2), templates=(TEMPLATE,), samples=2)
     alone = read(tiny, request)
     other = Request(prompt(50, 1), params(tiny, 8))
     _, again, _ = Generator(tiny.model).run([other, request, other])
-    assert isinstance(again, ReadResult)
+    assert isinstance(again, DecisionResult)
     for ours, theirs in zip(alone.draws, again.draws, strict=True):
         assert np.array_equal(ours, theirs)
 
 
 def test_a_device_reads_the_same(tiny: Pair, prompt: Prompt) -> None:
-    request = ReadRequest(prompt(20), (TEMPLATE,), params(tiny, 2))
+    request = DecisionRequest(prompt(20), params(tiny, 2), templates=(TEMPLATE,))
     device = open_model(tiny.graphs, check=False, backend=FakeBackend())
     (theirs,) = Generator(device).run([request])
-    assert isinstance(theirs, ReadResult)
+    assert isinstance(theirs, DecisionResult)
     for ours, other in zip(read(tiny, request).draws, theirs.draws, strict=True):
         assert ours == pytest.approx(other, abs=1e-4)
 

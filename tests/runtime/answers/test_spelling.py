@@ -10,11 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench.vocabulary import SIZE, large_tokenizer
 from canvasrt.errors import CanvasError
 from canvasrt.runtime.answers.grammar import GrammarState, Vocabulary, compile_grammar
 from canvasrt.runtime.answers.search import near
 from canvasrt.runtime.answers.spelling import Speller, Spelling, spelling_of
+from tests.helpers.constrained import AMPLE
+from tests.helpers.vocabulary import SIZE, large_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], int]] = {  # with the most tokens that 
 def test_a_short_answer_is_found(large: Vocabulary, name: str) -> None:
     of, most = SCHEMAS[name]
     start = compile_grammar({"type": "json_schema", "schema": of}, large, "g")
-    found = start.shortest(most)
+    found = start.shortest(most, AMPLE)
     assert found is not None
     assert start.least == len(found)
     jsonschema.validate(json.loads(text_of(large, found)), of)
@@ -88,7 +89,7 @@ REGEXES = [
 @pytest.mark.parametrize("regex", REGEXES)
 def test_whatever_must_be_spelled(large: Vocabulary, regex: str) -> None:
     start = compile_grammar({"type": "regex", "regex": regex}, large, "g")
-    found = text_of(large, start.shortest(2048) or [])
+    found = text_of(large, start.shortest(2048, AMPLE) or [])
     assert re.fullmatch(regex.replace(r"\p{L}", r"\w"), found)
 
 
@@ -104,7 +105,8 @@ def test_a_long_answer_is_watched_early(large: Vocabulary) -> None:
 def test_nothing_is_looked_for_in_all_tokens(
     large: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That would take milliseconds for each token of the answer, and holds the interpreter."""
+    """Searching all tokens would take milliseconds per token of the answer, during which the
+    interpreter's lock is held."""
     looked: list[GrammarState] = []
     allowed = GrammarState._compute_allowed
     monkeypatch.setattr(GrammarState, "_compute_allowed", lambda s: looked.append(s) or allowed(s))

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from canvasrt.runtime.answers.decision import Blank, DecisionRequest, Labels, Template
 from canvasrt.runtime.answers.grammar import Vocabulary, compile_grammar
-from canvasrt.runtime.answers.infill import GapRequest
-from canvasrt.runtime.answers.read import ReadRequest
-from canvasrt.runtime.answers.template import Labels, Slot, Template
-from canvasrt.runtime.generator import Finished, Generator, Request
+from canvasrt.runtime.answers.infill import InfillRequest
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.open import open_model
+from canvasrt.runtime.request import Finished, Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from tests.helpers import constrained
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 
-TEMPLATE = Template(tuple(range(20, 52)), (Slot(0, 2, Labels(((7,), (30,), (45,)))),))
+TEMPLATE = Template(tuple(range(20, 52)), (Blank(0, 2, Labels(((7,), (30,), (45,)))),))
 
 Make = Callable[[Pair, Vocabulary], Any]
 
@@ -34,20 +34,24 @@ def grammar(pair: Pair, words: Vocabulary) -> Any:
 
 
 def read(pair: Pair, words: Vocabulary) -> Any:
-    params = SamplingParams.from_defaults(pair.model.sampler, pair.model.config, seed=5)
-    return ReadRequest(list(range(6, 46)), (TEMPLATE,), params, samples=16)
+    params = SamplingParams.from_defaults(
+        pair.model.sampler, pair.model.config, seed=5, max_denoising_steps=2
+    )
+    return DecisionRequest(list(range(6, 46)), params, templates=(TEMPLATE,), samples=16)
 
 
 def infill(pair: Pair, words: Vocabulary) -> Any:
     params = SamplingParams.from_defaults(
         pair.model.sampler,
         pair.model.config,
-        max_denoising_steps=40,
+        max_denoising_steps=24,
         early_stop=False,
         max_new_tokens=32,
     )
     canvas = tuple(-1 if place % 3 else 40 + place for place in range(30)) + (1, 0)
-    return GapRequest(list(range(6, 46)), params, (canvas,), np.arange(20, 60, 7), 1)
+    return InfillRequest(
+        list(range(6, 46)), params, canvases=(canvas,), words=np.arange(20, 60, 7), end=1
+    )
 
 
 @pytest.mark.parametrize("make", [grammar, read, infill])

@@ -43,7 +43,7 @@ def test_sessions_of_a_large_model_share_one_arena_without_patterns(
         except RuntimeError:
             found = ""
         assert found == shared
-        # A pattern takes a pass's memory once more, which the arena keeps.
+        # A memory pattern would allocate a pass's memory a second time, and the arena keeps it.
         assert options.enable_mem_pattern == (not shared)
 
 
@@ -64,7 +64,7 @@ def test_pages_read_at_load_are_given_up_and_what_was_written_is_kept(tmp_path: 
     file = tmp_path.resolve() / "weights.bin"
     data = np.arange(1 << 20, dtype=np.float32)
     data.tofile(file)
-    os.sync()  # a page that is not on the disk yet stays
+    os.sync()  # a page that is not on the disk yet stays in memory
     mapped = np.memmap(file, np.float32, "c")
     mapped[0] = 7
     assert mapped.sum() > 0

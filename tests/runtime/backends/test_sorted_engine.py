@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from canvasrt.build.memory import expert_sizes
+from canvasrt.build.experts import find_experts
+from canvasrt.build.memory import context_count
 from canvasrt.bundle import MANIFEST, Bundle, _digest, load_bundle
+from canvasrt.defaults import SORTED
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.calibrate import Calibration
 from canvasrt.export.quantize.quantize import quantize_graphs
@@ -21,7 +25,7 @@ from canvasrt.runtime.backends.sorted_engine import SortedEngine
 from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.open import open_model
-from canvasrt.sorted_rows.description import EXPERT_ROWS, SORTED_SUFFIX, SortedSegment
+from canvasrt.sorted_rows.description import EXPERT_ROWS, SORTED_SUFFIX, ExpertSizes, SortedSegment
 from tests.helpers.fake_engine import FakeBackend
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
@@ -119,14 +123,14 @@ def lowered(graphs: Bundle, out: Path) -> Path:
 def states(model: DeviceModel) -> np.ndarray:
     """Return the last hidden states of a pass over random ones, some of which are padding."""
     shape = model.shapes.denoise(model.shapes.widths[0], load=CANVAS)
-    this = model._pass(shape, [], CANVAS)
-    positions = model.workspace.given.view("positions", 1, this.length)
+    this = model._pass(shape, [], CANVAS, head=False)
+    positions = model.workspace.inputs.view("positions", 1, this.length)
     positions[:] = np.arange(this.length)
     positions[:, -5:] = -1
-    model.workspace.given.upload()
+    model.workspace.inputs.upload()
     given = np.random.default_rng(0).standard_normal((1, this.length, model.config.hidden_size))
     model.device.upload(model.workspace.hidden[0], given.astype(np.float32))
-    assert model._run(this, [CANVAS] * 2, head=False) is None
+    assert model._run(this, [CANVAS] * 2) is None
     return model.workspace.last_hidden(1, this.length)[0, :-5]
 
 
@@ -149,25 +153,35 @@ def test_segments_share_the_memory_between_pieces(bundle: Bundle) -> None:
     first, second = bodies(model)
     assert first._between is second._between
     # An encoding pass has more tokens than all canvases together.
-    assert first._between._most == expert_sizes(model.config).buffers(512, 4)
+    assert first._between._most == ExpertSizes.of(model.config).buffers(512, 4)
     # Both segments run the same three kernels.
     assert sorted(form.function for form in device.forms) == ["down", "gate_up", "sort_rows"]
 
 
-def test_calls_that_differ_only_in_slots_are_one(bundle: Bundle) -> None:
+def test_canvases_have_one_shape_and_each_place_one_context(bundle: Bundle) -> None:
     model, _ = open_sorted(bundle)
-    shape = model.shapes.denoise(model.shapes.widths[0])
-    for capacity in (CANVAS // 2, CANVAS, CANVAS):
-        this = model._pass(shape, [], CANVAS)
-        model.workspace.given.view("positions", this.batch, this.length)[:] = -1
-        model._run(this, [capacity] * 2, head=False)
-    for each in bodies(model):
-        assert [len(piece._known) for piece in each._pieces] == [1] * len(each._pieces)  # type: ignore[attr-defined]
+    assert model.shapes.canvas_rows == (CANVAS,)
+    this = model._pass(model.shapes.denoise(model.shapes.widths[0]), [], CANVAS, head=False)
+    for slot in (0, 2, 2):
+        this = replace(this, first=slot)
+        model.workspace.inputs.view("positions", this.batch, this.length)[:] = -1
+        model._run(this, [CANVAS] * 2)
+    pieces: list[Any] = [piece for each in bodies(model) for piece in each._pieces]
+    # Shared ones of each profile, then those of places.
+    shared = ((0, None), (1, None), (2, None))
+    assert {tuple(piece._contexts) for piece in pieces} == {(*shared, (1, 0), (1, 2))}
     assert not model.workspace.load(0).any()
 
 
+def test_the_plan_counts_every_context(bundle: Bundle) -> None:
+    model, device = open_sorted(bundle)
+    model.warm_up()
+    planned = context_count(model.config, model.shapes, len(bodies(model)), find_experts(SORTED))
+    assert device.count("context") == planned
+
+
 def test_rows_that_nobody_writes_are_not_read(bundle: Bundle) -> None:
-    """Padding has no rows. What another request left in their place stays there, a NaN too."""
+    """Padding has no rows: stale data of another request, even NaN, must not be read."""
     model, device = open_sorted(bundle)
     clean = states(model)
     between = bodies(model)[0]._between

@@ -20,7 +20,13 @@ from canvasrt.runtime.open import open_model
 from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.runtime.tables import host_dtype
-from tests.helpers.fake_tensorrt import API, FakeCudaDevice, engine_file, fake_tensorrt
+from tests.helpers.fake_tensorrt import (
+    API,
+    FakeCudaDevice,
+    ProfilingVerbosity,
+    engine_file,
+    fake_tensorrt,
+)
 from tests.helpers.reference import Pair
 from tests.helpers.resident import CANVAS, Prompt, body_profiles, requests, same
 
@@ -98,10 +104,10 @@ def write_engines(graphs: Bundle, folder: Path) -> None:
 class Engines:
     """A bundle's graphs behind engine files, as a fake TensorRT loads them."""
 
-    def __init__(self, graphs: Path, folder: Path, rtx: bool) -> None:
+    def __init__(self, graphs: Path, folder: Path, rtx: bool, apart: bool = False) -> None:
         self.device = FakeCudaDevice()
         module = fake_tensorrt(VERSION, rtx, self.device)
-        self.backend = TensorRTBackend(TARGET, False, module, self.device)  # type: ignore[arg-type]
+        self.backend = TensorRTBackend(TARGET, apart, module, self.device)  # type: ignore[arg-type]
         write_engines(load_bundle(graphs, check=False), folder)
         model = open_model(folder, backend=self.backend)
         assert isinstance(model, DeviceModel)
@@ -124,19 +130,17 @@ def test_tokens_are_those_of_the_cpu(rtx: bool, tiny: Pair, prompt: Prompt, tmp_
         assert kinds == {0, 1}
     else:
         assert replayed > 10
-        assert 1 < len(engines.contexts()) <= tensorrt.GRAPHS + 1
+        assert len(engines.contexts()) <= 2 + len(wanted)
 
 
-def test_a_call_is_captured_when_it_comes_a_third_time(
-    tiny: Pair, prompt: Prompt, tmp_path: Path
-) -> None:
+def test_a_call_is_captured_when_it_comes_again(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
     engines = Engines(tiny.graphs, tmp_path, rtx=False)
     (head,) = [each for each in engines.backend.engines if each.name == "head"]
     wanted = requests(tiny, prompt, [9], max_new_tokens=CANVAS, max_denoising_steps=5)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
-    (captured,) = head._known.values()
-    assert captured is not None
-    assert captured.graph is not None
+    own = head._contexts[0, 0]
+    assert own is not None
+    assert own._graph is not None
 
 
 def test_requests_share_no_pass_unless_they_are_let() -> None:
@@ -146,16 +150,25 @@ def test_requests_share_no_pass_unless_they_are_let() -> None:
     assert TensorRTBackend(TARGET, module=module, device=device).rows_apart  # type: ignore[arg-type]
 
 
-def test_few_graphs_are_kept(
+def test_a_place_keeps_one_graph(
     tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt, "GRAPHS", 2)
-    engines = Engines(tiny.graphs, tmp_path, rtx=False)
-    wanted = requests(tiny, prompt, [40, 150, 300, 9], early_stop=False)
-    same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
-    for engine in engines.backend.engines:
-        assert len(engine._known) <= 2
-    assert len(engines.device.graphs) <= 2 * len(engines.backend.engines)
+    """That of its latest call; no queued work may use the one before."""
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
+    engines = Engines(tiny.graphs, tmp_path, rtx=False, apart=True)
+    forget, queued = engines.device.forget, []
+
+    def forgets(graph: int) -> None:
+        queued.append(len(engines.device._queue))
+        forget(graph)
+
+    monkeypatch.setattr(engines.device, "forget", forgets)
+    wanted = requests(tiny, prompt, [40, 300], early_stop=False, max_new_tokens=CANVAS)
+    for order in (wanted, wanted[::-1]):
+        same(Generator(engines.model).run(order), Generator(tiny.model).run(order))
+    assert queued
+    assert not any(queued)
+    assert len(engines.device.graphs) <= 4 * len(engines.backend.engines)
 
 
 def test_a_call_that_cannot_be_captured_runs_as_it_is(
@@ -166,9 +179,9 @@ def test_a_call_that_cannot_be_captured_runs_as_it_is(
     wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
     (head,) = [each for each in engines.backend.engines if each.name == "head"]
-    (known,) = head._known.values()
-    assert known is not None
-    assert not known.fits
+    own = head._contexts[0, 0]
+    assert own is not None
+    assert not own._fits
     assert not engines.device.replayed
 
 
@@ -179,30 +192,15 @@ def test_a_capture_that_fails_is_not_tried_again(
     engines.device.breaks_captures = True
     wanted = requests(tiny, prompt, [40], max_new_tokens=CANVAS, max_denoising_steps=5)
     same(Generator(engines.model).run(wanted), Generator(tiny.model).run(wanted))
-    calls = [known for each in engines.backend.engines for known in each._known.values()]
-    tried = [known for known in calls if known is not None and not known.fits]
-    assert tried
-    assert capsys.readouterr().err.count("runs without a CUDA graph: CUDA") == len(tried)
+    assert "runs without a CUDA graph: CUDA" in capsys.readouterr().err
     assert not engines.device.replayed
 
 
-def test_no_context_ends_while_queued_work_may_use_it(
-    tiny: Pair, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This includes a context that was not captured."""
-    engines = Engines(tiny.graphs, tmp_path, rtx=False)
-    engines.device.captures = False
-    Generator(engines.model).run(requests(tiny, prompt, [9], max_new_tokens=CANVAS))
-    (head,) = [each for each in engines.backend.engines if each.name == "head"]
-    (known,) = head._known.values()
-    assert known is not None
-    assert known.graph is None
-    waited: list[bool] = []
-    monkeypatch.setattr(tensorrt, "GRAPHS", 0)
-    monkeypatch.setattr(engines.device, "synchronize", lambda: waited.append(True))
-    head._forget()
-    assert waited
-    assert not head._known
+def test_passes_mark_nothing_for_a_profiler(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
+    engines = Engines(tiny.graphs, tmp_path, rtx=True)
+    Generator(engines.model).run(requests(tiny, prompt, [9]))
+    found = {each.nvtx_verbosity for n in range(3) for each in engines.contexts(n)}
+    assert found == {ProfilingVerbosity.NONE}
 
 
 def test_contexts_share_what_was_compiled(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
@@ -210,7 +208,9 @@ def test_contexts_share_what_was_compiled(tiny: Pair, prompt: Prompt, tmp_path: 
     Generator(engines.model).run(requests(tiny, prompt, [9]))
     contexts = [each for engine in engines.backend.engines for each in engine._engine.contexts]
     assert len(contexts) > len(engines.backend.engines)
-    assert {id(each.config.runtime_cache) for each in contexts} == {id(engines.backend._compiled)}
+    assert {id(each.config.runtime_cache) for each in contexts} == {
+        id(engines.backend.compiled._cache)
+    }
 
 
 def test_a_context_is_told_only_what_changed(tiny: Pair, prompt: Prompt, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_without_a_gpu_the_error_says_so() -> None:
 @pytest.mark.skipif(not gpus(), reason="needs a GPU")
 def test_on_a_gpu_the_demo_s_engines_answer(tmp_path: Path) -> None:
     """Build for this machine's GPU in bf16, and really run it once."""
-    from canvasrt.build.plan import BuildOptions
+    from canvasrt.build.options import BuildOptions
     from canvasrt.pipeline import build_bundle
     from canvasrt.targets import TARGETS
 

@@ -12,7 +12,6 @@ import onnx_ir as ir
 import pytest
 
 from canvasrt.build.checks import check_source
-from canvasrt.build.memory import estimate
 from canvasrt.build.plan import plan
 from canvasrt.build.precision import Precision
 from canvasrt.build.source import find_source, hash_source
@@ -20,15 +19,17 @@ from canvasrt.bundle import load_bundle
 from canvasrt.errors import CanvasError
 from canvasrt.export.quantize.quantize import quantize_graphs
 from canvasrt.pipeline import build_bundle
-from canvasrt.runtime.generator import Generator, Request
+from canvasrt.runtime.generator import Generator
 from canvasrt.runtime.gpu.device_model import DeviceModel
 from canvasrt.runtime.model import Model
 from canvasrt.runtime.noise import step_noise
 from canvasrt.runtime.open import open_model
 from canvasrt.runtime.passes import DenoiseInput, EncodeInput
+from canvasrt.runtime.request import Request
 from canvasrt.runtime.sampling_params import SamplingParams
 from canvasrt.targets import find_target
 from tests.helpers.fake_engine import FakeBackend
+from tests.helpers.memory import estimate
 from tests.helpers.reference import Pair
 
 RECIPE = {

@@ -1,0 +1,38 @@
+"""The measurement of a whole build, on one narrow segment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.acceptance
+
+pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_stage_and_segment_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "build.json"
+    # In a process of its own, because this process's memory would count.
+    words = ["build", "--shape", "narrow", "--layers", "2", "-o", str(out)]
+    subprocess.run([sys.executable, "-m", "bench", *words], check=True, cwd=ROOT)
+    data = json.loads(out.read_text())["figures"]
+    assert data["model"] == {"shape": "narrow", "layers": 2, "format": "nvfp4"}
+    rows = {row["stage"]: row for row in data["stages"]}
+    segments = ["body_0 for rtx-5090", "head for rtx-5090"]
+    assert list(rows) == ["checkpoint", "export", "build for rtx-5090", *segments]
+    for row in rows.values():
+        assert row["seconds"] > 0.1
+        assert row["peak bytes"] > row["not file-backed"] > 10**7
+        assert row["bytes written"] > 10**7
+    # The 134 MB table is in the head's engine, the experts' 4-bit weights in the body's.
+    assert rows["head for rtx-5090"]["bytes written"] > 134e6
+    (memory,) = data["device memory"]
+    assert 0 < memory["largest_activations"] < memory["workspace"] < memory["total"]
+    assert data["peak bytes"] < 3e9
+    assert data["export and build, s"] >= max(rows[name]["seconds"] for name in segments)

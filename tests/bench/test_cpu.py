@@ -1,0 +1,41 @@
+"""The rate of a pass compared with the machine's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import cpu
+from bench.__main__ import main
+from canvasrt.checkpoints.config import ModelConfig
+from tests.helpers.reference import Pair, demo
+
+pytestmark = pytest.mark.acceptance
+
+__all__ = ["demo"]
+
+
+def test_a_bundle_s_share_is_printed(
+    demo: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "cpu.json"
+    assert main(["cpu", str(demo.bundle), "--rounds", "2", "-o", str(out)]) == 0
+    data = json.loads(out.read_text())
+    assert data["machine"]["cores"] > 0
+    assert data["machine"]["versions"]["onnxruntime"]
+    (row,) = data["figures"]["passes"]
+    assert 0 < row["lowest"] <= row["of the matrix rate"] <= row["highest"] < 1
+    assert f"| {demo.bundle} | " in capsys.readouterr().out
+
+
+def test_work_is_what_the_network_multiplies(demo: Pair) -> None:
+    """Counted by hand for the demo: a canvas of 32 after 64 cached tokens."""
+    config, _ = ModelConfig.from_checkpoint(demo.checkpoint)
+    sliding = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128
+    full = 128 * (4 + 1) * 64 + 4 * 64 * 128
+    mlp = 3 * 128 * (192 + 2 * 32)
+    weights = 3 * sliding + full + 4 * mlp + 2 * 112 * 128 + 3 * 128 * 192
+    attention = 2 * (64 + 32) * 4 * (3 * 32 + 64)
+    assert cpu.work(config) == 32 * (weights + attention)

@@ -1,0 +1,51 @@
+"""The hour on a GPU: what ended is kept, and what was cut off runs again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import hour
+from bench.__main__ import MEASUREMENTS, main
+
+
+def test_a_cut_keeps_what_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = "import sys; open(sys.argv[1], 'a').write('x'); print('said')"
+    steps = {
+        "first": ((sys.executable, "-c", write, "{out}"), 1),
+        "fails": ((sys.executable, "-c", "raise SystemExit(3)"), 1),
+        "cut": ((sys.executable, "-c", "raise KeyboardInterrupt"), 1),
+        "slow": ((sys.executable, "-c", "import time; time.sleep(600)"), 0.001),
+    }
+    monkeypatch.setattr(hour, "STEPS", steps)
+    run = hour._run
+
+    def cut(*given: object) -> str:
+        if given[3] == "cut":
+            raise KeyboardInterrupt
+        return run(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hour, "_run", cut)
+    with pytest.raises(KeyboardInterrupt):
+        hour.measure(tmp_path, tmp_path, "first,fails,cut,slow")
+    assert set(json.loads((tmp_path / "hour.json").read_text())) == {"first", "fails"}
+    monkeypatch.setattr(hour, "_run", run)
+    hour.measure(tmp_path, tmp_path, "first,fails,cut,slow")
+    ended = {
+        name: each["how"] for name, each in json.loads((tmp_path / "hour.json").read_text()).items()
+    }
+    assert ended["first"] == "done"
+    assert ended["fails"] == "exit code 3"
+    assert ended["slow"].startswith("cut off")
+    assert (tmp_path / "first.json").read_text() == "x"  # once
+    assert "said" in (tmp_path / "first.log").read_text()
+
+
+def test_its_steps_are_measurements_that_there_are() -> None:
+    for command, _ in hour.STEPS.values():
+        if "bench" in command:
+            assert command[3] in MEASUREMENTS
+    assert main(["hour", "--help"]) == 0

@@ -1,0 +1,54 @@
+"""The runner of measurements, and those that need no engine of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import MEASUREMENTS, main
+from bench.results import tables
+from tests.helpers.reference import Pair, demo
+
+__all__ = ["demo"]
+
+
+def test_measurements_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[0] for line in listed.splitlines()] == list(MEASUREMENTS)
+    assert main(["speed"]) == 2
+    assert capsys.readouterr().out == listed
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_options_are_described(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "rows":
+        pytest.importorskip("triton", reason="needs canvasrt[sorted]")
+    assert main([name, "--help"]) == 0
+    assert "--out" in capsys.readouterr().out or name == "picture"
+
+
+def test_figures_are_shown_as_tables() -> None:
+    shown = tables({"device": "x", "none": [], "rows": [{"a": 1, "b": 0.12345}, {"b": None}]})
+    assert shown == ("device: x\n\nrows:\n\n| a | b |\n| --- | --- |\n| 1 | 0.123 |\n| – | – |\n")
+
+
+@pytest.mark.acceptance
+def test_answers_and_questions_are_measured(demo: Pair, tmp_path: Path) -> None:
+    out = tmp_path / "answers.json"
+    assert main(["answers", str(demo.bundle), "--rounds", "1", "-o", str(out)]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert [row["questions"] for row in figures["reads"]] == [1, 10]
+    assert len(figures["constrained answers"]) == 4
+    assert len(figures["first tokens of a chat's turns"]) == 4
+    out = tmp_path / "questions.json"
+    assert main(["questions", str(demo.bundle), "--settings", "4", "-o", str(out)]) == 0
+    rows = {row["setting"]: row for row in json.loads(out.read_text())["figures"]["settings"]}
+    assert rows["as it is"]["same answer"] == rows["score_blocks"]["same answer"] == 4
+    assert rows["settle_steps 1"]["steps to first text"] <= rows["as it is"]["steps to first text"]
+    line = ["questions", str(demo.bundle), "--limit", "2", "--steps", "1", "-o", str(out)]
+    assert main(line) == 0
+    assert len(json.loads(out.read_text())["figures"]["answers"]) == 8

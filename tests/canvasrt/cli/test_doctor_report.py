@@ -1,0 +1,64 @@
+"""What `canvasrt doctor --report` writes, and what it leaves out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from canvasrt.cli.app import run
+from canvasrt.cli.doctor_report import without_secrets
+
+SECRETS = {
+    "CANVASRT_API_KEYS": 'first-key,se"cond\\key',
+    "HF_TOKEN": "a-token-of-mine",
+    "NGC_API_KEY": "an-ngc-key",
+}
+
+
+def test_a_report_has_what_is_asked_for_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key-in-a-file\n")
+    for name, text in {
+        **SECRETS,
+        "NIM_LOG_LEVEL": "DEBUG",
+        "CANVASRT_API_KEYS_FILE": str(keys),
+    }.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    logs = tmp_path / "canvasrt"
+    logs.mkdir()
+    lines = [
+        "it failed: out of memory",
+        'keys first-key se"cond\\key key-in-a-file',
+        "a-token-of-mine",
+    ]
+    (logs / "triton-8080.log").write_text(
+        "\n".join([*lines, "Authorization: Bearer abcdefgh12345"])
+    )
+    out = tmp_path / "report.json"
+    assert run(["doctor", "--report", str(out)]) == 0
+    text = out.read_text()
+    found = json.loads(text)
+    assert found["checks"]
+    assert found["packages"]["numpy"]
+    assert found["variables"]["NIM_LOG_LEVEL"] == "DEBUG"
+    (log,) = found["logs"].values()
+    assert log[0] == "it failed: out of memory"
+    for secret in (
+        "first-key",
+        "cond",
+        "key-in-a-file",
+        "a-token-of-mine",
+        "an-ngc-key",
+        "abcdefgh",
+    ):
+        assert secret not in text
+
+
+def test_what_looks_like_a_key_is_removed() -> None:
+    text = "hf_abcdefghijk nvapi-0123456789 sk-abcdefgh12 tasks-12345678 short sk-1"
+    assert without_secrets(text, []) == "[removed] [removed] [removed] tasks-12345678 short sk-1"

@@ -1,0 +1,70 @@
+"""Engines of the released widths, as the library of the tests keeps them: their manifests and kernel lists."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.few_experts import few_experts
+from canvasrt.bundle import MANIFEST, Bundle, load_bundle
+from canvasrt.defaults import SLOTTED
+from canvasrt.roofline.store import KERNELS_SUFFIX
+from tests.helpers import library
+
+MAX_CONTEXT, MAX_BATCH = 4096, 4
+SOURCES = ("bench.few_experts", "bench.synthetic", "canvasrt", "canvasrt.export")
+
+Released = Callable[..., Bundle]
+
+
+@pytest.fixture(scope="session")
+def released() -> Released:
+    """Return a function that builds engines of two sliding layers and a full one, once per recipe, target and form of the
+    experts."""
+    pytest.importorskip("tensorrt_rtx", reason="needs canvasrt[rtx]")
+
+    def engines(recipe: str, target: str, experts: str = SLOTTED) -> Bundle:
+        code = (*SOURCES, "canvasrt.build")
+        kept = library.kept(_build_released, recipe, target, experts, code=code)
+        return load_bundle(kept, check=False)
+
+    return engines
+
+
+def _released_graphs(out: Path, recipe: str) -> None:
+    if recipe != "bf16":  # its graphs are quantized from those in bf16
+        plain = library.kept(_released_graphs, "bf16", code=SOURCES)
+        out.mkdir()
+        (out / "graphs-bf16").symlink_to(plain / "graphs-bf16")
+    few_experts(recipe, out)
+    shutil.rmtree(out / "checkpoint", ignore_errors=True)
+
+
+def _build_released(out: Path, recipe: str, target: str, experts: str) -> None:
+    """Keep what the tests read. The engines themselves are large, and become holes of their size."""
+    graphs = library.kept(_released_graphs, recipe, code=SOURCES) / f"graphs-{recipe}"
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "engines"
+        # In a process, where Triton the language compiles even if it interprets in this one.
+        line = ["build", str(graphs), "-t", target, "-o", str(made), "--experts", experts]
+        line += ["--max-context", str(MAX_CONTEXT), "--max-batch", str(MAX_BATCH)]
+        command = [sys.executable, "-m", "canvasrt", *line]
+        # A cache would keep the engines.
+        env = {**os.environ, "CANVASRT_CACHE": f"{folder}/cache"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        for name, entry in load_bundle(made, check=False).manifest.files.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith(KERNELS_SUFFIX):
+                shutil.copy(made / name, out / name)
+            else:
+                (out / name).touch()
+                os.truncate(out / name, entry["bytes"])
+        shutil.copy(made / MANIFEST, out)

@@ -1,0 +1,57 @@
+"""The builder's list of kernels, and a builder whose list has another form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from canvasrt.build import compile
+from canvasrt.errors import CanvasError
+from canvasrt.roofline.builder_log import Capture
+from canvasrt.roofline.parse import parse
+
+
+def line(name: str, kind: str = "kgen") -> str:
+    tensor = "{ Name: x, Dimensions: [2,-1], Format/Datatype: Row major, Datatype: Half }"
+    return (
+        f"Name: {name}, LayerType: {kind}, Inputs: [{tensor}], Outputs: [{tensor}], TacticName: t, "
+    )
+
+
+def names(*lines: str) -> list[list[str]]:
+    return [[each.name for each in program] for program in parse("\n".join(["Layers:", *lines]))]
+
+
+def test_kernels_are_sorted_by_profile() -> None:
+    """A kernel without a profile is in that of the others with Myelin's number, else in the first."""
+    lines = ("a_myl0_1", "b_myl3_1 [profile 1]", "c_myl3_2", "d")
+    assert names(*map(line, lines)) == [["a_myl0_1", "d"], ["b_myl3_1", "c_myl3_2"]]
+
+
+def test_a_profile_may_be_named_by_a_kernel_without_a_number_alone() -> None:
+    assert names(line("a"), line("Reformatting CopyNode [profile 1]", "Reformat")) == [
+        ["a"],
+        ["Reformatting CopyNode"],
+    ]
+
+
+def test_a_line_of_another_form_is_refused() -> None:
+    with pytest.raises(CanvasError, match="cannot parse a line of the builder's kernel list"):
+        names("Name: a, LayerKind: kgen")
+
+
+@pytest.mark.parametrize("listed", ["Layers:\nName: a", "Layers:\n" + line("a [profile 7]")])
+def test_a_list_that_cannot_be_read_ends_no_build(
+    listed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture = Capture()
+    capture.see(listed)
+    job = compile.Job("trt", tmp_path / "a.onnx", tmp_path / "a.engine", (), {"all": {}})
+    network = SimpleNamespace(num_layers=0, num_inputs=0)
+    compile._write_kernels(SimpleNamespace(), network, job, capture)
+    assert "WARNING: the kernels cannot be listed" in capsys.readouterr().out
+    assert not job.kernels.exists()
+    compile._write_kernels(None, None, job, capture)
+    assert "WARNING: the kernels cannot be listed: AttributeError" in capsys.readouterr().out

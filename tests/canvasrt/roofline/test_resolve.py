@@ -1,0 +1,190 @@
+"""The builder's −1s, matched with the shapes of the graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from canvasrt.roofline.parse import Kernel, KernelTensor, graph_names
+from canvasrt.roofline.resolve import closest, resolve_sizes
+from canvasrt.roofline.tensor_shapes import Dims, Node, Shapes
+
+BODY = ("batch", "length", 2816)
+
+
+@pytest.mark.parametrize(
+    ("printed", "shape", "found"),
+    [
+        ((-1, -1, 2816), BODY, BODY),
+        ((-1, 2816), BODY, ("batch*length", 2816)),
+        ((-1, 256), ("batch", "length", 8, 32), ("batch*length", 256)),
+        ((-1, -1, 32, 256), ("batch", "length", 8192), ("batch", "length", 32, 256)),
+        ((-1, 8, -1, 256), ("batch", "length", 2048), None),
+        ((-1, -1, 2, 1), ("batch", "length", 2, 32), ("batch", "length", 2, 1)),
+        ((2, 512, -1), (1, 2, "past_full+256", 512), (2, 512, "past_full+256")),
+        ((128, -1, 4, 32, 44, 4), (128, "capacity", 176), (128, "capacity/128", 4, 32, 44, 4)),
+        ((-1, 4, 32, 44, 4), ("batch", 256, 176), ("256*batch/128", 4, 32, 44, 4)),
+        ((-1, 77), BODY, None),
+        ((-1, 2816), (256, 2816), None),
+        ((128, -1), (64, "capacity"), None),
+        # A router of 5 experts has 6 columns; three products side by side have all of their columns.
+        ((1, -1, 6), (1, "length", 5), (1, "length", 6)),
+        ((-1, 192), ("batch", "length", 64), ("batch*length", 192)),
+        ((1, -1, 192), (1, "length", 64), (1, "length", 192)),
+        ((1, -1, 3), (1, "length", 5), None),
+    ],
+)
+def test_a_printed_shape_is_one_of_the_graph_s(
+    printed: tuple, shape: tuple, found: tuple | None
+) -> None:
+    assert closest(printed, [shape]) == found
+
+
+def test_a_sum_is_never_merged_with_what_stands_beside_it() -> None:
+    keys = ("batch", 8, "length+past_full", 256)
+    assert closest((-1, -1, 256), [keys]) == ("8*batch", "length+past_full", 256)
+
+
+def test_what_was_found_of_a_tensor_holds_where_it_is_read() -> None:
+    """A tensor's shape is known to kernels that read it later, and sizes that the profile fixes are numbers."""
+    shapes = Shapes({}, {"norm": Node([("x", BODY)], [("y", BODY)])})
+    written = Kernel(
+        "a", "kgen", (), (), (KernelTensor("t_1", "Float", (-1, 256, 2816)),), "", ("norm",)
+    )
+    read = Kernel("b", "kgen", (KernelTensor("t_1", "Float", (-1, 2816)),), (), (), "", ())
+    first, second = resolve_sizes([written, read], shapes, {"length": 256})
+    assert first.outputs[0].dims == ("batch", 256, 2816)
+    assert second.inputs[0].dims == ("256*batch", 2816)
+
+
+def test_a_sum_over_an_axis_is_not_taken_for_its_operand() -> None:
+    """Slots of experts are found by counting over all tokens: `[T, E, C]` becomes `[E, C]`, printed as `[1, E, -1]`."""
+    counted = ("batch", 256, 8, "capacity")
+    nodes = {"count": Node([("less", (256, 8, "capacity"))], [("sum", (8, "capacity"))])}
+    nodes["less"] = Node([("queue", (256, 8, 1)), ("slots", ("capacity",))], [("less", counted)])
+    kernel = Kernel(
+        "k",
+        "kgen",
+        (KernelTensor("a_1", "Int32", (1, 1, -1)),),
+        (),
+        (KernelTensor("t_1", "Int32", (1, 8, -1)),),
+        "",
+        ("count", "less"),  # the builder names them in any order
+    )
+    (found,) = resolve_sizes([kernel], Shapes({}, nodes))
+    assert found.outputs[0].dims == (1, 8, "capacity")
+    assert found.inputs[0].dims == (1, 1, "capacity")
+
+
+def test_a_shape_that_nothing_tells_stays_unknown() -> None:
+    lost = Kernel("a", "kgen", (KernelTensor("t", "Float", (-1, 5)),), (), (), "", ())
+    (found,) = resolve_sizes([lost], Shapes({}, {}))
+    assert found.inputs[0].dims == ("?", 5)
+
+
+PAST, JOINED = "8*octets_sliding", "length+8*octets_sliding"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "printed"),
+    [
+        # Heads that share keys.
+        (
+            2,
+            2,
+            {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32), "mask": (2, 1, -1, -1)},
+        ),
+        # Keys of its own for each head: transposed, with batch and heads on one axis.
+        (1, 4, {"q": (4, -1, 32), "k": (4, 32, -1), "mask": (1, 1, -1, -1), "v": (4, -1, 32)}),
+        (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "mask": (2, 1, -1, -1), "v": (8, -1, 32)}),
+        # Without a mask.
+        (2, 2, {"k": (2, 2, -1, 32), "v": (2, 2, -1, 32), "q": (8, -1, 32)}),
+        (2, 4, {"q": (8, -1, 32), "k": (8, 32, -1), "v": (8, -1, 32)}),
+    ],
+)
+def test_attention_reads_the_past_and_the_new_keys(
+    batch: int, heads: int, printed: dict[str, tuple[int, ...]]
+) -> None:
+    """Keys and values are written by a kernel of many nodes, most of whose shapes fit them as well."""
+    queries, keys = (batch, 4, "length", 32), (batch, heads, JOINED, 32)
+    read = [queries, keys, keys, *[(batch, 1, "length", JOINED)] * ("mask" in printed)]
+    nodes = {
+        "attend": Node([("x", queries)], [("y", queries)]),
+        "attend_AttentionInput": Node([("", each) for each in read], [("x", queries)]),
+        "past": Node([], [("past", (batch, heads, PAST, 32))]),
+    }
+    tensors = {name: KernelTensor(name, "BFloat16", dims) for name, dims in printed.items()}
+    joined = tuple(tensors[name] for name in ("k", "v"))
+    attention = Kernel(
+        "_gemm_mha_v2_myl1_5",
+        "kgen",
+        tuple(tensors.values()),
+        (),
+        (KernelTensor("o", "BFloat16", (batch * 4, -1, 32)),),
+        "",
+        ("attend",),
+    )
+    join = Kernel("join", "kgen", (), (), joined, "", ("attend", "past"))
+    made, fused = resolve_sizes([join, attention], Shapes({}, nodes))
+    named = {"q": ("length",), "k": (JOINED,), "v": (JOINED,), "mask": ("length", JOINED)}
+    for each in (*made.outputs, *fused.inputs):
+        assert tuple(dim for dim in each.dims if isinstance(dim, str)) == named[each.name]
+        assert [d for d in each.dims if d in printed[each.name]] == [
+            d for d in printed[each.name] if d != -1
+        ]
+
+
+def test_a_number_may_be_part_of_the_graph_s_own_name() -> None:
+    assert "layer_0/linear" in graph_names("layer_0/linear.1_83_myl3")
+    assert graph_names("layer_0/add_264_myl3")[1] == "layer_0/add_264"
+    key = Kernel(
+        "k", "kgen", (), (), (KernelTensor("new_key_0", "Half", (1, 2, -1, 32)),), "", ("cat",)
+    )
+    nodes = {"cat": Node([], [("past", (1, 2, PAST, 32))])}
+    (found,) = resolve_sizes([key], Shapes({"new_key_0": (1, 2, "length", 32)}, nodes))
+    assert found.outputs[0].dims == (1, 2, "length", 32)
+
+
+ROWS, CHOSEN = ("rows", 8), ("chosen", 8)
+
+
+def gathered(others: dict[str, Node], written: Dims) -> tuple[Kernel, Shapes]:
+    """Return a kernel, under the builder's own names, that gathers some rows; of `wide`, if another node writes that."""
+    wide = any(name == "wide" for each in others.values() for name, _ in each.outputs)
+    source = "wide" if wide else "rows"
+    gather = Node(
+        [(source, ROWS), ("index", ("chosen",))], [("taken", CHOSEN)], [(source, ROWS, CHOSEN)]
+    )
+    made = Kernel(
+        "k",
+        "kgen",
+        (KernelTensor("a_1", "Half", ROWS), KernelTensor("a_2", "Int64", ("chosen",))),
+        (),
+        (KernelTensor("a_3", "Half", written),),
+        "",
+        ("gather", *others),
+    )
+    return made, Shapes({}, {"gather": gather, **others})
+
+
+CAST = {"cast": Node([("rows", ROWS)], [("wide", ROWS)])}
+
+
+@pytest.mark.parametrize(
+    ("others", "written", "read"),
+    [
+        ({}, CHOSEN, "8*chosen"),
+        # A cast before the gather does not matter: only the gathered rows are read.
+        (CAST, CHOSEN, "8*chosen"),
+        # Another node reads all rows.
+        ({"sum": Node([("rows", ROWS)], [("total", (1, 8))])}, CHOSEN, None),
+        # The gathered tensor is computed in this kernel, one of two of its size, or written by it.
+        ({"add": Node([("rows", ROWS), ("b", ROWS)], [("wide", ROWS)])}, CHOSEN, None),
+        (CAST, ROWS, None),
+    ],
+)
+def test_only_what_nothing_else_reads_or_writes_is_read_in_part(
+    others: dict[str, Node], written: Dims, read: str | None
+) -> None:
+    made, shapes = gathered(others, written)
+    (found,) = resolve_sizes([made], shapes)
+    assert [each.read for each in found.inputs] == [read, None]

@@ -1,0 +1,74 @@
+"""The first requests of real clients, as they were recorded, are accepted without a field left out or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from canvasrt.containers.openai.app import make_app
+from canvasrt.containers.openai.health import ServerState
+from canvasrt.containers.openai.options import FrontOptions, FrontSettings
+
+REQUESTS = json.loads(Path("tests/data/clients.json").read_text("utf-8"))
+PAGE = Path("docs/clients.md")
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[TestClient]:
+    """The front end, with no model behind it."""
+    settings = FrontSettings(0, "127.0.0.1:1", "http://127.0.0.1:1", FrontOptions(hosts=("*",)))
+    with TestClient(make_app(settings, ServerState(phase="serving"))) as client:
+        yield client
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: f"{each['client']} {each['path']}")
+def test_a_recorded_request_reaches_the_model(front: TestClient, request_: dict[str, Any]) -> None:
+    # Some clients send no content type.
+    reply = front.post(request_["path"], content=json.dumps(request_["body"]))
+    assert reply.status_code == 503, reply.text
+
+
+def test_the_page_has_every_recorded_client() -> None:
+    text = PAGE.read_text("utf-8")
+    for each in REQUESTS:
+        name, version = each["client"].rsplit(" ", 1)
+        assert f"| {name} | {version} |" in text
+
+
+def test_probes_of_other_servers(front: TestClient) -> None:
+    assert front.get("/version").json().keys() == {"version"}
+    assert "canvasrt_openai_requests_total" in front.get("/metrics").text
+    for path in ("/health", "/ping"):
+        assert front.get(path).status_code == 503  # there is no model
+    head = front.head("/v1/models")
+    assert (head.status_code, front.head("/nothing").status_code) == (200, 404)
+
+
+def test_errors_of_ollama_s_routes_are_strings(front: TestClient) -> None:
+    for reply in (
+        front.get("/api/nothing"),
+        front.post("/api/show", json={"model": "other"}),
+        front.post("/api/chat", json={"model": "other", "messages": []}),
+    ):
+        assert reply.status_code == 404
+        assert isinstance(reply.json()["error"], str)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"type": "object"}, "guided_regex": "a"},
+        {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"structural_tag": "x"}},
+        {"ignore_eos": True, "guided_regex": "a"},
+    ],
+    ids=str,
+)
+def test_formats_that_contradict_are_refused(front: TestClient, fields: dict[str, Any]) -> None:
+    body = {"model": "canvasrt", "messages": [{"role": "user", "content": "a"}], **fields}
+    assert front.post("/v1/chat/completions", json=body).status_code == 400

@@ -1,0 +1,49 @@
+"""How a server that hangs is noticed, on a heartbeat and a process of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from canvasrt.containers.heartbeat import Heartbeat
+from canvasrt.containers.serve import stall
+from canvasrt.containers.serve.stall import StallWatch
+from tests.helpers.serving import eventually
+
+
+def test_silence_is_noticed_and_a_server_that_has_not_begun_is_left_alone(tmp_path: Path):
+    watch = StallWatch(tmp_path / "heartbeat", lambda: True)
+    assert watch.stalled((), limit=0) == ""
+    Heartbeat.at(tmp_path / "heartbeat").beat()
+    assert watch.stalled((), limit=60) == ""
+    assert eventually(lambda: watch.stalled((), limit=0.1) == "made no progress for 0.1 s")
+
+
+def test_a_stopped_process_is_noticed_and_one_that_goes_on_forgiven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stall, "STOPPED_TIMEOUT", 0.3)
+    watch = StallWatch(tmp_path / "heartbeat", lambda: True)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        assert watch.stalled([process.pid], 60) == ""
+        assert eventually(lambda: "stopped by a signal" in watch.stalled([process.pid], 60))
+        os.kill(process.pid, signal.SIGCONT)
+        assert eventually(lambda: watch.stalled([process.pid], 60) == "")
+        process.kill()
+
+
+def test_a_triton_that_does_not_answer_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stall, "_PROBE_EVERY", 0.1)
+    answers = [True]
+    watch = StallWatch(tmp_path / "heartbeat", lambda: answers[0])
+    assert watch.stalled((), 0.2) == ""
+    time.sleep(0.5)
+    assert eventually(lambda: watch.stalled((), 0.4) == "")  # it was asked again
+    answers[0] = False
+    assert eventually(lambda: watch.stalled((), 0.2) == "did not answer for 0.2 s")

@@ -1,0 +1,60 @@
+"""Calibration holds one layer's weights in memory, not the model's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.synthetic import SHAPES, write_random_checkpoint
+
+GROWTH = """
+import sys
+from pathlib import Path
+import torch
+from canvasrt.calibration_prompts import CalibrationPrompts
+from canvasrt.checkpoints.description import describe
+from canvasrt.export.checkpoint import Checkpoint
+from canvasrt.export.quantize.calibrate import calibrate
+from canvasrt.export.quantize.stored_weights import CheckpointWeights
+from canvasrt.export.quantize import network
+from canvasrt.recipes.recipe import load_recipe
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+folder, file, room = map(Path, sys.argv[1:])
+recipe, found = load_recipe("nvfp4"), describe(folder)
+model, sampler = found.model, found.sampler
+before = peak()
+weights = CheckpointWeights(Checkpoint(folder), model, sampler, torch.bfloat16, {})
+calibrate(weights, recipe, CalibrationPrompts.of(file, recipe, model, sampler, {}, {}), room)
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights take 240 MB, twice that in float32, and a layer 30 MB. Most of the growth are activations."""
+    shape = SHAPES["300m"] | {"vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 4}
+    monkeypatch.setitem(SHAPES, "deep", shape)
+    write_random_checkpoint(tmp_path / "deep", "deep", layers=8)
+    config = tmp_path / "deep" / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_denoising_steps": 2}))
+    assert sum(each.stat().st_size for each in (tmp_path / "deep").iterdir()) > 240e6
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 6, 7]}\n' * 3)
+    command = [
+        sys.executable,
+        "-c",
+        GROWTH,
+        tmp_path / "deep",
+        tmp_path / "prompts.jsonl",
+        tmp_path,
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(ran.stdout) < 200e6

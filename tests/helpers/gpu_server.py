@@ -1,0 +1,94 @@
+"""A bundle's engines behind a fake TensorRT, with the shapes of a build."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from canvasrt.build import profile_ranges
+from canvasrt.bundle import Bundle, load_bundle, write_manifest
+from canvasrt.pass_shapes import plan_passes
+from canvasrt.runtime.backends.tensorrt import TensorRTBackend
+from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.open import open_model
+from tests.helpers.fake_tensorrt import FakeCudaDevice, engine_file, fake_tensorrt
+from tests.helpers.reference import Pair
+
+VERSION, CONTEXT, BATCH = "1.7.1.116", 2048, 3
+RTX = {
+    "name": "rtx-5090",
+    "backend": "tensorrt-rtx",
+    "builder_version": VERSION,
+    "compute_capability": "12.0",
+    "built_on": platform.machine(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widths for contexts as short as the tiny model's."""
+    monkeypatch.setattr("canvasrt.pass_shapes.FIRST_WIDTH", 128)
+
+
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capacities that the tiny model's canvases overflow."""
+    monkeypatch.setattr(
+        "canvasrt.pass_shapes.usual_capacity", lambda model, tokens: max(4, tokens // 4)
+    )
+
+
+@pytest.fixture
+def folder(tiny: Pair, tmp_path: Path) -> Path:
+    """Engines with the profiles that a build gives them."""
+    return write_engines(tiny, tmp_path)
+
+
+def write_engines(tiny: Pair, tmp_path: Path, **entry_fields: Any) -> Path:
+    """Write a bundle of fake engines; `entry_fields` change what profiles are made from."""
+    graphs: Bundle = load_bundle(tiny.graphs, check=False)
+    manifest = graphs.manifest
+    entries, passes = [], plan_passes(manifest.model, CONTEXT, BATCH)
+    for entry in manifest.segments:
+        made = profile_ranges.to_json(
+            profile_ranges.profiles({**entry, **entry_fields}, manifest.model, passes)
+        )
+        file = f"{entry['name']}.engine"
+        (tmp_path / file).write_bytes(engine_file(graphs.file(entry["file"]), made))
+        entries.append({**entry, "file": file, "profiles": made})
+    shutil.copy(graphs.file(manifest.embedding["file"]), tmp_path)
+    write_manifest(
+        tmp_path,
+        kind="engines",
+        made_from={},
+        options={"max_context": CONTEXT, "max_batch": BATCH},
+        model=manifest.model,
+        sampler=manifest.sampler,
+        segments=entries,
+        embedding=manifest.embedding,
+        tokenizer=None,
+        target=RTX,
+    )
+    return tmp_path
+
+
+class Server:
+    """A bundle's engines behind a fake TensorRT, warmed up as before the first request."""
+
+    def __init__(self, folder: Path, rtx: bool = True, apart: bool = True, **options: Any) -> None:
+        self.device = FakeCudaDevice()
+        module = fake_tensorrt(VERSION, rtx, self.device)
+        backend: Any = TensorRTBackend(RTX, apart, module, self.device, **options)  # type: ignore[arg-type]
+        model = open_model(folder, check=False, backend=backend)
+        assert isinstance(model, DeviceModel)
+        self.model = model
+        self.backend = backend
+
+    def compiled(self) -> Counter[str]:
+        """New shapes by engine."""
+        return Counter(engine for what, engine in self.device.stalls if what == "compile")

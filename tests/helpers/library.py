@@ -1,0 +1,188 @@
+"""Checkpoints, exported graphs and built bundles, made once for all tests and workers of a run.
+
+`CANVASRT_TEST_CACHE` names a folder that keeps them between runs; without it, every run begins with an empty one.
+The paths are read-only: copy what a test changes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+import canvasrt
+from canvasrt.build.options import BuildOptions
+from canvasrt.cache import cache_folder, code_hash, key_of
+from canvasrt.extras import version
+from canvasrt.pipeline import build_bundle, graphs_of, plan_all
+from canvasrt.targets import find_target
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = (
+    "canvasrt",
+    *(f"canvasrt.{each}" for each in ("export", "build", "runtime", "containers")),
+)
+# The graphs that they are built from have the hash of the export's code in their own name.
+BUILDING = ("canvasrt", "canvasrt.build")
+PACKAGES = ("numpy", "nvidia-modelopt", "onnx", "onnx-ir", "onnxruntime", "onnxscript")
+PACKAGES += ("tensorrt", "tensorrt-rtx", "torch", "transformers", "triton")
+
+
+def checkpoint(model: str) -> Path:
+    """Return a checkpoint: `demo`, `demo-vision`, `undertrained`, or a random one.
+
+    The random ones are `tiny` (tests/helpers/reference.py), `served` (serving.py), `small` (quantized.py) and the
+    keys of `SHAPES` in random_models.py, after `random-`.
+    """
+    from canvasrt.checkpoints.locate import find_checkpoint
+
+    if model in ("demo", "demo-vision"):
+        return find_checkpoint(model)
+    if model == "undertrained":
+        return ROOT / "tests" / "data" / model
+    return kept(_write_checkpoint, model, code=("bench.demo", "canvasrt.export.synthetic"))
+
+
+def graphs(
+    model: str | Path, precision: str | None = None, layers_per_segment: int | None = None
+) -> Path:
+    """Return the graphs of a model or of a checkpoint's folder, by default in its own precision or fp32.
+
+    They lie in the product's cache, where builds by the command line find them, too.
+    """
+    options = BuildOptions(precision=precision, layers_per_segment=layers_per_segment)
+    target = "cpu" if precision in (None, *find_target("cpu").precisions) else "rtx-5090"
+    return _exported(str(model), target, options)
+
+
+def bundle(model: str | Path, target: str = "cpu", **options: Any) -> Path:
+    """Return engines of a model, a checkpoint's folder or graphs. `options` are fields of `BuildOptions`."""
+    chosen = BuildOptions(**options)
+    graphs = model if _is_graphs(model) else _exported(str(model), target, chosen)
+    return kept(_build, str(model), target, chosen, Path(graphs).name, code=BUILDING)
+
+
+def package_of(engines: Path) -> Path:
+    """Return a package of engines."""
+    return kept(_package, str(engines))
+
+
+def kept(make: Callable[..., object], *arguments: Any, code: Sequence[str] = PRODUCT) -> Path:
+    """Return the folder that `make(folder, *arguments)` writes, from this run or an earlier one.
+
+    The folder does not exist when `make` is called. The key has the function's name, its arguments as text, its
+    module's source, those of tests/helpers, and those of the modules and packages `code`.
+    """
+    module = getattr(make, "__module__", "")
+    text = [_relative(each) for each in arguments]
+    key = key_of(
+        {
+            "make": f"{module}.{make.__qualname__}",
+            "arguments": text,
+            **_made_by((module, *code)),
+        }
+    )
+    folder = _folder() / f"{make.__name__.strip('_')}-{key[:16]}"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            staged = folder.with_suffix(".tmp")
+            shutil.rmtree(staged, ignore_errors=True)
+            make(staged, *arguments)
+            staged.rename(folder)
+    return folder
+
+
+def empty_cache(folder: Path) -> Path:
+    """Make a cache for the product that lacks everything but the layers traced in this run; return it."""
+    traces = cache_folder() / "traces"
+    traces.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    (folder / "traces").symlink_to(traces)
+    return folder
+
+
+def _folder() -> Path:
+    """The library of this run; tests/conftest.py names it."""
+    folder = Path(os.environ["CANVASRT_TEST_CACHE"]) / "library"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _relative(argument: Any) -> str:
+    """An argument as text. A path in the cache or in the sources has the same name in every run; others have not."""
+    text = str(argument)
+    for base in (os.environ["CANVASRT_TEST_CACHE"], str(ROOT)):
+        text = text.removeprefix(base + os.sep)
+    assert not text.startswith(os.sep), f"{argument} is neither in the library nor in the sources"
+    return text
+
+
+@cache
+def _made_by(modules: tuple[str, ...]) -> dict[str, Any]:
+    """Everything besides the arguments that determines the result: the imported sources, and packages."""
+    sources: list[Path] = []
+    for spec in (importlib.util.find_spec(each) for each in ("tests.helpers", *modules)):
+        if spec is not None:
+            places = spec.submodule_search_locations or [spec.origin or ""]
+            sources += [Path(each) for each in places if each]
+    return {
+        "canvasrt": canvasrt.__version__,
+        "code": code_hash(sources),
+        "packages": {each: version(each) for each in PACKAGES},
+    }
+
+
+def _source(model: str | Path) -> Path:
+    """A model's name or a folder as a folder."""
+    return Path(model) if os.sep in str(model) else checkpoint(str(model))
+
+
+def _is_graphs(model: str | Path) -> bool:
+    return os.sep in str(model) and (Path(model) / "manifest.json").exists()
+
+
+@cache
+def _exported(model: str, target: str, options: BuildOptions) -> Path:
+    """Export and quantize into the product's cache. Two workers never export one model at once."""
+    source = _source(model)
+    with FileLock(_folder() / f"export-{source.name}.lock"):
+        (plan,) = plan_all(source, [find_target(target)], _folder() / "none", options, check=False)
+        return graphs_of(plan).path
+
+
+def _build(out: Path, model: str, target: str, options: BuildOptions, graphs: str) -> None:
+    build_bundle(_source(model), target, out, options)
+
+
+def _package(out: Path, engines: str) -> None:
+    from canvasrt.containers.package.package import package
+
+    package(Path(engines), out)
+
+
+def _write_checkpoint(out: Path, model: str) -> None:
+    """Write a random model as `checkpoint` describes."""
+    from tests.helpers import (
+        quantized,
+        quantized_checkpoints,
+        random_models,
+        reference,
+        serving,
+    )
+
+    if model == "served":
+        serving.write_random(out)
+    elif model == "small":
+        quantized.write_small(out)
+    elif model == "tiny":
+        reference.tiny_model().save_pretrained(out)
+    else:
+        shape = random_models.SHAPES[model.removeprefix("random-")]
+        random_models.random_model(shape).save_pretrained(out)
+        quantized_checkpoints.without_vision(out)

@@ -1,0 +1,191 @@
+"""A server's first start on a GPU, on a fake one: what is compiled and kept, contexts, memory, and the trial of shared passes."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from canvasrt.build.experts import SLOTS
+from canvasrt.build.memory import context_count
+from canvasrt.bundle import load_bundle
+from canvasrt.containers.package.sizes import sizes_of
+from canvasrt.runtime.backends.compiled_kernels import PARTIAL
+from canvasrt.runtime.generator import Generator
+from canvasrt.runtime.gpu import sharing
+from canvasrt.runtime.gpu.device_model import DeviceModel
+from canvasrt.runtime.gpu.prefix_pages import HEADROOM
+from canvasrt.runtime.gpu.sharing import prove
+from canvasrt.targets import find_target
+from tests.helpers.fake_tensorrt import IRuntimeCache
+from tests.helpers.gpu_server import BATCH, CONTEXT, Server, _few_tokens, few_slots, folder
+from tests.helpers.reference import Pair
+from tests.helpers.resident import CANVAS, Prompt, requests, same
+
+__all__ = ["_few_tokens", "few_slots", "folder"]
+
+
+def test_what_was_compiled_is_kept_for_the_next_start(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "compiled"
+    first = Server(folder, compiled=file)
+    first.model.warm_up()
+    assert sum(first.compiled().values())
+    again = Server(folder, compiled=file)
+    again.model.warm_up()
+    assert not again.compiled()
+    assert again.device.waited < 0.2 * first.device.waited
+    manifest = load_bundle(folder, check=False).manifest
+    assert first.device.waited < sizes_of(manifest, find_target("rtx-5090")).startup
+
+
+def test_a_start_that_is_killed_goes_on_from_its_last_shape(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the killed one was writing is removed."""
+    file = tmp_path / "cache" / "compiled"
+    whole = Server(folder)
+    whole.model.warm_up()
+    killed = Server(folder, compiled=file)
+    kept, left = killed.backend.keep_compiled, [6]
+
+    def keep() -> None:
+        kept()
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(killed.backend, "keep_compiled", keep)
+    with pytest.raises(KeyboardInterrupt):
+        killed.model.warm_up()
+    before = sum(killed.compiled().values())
+    (file.parent / f"{file.name}{PARTIAL}x").write_bytes(b"half")
+    again = Server(folder, compiled=file)
+    again.model.warm_up()
+    assert before
+    assert sum(again.compiled().values()) == sum(whole.compiled().values()) - before
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("how", ["full", "nothing"])
+def test_kernels_that_cannot_be_kept_are_a_warning(
+    how: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a full volume no part of a file stays, and what was kept before does."""
+    file = tmp_path / "cache" / "compiled"
+    file.parent.mkdir()
+    file.write_bytes(IRuntimeCache().serialize())
+    if how == "nothing":
+        monkeypatch.setattr(IRuntimeCache, "serialize", lambda self: None)
+    else:
+
+        def full(self: Path, to: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "replace", full)
+    server = Server(folder, compiled=file)
+    server.model.warm_up()
+    assert "compiled kernels are not kept" in capsys.readouterr().err
+    assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_the_plan_counts_every_context(few_slots: None, folder: Path, tiny: Pair) -> None:
+    server = Server(folder)
+    server.model.warm_up()
+    config, bodies = server.model.config, len(server.model.segments) - 1
+    planned = context_count(config, server.model.shapes, bodies, SLOTS)
+    assert server.device.count("context") == planned
+
+
+def test_contexts_that_cannot_be_had_cost_nothing_but_time(
+    folder: Path, tiny: Pair, prompt: Prompt, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pass without a context of its own runs in the one that others use."""
+    server = Server(folder)
+    own = (len(server.model.segments) - 1) * BATCH + 1
+    server.device.contexts_left = 0  # beside the shared ones, which it has
+    server.model.warm_up()
+    wanted = requests(tiny, prompt, [40, 50, 60], max_new_tokens=CANVAS)
+    same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
+    assert capsys.readouterr().err.count("runs in a shared context, slower") == own
+
+
+def test_prefixes_leave_memory_for_captures(folder: Path) -> None:
+    server = Server(folder)
+    server.model.warm_up()
+    server.device.left = HEADROOM + (4 << 20)
+    assert 0 < server.model.reserve(1 << 30) <= 4 << 20
+    assert server.device.left >= HEADROOM
+
+
+@pytest.mark.parametrize(
+    "broken", [None, "alone", "in company", "in a pass for one"], ids=lambda each: str(each)
+)
+def test_requests_share_passes_where_that_changes_no_bit(
+    broken: str | None,
+    folder: Path,
+    tiny: Pair,
+    prompt: Prompt,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device whose products differ in the last bit: at a place, beside others, or in passes of another size."""
+    server = Server(folder)
+    run = DeviceModel._output
+
+    def output(model: DeviceModel, this: Any, item: Any, states: Any) -> Any:
+        found = run(model, this, item, states)
+        differs = {
+            "alone": this.batch > 1 and len(this.rows) == 1 and item.row.kv_slot == 2,
+            "in company": len(this.rows) > 1 and item.row.kv_slot == 1,
+            "in a pass for one": this.batch == 1,
+        }
+        # Whatever the host's own products do, the device's are exact unless they are broken.
+        noise = np.uint8(broken is not None and differs[broken])
+        exact = np.full(found.entropy.shape, noise, np.float32)
+        return replace(found, entropy=exact, hidden=exact, canvas=exact, argmax=exact)
+
+    monkeypatch.setattr(DeviceModel, "_output", output)
+    monkeypatch.setattr(DeviceModel, "_fetch", lambda *_: np.zeros(1))
+    evidence = prove(server.model)
+    monkeypatch.undo()
+    assert evidence.compared == 3 * 3 * BATCH
+    assert (evidence.shared, evidence.lone) == {
+        None: (True, True),
+        "in a pass for one": (True, False),
+    }.get(broken, (False, False))
+    assert bool(evidence.why) == (broken is not None)
+    assert broken is None or broken in evidence.why
+    assert server.model.shapes.shares == evidence.shared
+    assert server.model.lone == evidence.lone
+    wanted = requests(tiny, prompt, [40, 50], max_new_tokens=CANVAS, max_denoising_steps=3)
+    same(Generator(server.model, BATCH).run(wanted), Generator(tiny.model).run(wanted))
+    server.device.stalls.clear()
+    Generator(server.model, BATCH).run(wanted[:1])
+    assert not server.compiled()
+
+
+def test_long_contexts_are_not_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "WIDEST", CONTEXT - 1)
+    server = Server(folder)
+    evidence = prove(server.model)
+    assert (evidence.shared, evidence.compared) == (False, 0)
+    assert "each pass would read 2048 cached tokens" in evidence.why
+    assert server.device.count("compile")
+
+
+def test_what_another_gpu_compiled_is_not_taken(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "compiled"
+    Server(folder, compiled=file).model.warm_up()
+    monkeypatch.setattr(IRuntimeCache, "gpu", "another")
+    other = Server(folder, compiled=file)
+    other.model.warm_up()
+    assert other.compiled()
