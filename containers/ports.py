@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -152,3 +153,17 @@ def _refusal(host: str, port: int, option: str, error: OSError) -> CanvasError:
         f"port {port} on {host} cannot be used: {error.strerror}",
         f"give another port with {option}",
     )
+
+
+def fetch(host: str, port: int, path: str, timeout: float) -> bytes:
+    """Return the body of a page; empty unless the status is 200, within `timeout` seconds."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", path)
+        reply = connection.getresponse()
+        # An empty page counts as an answer.
+        return reply.read() or b"\n" if reply.status == 200 else b""
+    except (OSError, http.client.HTTPException):
+        return b""
+    finally:
+        connection.close()

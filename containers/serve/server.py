@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from canvasrt.containers.names import (
     REASON_VARIABLE,
     STOPPING_VARIABLE,
 )
-from canvasrt.containers.ports import Ports, callable_host, url_host
+from canvasrt.containers.ports import Ports, callable_host, fetch, url_host
 from canvasrt.containers.processes import (
     children,
     die_with_parent,
@@ -51,8 +50,12 @@ UNLOAD_TIMEOUT = 3  # seconds for unloading the models, after requests in flight
 PROBE_TIMEOUT = 5.0
 # Files in the scratch folder.
 _STOPPING, _HEARTBEAT, _REASON, _EVIDENCE = "stopping", "heartbeat", "reason", "evidence"
-_FILES = {STOPPING_VARIABLE: _STOPPING, HEARTBEAT_VARIABLE: _HEARTBEAT, REASON_VARIABLE: _REASON}
-_FILES[EVIDENCE_VARIABLE] = _EVIDENCE
+_FILES = {
+    STOPPING_VARIABLE: _STOPPING,
+    HEARTBEAT_VARIABLE: _HEARTBEAT,
+    REASON_VARIABLE: _REASON,
+    EVIDENCE_VARIABLE: _EVIDENCE,
+}
 # These change the server, or make it read and write shared memory. No caller needs them.
 _CLOSED = "model-repository,shared-memory,logging,trace"
 # The header that would open them. Arguments keep no secret, so it is one that cannot be sent.
@@ -202,8 +205,7 @@ class Server:
         interrupted: threading.Event | None = None,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until every model is ready, or `interrupted` is set; `meanwhile` is called
-        repeatedly.
+        """Call `meanwhile` repeatedly until every model is ready, or `interrupted` is set.
 
         CanvasError when the server ends, or `ready_timeout` seconds pass.
         """
@@ -229,8 +231,7 @@ class Server:
         return bool(self._get("http", "/v2/health/live", timeout=1.0))
 
     def check_alive(self) -> None:
-        """Raise CanvasError, with the cause from the log, when the server or a model's process has
-        ended.
+        """Raise CanvasError, with the cause from the log, when the server or a model has ended.
 
         Without a decoupled model's process Triton stays ready, but every request fails.
         """
@@ -284,8 +285,7 @@ class Server:
         return drained
 
     def _drain(self, force: threading.Event | None) -> bool:
-        """Make the models refuse new requests, and wait until none is in flight; return whether that
-        happened in time.
+        """Make the models refuse new requests; return whether those in flight ended in time.
 
         Triton's own wait also counts idle connections. Most clients keep one open, which would hold
         it up until its timeout.
@@ -313,16 +313,7 @@ class Server:
     def _get(self, port: str, path: str, timeout: float = PROBE_TIMEOUT) -> bytes:
         """Return the body of a page of the server; empty unless the status is 200."""
         host = callable_host(self.metrics_host) if port == "metrics" else self.address
-        connection = http.client.HTTPConnection(host, getattr(self.ports, port), timeout=timeout)
-        try:
-            connection.request("GET", path)
-            reply = connection.getresponse()
-            # An empty page counts as an answer.
-            return reply.read() or b"\n" if reply.status == 200 else b""
-        except (OSError, http.client.HTTPException):
-            return b""
-        finally:
-            connection.close()
+        return fetch(host, getattr(self.ports, port), path, timeout)
 
     def log_tail(self, lines: int = 20) -> list[str]:
         """Return the last lines of the log, without Triton's tables."""
@@ -342,8 +333,7 @@ class Server:
             str(installation.binary),
             f"--model-repository={self.repository}",
             *(installation.prepare(folder) if installation.bundled else []),
-            # The configurations are complete; auto-completion would start each model's process
-            # twice.
+            # The configurations are complete; auto-completion would start each model's process twice.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={UNLOAD_TIMEOUT}",
             f"--backend-config=python,shm-region-prefix-name={self.run_name}",

@@ -46,7 +46,7 @@ def checkpoint(model: str) -> Path:
         return find_checkpoint(model)
     if model == "undertrained":
         return ROOT / "tests" / "data" / model
-    return kept(_write_checkpoint, model, code=("bench.demo", "canvasrt.export.synthetic"))
+    return kept(_write_checkpoint, model, code=("bench.demo", "bench.synthetic"))
 
 
 def graphs(

@@ -87,7 +87,11 @@ CASES = (
     Bad("no new tokens", {"prompt": GOOD, "max_new_tokens": ints(0)}, ("max_new_tokens is 0",)),
     Bad("negative tokens", {"prompt": GOOD, "max_new_tokens": ints(-5)}, ("max_new_tokens is -5",)),
     Bad("too many tokens", {"prompt": GOOD, "max_new_tokens": ints(2**31 - 1)}, ("2147483647",)),
-    Bad("beyond the context", {"prompt": GOOD, "max_new_tokens": ints(4096)}, ("4096", "fewer")),
+    Bad(
+        "beyond the context",
+        {"prompt_ids": ints(*[5] * 100), "max_new_tokens": ints(4096)},
+        ("100 tokens", "at most 3968"),
+    ),
     Bad(
         "no steps", {"prompt": GOOD, "max_denoising_steps": ints(0)}, ("max_denoising_steps is 0",)
     ),

@@ -1,5 +1,4 @@
-"""Calibration observes what the model computes; it agrees with ModelOpt's over the same passes of
-transformers' model."""
+"""Calibration observes what the model computes, and agrees with ModelOpt over transformers' passes."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from tests.helpers.quantized import calibrate
 from tests.helpers.reference import Reference, tiny_model
 
 DATA = Path(__file__).parents[2] / "data"
-# Never in the top 2 of layer 3: of each pair of opposite rows, one scores above its 0.
+# Never in the top 2 of layer 3: of two opposite rows, one scores above its 0.
 IDLE_LAYER, IDLE_EXPERT = 3, 5
 GENERATION = {
     "max_denoising_steps": 11,
