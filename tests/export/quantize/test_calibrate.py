@@ -111,8 +111,7 @@ def found(tiny: Tiny) -> Calibration:
 
 
 def modelopt_amax(tiny: Tiny) -> Callable[[str], float]:
-    """Run ModelOpt's max calibration while transformers generates from the same prompts under the
-    same noise."""
+    """Run ModelOpt's max calibration while transformers generates from the same prompts and noise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import modelopt.torch.quantization as mtq
@@ -362,8 +361,7 @@ def test_files_that_cannot_be_used(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_default_prompts(tiny: Tiny) -> None:
-    """General ones for any checkpoint but the demos'. Their prompts contain no question that they
-    are marked on."""
+    """General ones for any checkpoint but the demos', whose prompts hold no question of their tests."""
     general = default_prompts(tiny.graphs.manifest.made_from["files"])
     assert general.name == "prompts.jsonl"
     assert len(general.read_text("utf-8").splitlines()) == 64
