@@ -33,8 +33,11 @@ class Profiles:
 
     @property
     def has_slots(self) -> bool:
-        """Whether experts have slots, whose number is `capacity`, and not sorted rows."""
-        return not self._profiles or any("capacity" in each for each in self._profiles)
+        """Whether experts have slots, whose number is `capacity`, and not sorted rows.
+
+        A body's profile that limits lengths limits the slots, too, if there are any. ONNX Runtime's on a GPU limits neither.
+        """
+        return all("capacity" in each for each in self._profiles if "length" in each)
 
     def pick(self, dims: Mapping[str, int]) -> int | None:
         """Return the number of the profile that holds `dims`, or None. If several do, take the one that leaves the fewest

@@ -51,7 +51,7 @@ def cuda():
         cudaStreamSynchronize=lambda stream: (700,),
         cudaGetErrorString=lambda status: (0, b"an illegal memory access was encountered"),
     )
-    device.stream = 0
+    device._number = device.stream = 0
     device._busy = []
     device.synchronize()
 
