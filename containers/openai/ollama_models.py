@@ -12,6 +12,7 @@ import canvasrt
 from canvasrt.containers.openai.auth import Keys
 from canvasrt.containers.openai.endpoint import errors
 from canvasrt.containers.openai.errors import ApiError, bad_request
+from canvasrt.containers.openai.ollama import OllamaError
 from canvasrt.containers.openai.options import FrontOptions
 from canvasrt.containers.untrusted import load_json
 from canvasrt.types import Json
@@ -46,7 +47,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
     def check(request: Request) -> None:
         keys.check(request.headers.get("authorization"))
 
-    guarded = errors(401, 403)
+    guarded = errors(401, 403, body=OllamaError)
 
     @app.get(
         "/api/tags",
@@ -73,7 +74,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
         "/api/show",
         summary="Describe a model for Ollama's clients.",
         response_model=Json,
-        responses=errors(400, 401, 403, 404),
+        responses=errors(400, 401, 403, 404, body=OllamaError),
     )
     async def show(request: Request) -> Response:
         check(request)
@@ -104,7 +105,7 @@ def add_ollama_models(app: FastAPI, options: FrontOptions, keys: Keys) -> None:
         "/api/version",
         summary="The release, for Ollama's clients.",
         response_model=dict[str, str],
-        responses=errors(403),
+        responses=errors(403, body=OllamaError),
     )
     async def version() -> Response:
         return JSONResponse({"version": canvasrt.__version__})

@@ -118,7 +118,7 @@ def test_eight_million_token_ids_are_refused_at_once(running: Serving):
         reply = pool.submit(send)
         while not reply.done():
             assert ask(running)[0] == 200
-    assert reply.result() in ("context_length_exceeded", "closed")
+    assert reply.result() in ("invalid_json", "closed")  # of too many values
 
 
 @needs_triton
